@@ -1,0 +1,1 @@
+"""Booster: one call makes a PyTorch training script distributed; the strategy is a plugin."""

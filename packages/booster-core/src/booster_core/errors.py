@@ -1,0 +1,43 @@
+"""The exceptions that Booster raises for what a user, a file or another process can get wrong.
+
+A message says what was asked, what was found and what to do, with the values in it. A wrong type is
+Python's own ``TypeError``; everything else derives from `BoosterError`.
+"""
+
+from __future__ import annotations
+
+
+class BoosterError(Exception):
+    """Base class of every error that Booster raises on purpose."""
+
+
+class ConfigError(BoosterError, ValueError):
+    """A value that the user chose is wrong, or contradicts another one."""
+
+
+class LaunchError(BoosterError, RuntimeError):
+    """The process group could not be started: unreachable host, port in use, missing ranks."""
+
+
+class PluginError(BoosterError):
+    """A plugin is unknown, doubled, broken, or made for another version of the plugin interface."""
+
+
+class PluginNotInstalledError(PluginError, ImportError):
+    """A plugin's class was imported from `booster_core.plugin`, but its distribution is not installed."""
+
+
+class CheckpointError(BoosterError):
+    """A checkpoint cannot be written or read: path, permission, space, layout, or content."""
+
+
+class MissingRanksError(BoosterError, TimeoutError):
+    """Some ranks did not reach a collective call within the time limit; the message names them."""
+
+
+class RankFailedError(BoosterError, RuntimeError):
+    """Another rank failed; the message carries its rank, error and traceback."""
+
+
+class GradientError(BoosterError, RuntimeError):
+    """A loss has no gradient, a norm is not finite where that was forbidden, or backward was misused."""

@@ -1,0 +1,224 @@
+"""The interface between `Booster` and a parallel strategy, and the one door to installed strategies' classes.
+
+A strategy subclasses `Plugin` (or `PipelinePlugin`), states a ``name`` and its `Capability` set, and implements
+``configure``. Everything else has a default here that is right for a strategy that keeps the whole model on every rank.
+``from booster_core.plugin import GeminiPlugin`` imports the class of any installed plugin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader, Dataset, Sampler
+
+    from booster_core.coordinator import DistCoordinator
+    from booster_core.precision import PrecisionPolicy
+    from booster_core.state.adapter import StateAdapter
+
+API_VERSION = 1
+"""Version of this interface. A plugin made for another one is refused when it is loaded."""
+
+
+class Capability(enum.Enum):
+    """What a plugin can do. Asking for what it has not declared raises before anything is built."""
+
+    CPU = "cpu"
+    """Runs on the CPU."""
+    CUDA = "cuda"
+    """Runs on CUDA devices."""
+    FP32 = "fp32"
+    """Trains with parameters, compute and gradients in fp32."""
+    BF16 = "bf16"
+    """Trains with compute in bf16."""
+    FP16 = "fp16"
+    """Trains with compute in fp16 under a dynamic loss scale."""
+    LORA = "lora"
+    """Trains adapters made by `Booster.enable_lora`."""
+    PIPELINE = "pipeline"
+    """Has `PipelinePlugin.execute_pipeline`, and may need it."""
+    DATA_PARALLEL = "data_parallel"
+    """Ranks see different samples, and gradients are averaged over them."""
+
+
+class Boosted(NamedTuple):
+    """The five things that `Booster.boost` takes and returns, in their order."""
+
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    criterion: Callable[..., Any] | None = None
+    dataloader: DataLoader[Any] | None = None
+    lr_scheduler: LRScheduler | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoostContext:
+    """What a plugin is told when it configures: where it runs, with whom, and in which precision.
+
+    Args:
+        device: The device of this rank; the model has not been moved to it yet.
+        coordinator: Rank facts, and rendezvous that name missing ranks.
+        precision: The resolved precision of the run.
+        timeout_seconds: How long a collective call waits for a missing rank.
+        hooks: The pluggy hook relay of `booster_core.hookspecs`; calling a hook nobody implements is free.
+    """
+
+    device: torch.device
+    coordinator: DistCoordinator
+    precision: PrecisionPolicy
+    timeout_seconds: float
+    hooks: Any = field(repr=False)
+
+
+class Plugin(ABC):
+    """One way to train on many devices. Subclasses state a ``name`` and implement `configure`.
+
+    A plugin is constructible before the process group exists, and checks its constructor's arguments at once. It may
+    configure any number of models; what it has to remember of one belongs to the wrappers it returns.
+
+    Attributes:
+        name: The name of its entry point, as in ``Booster(plugin=name)``.
+        api_version: The version of this interface that the plugin was written for.
+        capabilities: What the plugin can do.
+        precision: The precision asked for through the plugin's constructor; ``None`` where none was.
+    """
+
+    name: ClassVar[str]
+    api_version: ClassVar[int] = API_VERSION
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.CPU, Capability.CUDA, Capability.FP32, Capability.DATA_PARALLEL}
+    )
+    precision: PrecisionPolicy | str | None = None
+
+    @abstractmethod
+    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+        """Return the objects made ready for this strategy.
+
+        The returned model is a `ModelWrapper` and the optimizer an `OptimizerWrapper`. The data loader and the
+        scheduler may be returned as they came: `Booster` has split the loader between ranks already, by
+        `data_parallel_coordinates`.
+
+        Args:
+            objects: What the user passed to ``boost``, checked: the optimizer holds only the model's parameters.
+            context: Device, ranks, precision and hooks.
+
+        Collective: every rank of the world, in step.
+        """
+
+    def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
+        """Return the precision that a run under this plugin has when a user asks for ``policy``.
+
+        A plugin that keeps low-precision working parameters beside fp32 masters says so here.
+        """
+        return policy
+
+    def data_parallel_coordinates(self, context: BoostContext) -> tuple[int, int]:
+        """Return this rank's index among, and the number of, ranks that see different samples."""
+        return context.coordinator.rank, context.coordinator.world_size
+
+    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+        """Return the view of a boosted model's (and optimizer's) state that checkpoints are written against.
+
+        The default serves plugins that keep the whole model and optimizer on every rank.
+        """
+        from booster_core.state.replicated import ReplicatedStateAdapter
+
+        return ReplicatedStateAdapter(model, optimizer, context.coordinator)
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+        """Return a context in which ``backward`` accumulates without communication, where that saves any.
+
+        Gradients after the first backward outside of the context equal those of one large batch, whether or not this
+        saves communication; the default saves none.
+        """
+        del model, optimizer
+        return contextlib.nullcontext()
+
+    def prepare_dataloader(  # noqa: PLR0913 - the arguments of torch's DataLoader that concern a distributed run
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        shuffle: bool = False,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
+        seed: int = 1024,
+        drop_last: bool = False,  # noqa: FBT001, FBT002
+        pin_memory: bool = False,  # noqa: FBT001, FBT002
+        num_workers: int = 0,
+        distributed_sampler_cls: type[Sampler[int]] | None = None,
+        **kwargs: Any,
+    ) -> DataLoader[Any]:
+        """Return a data loader that gives each data parallel rank its own samples; see `booster_core.data`."""
+        from booster_core.coordinator import DistCoordinator
+        from booster_core.data import prepare_dataloader
+
+        coordinator = DistCoordinator()
+        return prepare_dataloader(
+            dataset,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            num_workers=num_workers,
+            distributed_sampler_cls=distributed_sampler_cls,
+            rank=coordinator.rank,
+            world_size=coordinator.world_size,
+            **kwargs,
+        )
+
+    def describe(self) -> Mapping[str, object]:
+        """Return the plugin's options and their values, for `Booster.describe`."""
+        return {}
+
+
+class PipelinePlugin(Plugin):
+    """A plugin whose forward and backward are interleaved over stages, so that it drives the step itself."""
+
+    @abstractmethod
+    def execute_pipeline(  # noqa: PLR0913 - the signature of the Booster tutorials
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Tensor],
+        optimizer: Optimizer | None = None,
+        *,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> Mapping[str, Any]:
+        """Run forward and, with an optimizer, backward of one batch from ``data_iter`` through all stages.
+
+        Args:
+            data_iter: Yields batches; one is taken.
+            model: The boosted model.
+            criterion: Called as ``criterion(outputs, batch)``, returns a scalar.
+            optimizer: The boosted optimizer; ``None`` evaluates without backward.
+            return_loss: Return the batch's mean loss under ``"loss"`` (``None`` on stages without it).
+            return_outputs: Return the batch's outputs under ``"outputs"`` (``None`` on stages without them).
+
+        Collective: every rank of the plugin's mesh, in step.
+        """
+
+
+def __getattr__(name: str) -> type[Plugin]:
+    """Import the class of an installed plugin, or say which distribution brings it."""
+    if name.startswith("_"):
+        msg = f"module 'booster_core.plugin' has no attribute '{name}'"
+        raise AttributeError(msg)
+    from booster_core.discovery import plugin_class
+
+    return plugin_class(name)
+
+
+def __dir__() -> Iterable[str]:
+    """List what is defined here; installed plugins' classes are found on demand."""
+    return sorted(globals())

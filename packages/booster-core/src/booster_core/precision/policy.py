@@ -1,0 +1,102 @@
+"""`PrecisionPolicy`: the one statement of a run's numeric formats, given by name or as an object.
+
+A policy says what a format is used for; how a strategy brings that about (autocast over fp32 parameters, or working
+parameters beside fp32 masters) is the plugin's business, which it states through ``Plugin.resolve_precision``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from booster_core.errors import ConfigError
+from booster_core.precision.loss_scaler import LossScaleConfig
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionPolicy:
+    """Numeric formats of a run.
+
+    Args:
+        compute_dtype: Format of matrix products and activations in forward and backward.
+        param_dtype: Format of the parameters that forward reads.
+        reduce_dtype: Format in which gradients are summed over ranks.
+        master_dtype: Format of the parameters that the optimizer updates.
+        save_dtype: Format in which ``save_model`` writes floating parameters; ``None`` writes each as it is kept.
+        output_dtype: Format to which floating outputs of the model's forward are cast; ``None`` leaves them.
+        loss_scale: Dynamic loss scaling; by default on exactly where compute is in fp16, and ``None`` elsewhere.
+
+    Raises:
+        ConfigError: If a dtype is not a floating one, or loss scaling is asked for without fp16.
+    """
+
+    compute_dtype: torch.dtype = torch.float32
+    param_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype = torch.float32
+    save_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = torch.float32
+    loss_scale: LossScaleConfig | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_dtype") and value is not None and not (
+                isinstance(value, torch.dtype) and value.is_floating_point
+            ):
+                msg = f"`{field.name}={value!r}` is not a floating dtype such as torch.bfloat16."
+                raise ConfigError(msg)
+        if self.compute_dtype == torch.float16 and self.loss_scale is None:
+            object.__setattr__(self, "loss_scale", LossScaleConfig())
+        if self.compute_dtype != torch.float16 and self.loss_scale is not None:
+            msg = (
+                f"`loss_scale` is for fp16, whose range is too small for gradients; compute here is in {self.name}. "
+                "Leave `loss_scale` out, or use precision 'fp16'."
+            )
+            raise ConfigError(msg)
+
+    @property
+    def name(self) -> str:
+        """Short name of the compute format: ``fp32``, ``bf16``, ``fp16``."""
+        return _NAMES.get(self.compute_dtype, str(self.compute_dtype).removeprefix("torch."))
+
+    @classmethod
+    def parse(cls, value: PrecisionPolicy | str, *, loss_scale: LossScaleConfig | None = None) -> PrecisionPolicy:
+        """Return the policy that a name stands for, or the policy itself.
+
+        ``"bf16"`` and ``"bf16-mixed"`` are the same: parameters and sums stay in fp32, products are in bf16.
+
+        Args:
+            value: ``"fp32"``, ``"bf16"``, ``"fp16"``, one of these with ``-mixed``, or a policy.
+            loss_scale: Loss scaling to use with a policy given by name.
+
+        Raises:
+            ConfigError: If the name is unknown, or ``loss_scale`` comes beside a policy object.
+            TypeError: If ``value`` is neither a name nor a policy.
+        """
+        if isinstance(value, PrecisionPolicy):
+            if loss_scale is not None and loss_scale != value.loss_scale:
+                msg = "`loss_scale` was given twice: beside the policy, and inside it. Give it in one place."
+                raise ConfigError(msg)
+            return value
+        if not isinstance(value, str):
+            msg = f"A precision is a name such as 'bf16' or a PrecisionPolicy; got `{type(value).__name__}`."
+            raise TypeError(msg)
+        by_name = {name: dtype for dtype, name in _NAMES.items() if dtype != torch.float64}
+        dtype = by_name.get(value.removesuffix("-mixed"))
+        if dtype is None:
+            msg = f"Unknown precision '{value}'. Use one of 'fp32', 'bf16', 'fp16', or a PrecisionPolicy."
+            raise ConfigError(msg)
+        return cls(compute_dtype=dtype, loss_scale=loss_scale)
+
+    def describe(self) -> dict[str, str]:
+        """Return the formats by short name, as `Booster.describe` prints them."""
+        kept = {
+            field.name.removesuffix("_dtype"): getattr(self, field.name)
+            for field in fields(self)
+            if field.name.endswith("_dtype")
+        }
+        return {name: "unchanged" if dtype is None else _NAMES.get(dtype, str(dtype)) for name, dtype in kept.items()}

@@ -1,0 +1,132 @@
+"""How a plugin shows its state to the rest of Booster: as shards that can be read and written.
+
+`StateAdapter` is the only thing a plugin supplies for checkpoints, resharding, EMA and gradient access. It contains no
+file code and no collectives of its own beyond what its docstrings allow. `booster_core.state.replicated` holds the
+adapter for plugins that keep the whole model on every rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+
+    from booster_core.state.shard import TensorShard
+
+JSONValue = Any
+"""What ``json`` can write: str, int, float, bool, None, and lists and str-keyed dicts of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorMeta:
+    """What a checkpoint says of one tensor before any of its values are read.
+
+    Args:
+        shape: Shape of the whole tensor.
+        dtype: Element type in the file.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """One parameter group of an optimizer, free of ids and of this run's objects.
+
+    Args:
+        params: Names of the group's parameters, in the group's order.
+        options: Every other entry of the group (``lr``, ``betas``, ...), as JSON values; tensors (a capturable
+            ``lr``) appear as Python numbers.
+    """
+
+    params: tuple[str, ...]
+    options: Mapping[str, JSONValue]
+
+
+class StateAdapter(ABC):
+    """Lists the parts of the model's and the optimizer's tensors that lie on this rank.
+
+    One adapter serves one boosted model and, where there is one, its optimizer. Iterators are lazy where that saves
+    memory: a caller copies out of ``shard.data`` (or into it) before it asks for the next shard, and keeps no
+    reference, so that an adapter may stage a tensor from a slower memory for just that long.
+
+    Every rank lists its own shards. Over all ranks, the owned shards of a tensor cover it exactly once.
+    """
+
+    @abstractmethod
+    def model_shards(self) -> Iterator[TensorShard]:
+        """Yield the shards of parameters and persistent buffers held here. ``data`` is readable and writable.
+
+        Tied tensors are yielded once, under their first name; `tied_names` tells the others.
+
+        Collective: none.
+        """
+
+    @abstractmethod
+    def tied_names(self) -> Mapping[str, str]:
+        """Return, for each further name of a tied tensor, the first name, under which its shard is listed."""
+
+    @abstractmethod
+    def extra_state(self) -> Mapping[str, object]:
+        """Return the values of modules' ``get_extra_state``, keyed as in ``state_dict`` (``layer._extra_state``)."""
+
+    @abstractmethod
+    def load_extra_state(self, values: Mapping[str, object]) -> None:
+        """Hand values that `extra_state` once returned to the modules' ``set_extra_state``."""
+
+    @abstractmethod
+    def optimizer_shards(self) -> Iterator[TensorShard]:
+        """Yield the tensors of the optimizer's state held here; ``shard.state`` names which state.
+
+        Elementwise state (``exp_avg``) has the parameter's global shape; any other has its own, held and owned like a
+        replicated tensor. Master weights, where the run keeps them, are the state ``"master"``.
+
+        Collective: none.
+        """
+
+    @abstractmethod
+    def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
+        """Return state that is not a tensor, by parameter name and state name (a step count kept as a Python int)."""
+
+    @abstractmethod
+    def param_groups(self) -> Sequence[ParamGroup]:
+        """Return the optimizer's parameter groups by name, the same on every rank."""
+
+    @abstractmethod
+    def prepare_optimizer_load(
+        self,
+        tensors: Mapping[str, Mapping[str, TensorMeta]],
+        scalars: Mapping[str, Mapping[str, JSONValue]],
+        groups: Sequence[ParamGroup],
+    ) -> None:
+        """Make room for the state that a checkpoint holds, so that `optimizer_shards` lists it for writing.
+
+        Existing state that the checkpoint does not hold is dropped. A checkpoint's ``"master"`` of a parameter for
+        which this run keeps no master weights is taken as the parameter itself: `optimizer_shards` then lists the
+        parameter's own storage (or a staging tensor copied in by `finish_load`) under the state ``"master"``.
+
+        Args:
+            tensors: For each parameter name, what the checkpoint holds: state name to shape and dtype.
+            scalars: State that is not a tensor, as `optimizer_scalars` returned it.
+            groups: The checkpoint's parameter groups; already checked to list the same parameters as this
+                optimizer's. Their options replace this optimizer's.
+
+        Collective: every rank of the plugin's mesh, in step.
+        """
+
+    @abstractmethod
+    def finish_load(self, *, model: bool, optimizer: bool) -> None:
+        """Bring everything derived from the loaded state up to date (working parameters from masters, and back).
+
+        Args:
+            model: The model's shards were written.
+            optimizer: The optimizer's shards were written.
+
+        Collective: every rank of the plugin's mesh, in step.
+        """
