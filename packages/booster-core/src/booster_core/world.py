@@ -18,10 +18,7 @@ from booster_core.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed import (
-        ProcessGroup,
-        Store,  # type: ignore[attr-defined] # torch does not list it as public
-    )
+    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] # torch does not list Store
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 """How long a collective call waits for missing ranks where nobody said otherwise."""
