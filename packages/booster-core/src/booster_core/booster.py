@@ -6,6 +6,7 @@ it. It holds no strategy logic and no file code.
 
 from __future__ import annotations
 
+import difflib
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from booster_core.launch import ensure_process_group
 from booster_core.plugin import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.single import SingleDevicePlugin
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -216,6 +217,30 @@ class Booster(BoosterIO):
         return self.plugin.execute_pipeline(
             data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
         )
+
+    def full_gradient(self, model: nn.Module, name: str) -> Tensor | None:
+        """Return the whole gradient of a parameter, wherever its parts lie, in the parameter's shape.
+
+        Args:
+            model: The boosted model.
+            name: The parameter's name in the user's own model.
+
+        Returns:
+            A copy without loss scaling; ``None`` where the parameter has no gradient.
+
+        Raises:
+            TypeError: If the model is not a boosted one.
+            ConfigError: If the model has no parameter of this name.
+
+        Collective: every rank of the plugin's mesh, in step.
+        """
+        boosted = self._the_model(model, "full_gradient")
+        names = dict(unwrap_model(boosted).named_parameters(remove_duplicate=False))
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            msg = f"The model has no parameter named '{name}'." + (f" Did you mean '{close[0]}'?" if close else "")
+            raise ConfigError(msg)
+        return self.plugin.full_gradient(boosted, self._optimizers.get(boosted), name)
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
         """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.

@@ -49,7 +49,9 @@ class Capability(enum.Enum):
     PIPELINE = "pipeline"
     """Has `PipelinePlugin.execute_pipeline`, and may need it."""
     DATA_PARALLEL = "data_parallel"
-    """Ranks see different samples, and gradients are averaged over them."""
+    """Ranks see different samples."""
+    SYNCHRONOUS = "synchronous"
+    """Every step equals that of one process with the global batch, up to rounding."""
 
 
 class Boosted(NamedTuple):
@@ -99,7 +101,7 @@ class Plugin(ABC):
     name: ClassVar[str]
     api_version: ClassVar[int] = API_VERSION
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.CPU, Capability.CUDA, Capability.FP32, Capability.DATA_PARALLEL}
+        {Capability.CPU, Capability.FP32, Capability.DATA_PARALLEL}
     )
     precision: PrecisionPolicy | str | None = None
 
@@ -156,6 +158,25 @@ class Plugin(ABC):
         """
         del model, optimizer
         return contextlib.nullcontext()
+
+    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+        """Return the whole gradient of a parameter as the optimizer will use it, in the parameter's shape.
+
+        Loss scaling is taken out. The default serves plugins whose parameters carry whole gradients.
+
+        Args:
+            model: The boosted model.
+            optimizer: The boosted optimizer; knows of a loss scale.
+            name: The parameter's name in the user's model.
+
+        Returns:
+            A copy, shape of the parameter; ``None`` where the parameter has no gradient.
+
+        Collective: every rank of the plugin's mesh, in step.
+        """
+        from booster_core.wrappers import unscaled_gradient, unwrap_model
+
+        return unscaled_gradient(unwrap_model(model).get_parameter(name), optimizer)
 
     def prepare_dataloader(
         self,

@@ -25,7 +25,15 @@ class SingleDevicePlugin(Plugin):
 
     name: ClassVar[str] = "single"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.CPU, Capability.CUDA, Capability.FP32, Capability.BF16, Capability.FP16, Capability.LORA}
+        {
+            Capability.CPU,
+            Capability.CUDA,
+            Capability.FP32,
+            Capability.BF16,
+            Capability.FP16,
+            Capability.LORA,
+            Capability.SYNCHRONOUS,
+        }
     )
 
     def __init__(self, *, precision: PrecisionPolicy | str | None = None) -> None:

@@ -114,7 +114,8 @@ class OptimizerWrapper(Optimizer):
         scaled = precision is not None and precision.loss_scale is not None
         self.loss_scaler = DynamicLossScaler(precision.loss_scale) if precision is not None and scaled else None
         self._after_step = after_step
-        self._is_unscaled = False
+        # Whether the gradients that are there have been divided by the loss scale.
+        self.is_unscaled = False
         self._found_overflow = False
         self._grad_norm: Tensor | None = None
 
@@ -188,7 +189,7 @@ class OptimizerWrapper(Optimizer):
 
         Collective: none.
         """
-        self._is_unscaled = False
+        self.is_unscaled = False
         self._found_overflow = False
         self.optim.zero_grad(set_to_none)
 
@@ -269,20 +270,20 @@ class OptimizerWrapper(Optimizer):
 
         Collective: every rank of the strategy's mesh for sharded strategies; none for replicated ones.
         """
-        if self.loss_scaler is None or self._is_unscaled:
+        if self.loss_scaler is None or self.is_unscaled:
             return
         gradients = self.gradients()
         self._found_overflow = self.overflow_anywhere(any_nonfinite(gradients))
         for gradient in gradients:
             gradient.div_(self.loss_scaler.scale)
-        self._is_unscaled = True
+        self.is_unscaled = True
 
     def _rescale_gradients(self) -> None:
         """Multiply unscaled gradients that are still there by the loss scale, so that backward may add to them."""
-        if self.loss_scaler is not None and self._is_unscaled:
+        if self.loss_scaler is not None and self.is_unscaled:
             for gradient in self.gradients():
                 gradient.mul_(self.loss_scaler.scale)
-        self._is_unscaled = False
+        self.is_unscaled = False
         self._found_overflow = False
 
     def overflow_anywhere(self, overflow: bool) -> bool:  # noqa: FBT001 - a flag is all there is to pass
@@ -352,6 +353,19 @@ def check_loss(loss: Any) -> None:
             "model's output, outside of `torch.no_grad()`, without `.detach()` or `.item()`."
         )
         raise GradientError(msg)
+
+
+def unscaled_gradient(parameter: nn.Parameter, optimizer: Optimizer | None) -> Tensor | None:
+    """Return a copy of a parameter's gradient with the optimizer's loss scale taken out; ``None`` where it has none.
+
+    Collective: none.
+    """
+    if parameter.grad is None:
+        return None
+    scaler = optimizer.loss_scaler if isinstance(optimizer, OptimizerWrapper) else None
+    if scaler is None or optimizer.is_unscaled:
+        return parameter.grad.detach().clone()
+    return parameter.grad.detach() / scaler.scale
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
