@@ -103,11 +103,13 @@ def _leave_thread():
 
 
 def _leave_group():
-    sys.kept_group = dist.new_group([0, 1])
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _make_and_forget_group():
     dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1]))
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
 
 
 def _environment_variable(name):
@@ -231,12 +233,12 @@ def test_a_forgotten_thread_is_named():
         run_on_ranks(_leave_thread, 1)
 
 
-def test_a_kept_process_group_is_named():
-    with pytest.raises(RankError, match="left behind on rank 0: a process group"):
-        run_on_ranks(_leave_group, 2)
+def test_a_process_group_of_its_own_is_named():
+    with pytest.raises(RankError, match="left behind on rank 0: a process group that it initialised itself"):
+        run_on_ranks(_leave_group, 1)
 
 
-def test_a_group_that_nothing_refers_to_is_no_leak():
+def test_groups_made_within_the_default_group_are_no_leak():
     run_on_ranks(_make_and_forget_group, 2)
 
 
@@ -248,7 +250,8 @@ def test_workers_see_the_environment_of_the_test(monkeypatch):
 
 
 def test_warnings_are_errors_where_the_test_says_so():
-    with pytest.raises(RankError, match="UserWarning: careful"):
+    with warnings.catch_warnings(), pytest.raises(RankError, match="UserWarning: careful"):
+        warnings.simplefilter("error")
         run_on_ranks(_warn, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

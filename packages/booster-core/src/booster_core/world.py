@@ -84,6 +84,11 @@ def current_world() -> World:
     return _world
 
 
+def opened_world() -> World:
+    """Return what `open_world` opened last, whether or not it is still the process' default group."""
+    return _world
+
+
 def open_world(  # noqa: PLR0913 - the facts of a rank
     store: Store,
     *,

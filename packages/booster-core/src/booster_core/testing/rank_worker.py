@@ -143,9 +143,10 @@ def _serve(connection: Connection, call: Call) -> None:
     # A rank that closed its connections early would disturb those that are still at work.
     if connection.recv_bytes() != b"finish":
         return
+    leaks = ["a process group that it initialised itself"] if _has_foreign_group() else []
     _close_group()
-    leaks = before.restore()
-    connection.send_bytes(pickle.dumps(("clean", leaks)))
+    leaks += before.restore()
+    connection.send_bytes(pickle.dumps(("clean", (leaks, _num_gloo_threads()))))
 
 
 def _load(module: str, file: str, qualname: str) -> Callable[..., Any]:
@@ -196,6 +197,15 @@ def _open_group(call: Call) -> None:
         timeout_seconds=call.group_timeout_seconds,
         generation=0,  # the store is new, and workers may have served different numbers of calls
     )
+
+
+def _has_foreign_group() -> bool:
+    """Whether the default group is not the one that was opened for the call."""
+    import torch.distributed as dist
+
+    from booster_core.world import opened_world
+
+    return dist.is_initialized() and not opened_world().is_current
 
 
 def _close_group() -> None:
@@ -301,19 +311,15 @@ class _State:
         torch.use_deterministic_algorithms(False)  # noqa: FBT003 - torch's only form
         torch.autograd.set_detect_anomaly(False)
         gc.collect()
-        leaks = [
+        return [
             f"thread {thread.name!r}"
             for thread in threading.enumerate()
             if thread.ident not in self._threads and not thread.daemon
         ]
-        num_gloo = _num_gloo_threads()
-        if num_gloo:
-            leaks.append(f"a process group that something still refers to ({num_gloo} of gloo's threads run)")
-        return leaks
 
 
 def _num_gloo_threads() -> int:
-    """Count threads of gloo groups that were not freed."""
+    """Count the threads of gloo groups that something still refers to; torch's own caches keep some."""
     names = []
     for task in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # a thread may end while we look

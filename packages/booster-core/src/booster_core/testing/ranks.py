@@ -38,6 +38,8 @@ _GRACE_SECONDS = 15.0
 _CLEAN_SECONDS = 20.0
 _POLL_SECONDS = 0.2
 _STACK_SECONDS = 2.0
+_MAX_GLOO_THREADS = 100
+"""A worker with more is replaced: DDP and DeviceMesh keep groups alive after they are destroyed."""
 _SECONDARY = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote end|timed out waiting|\[.*gloo.*\].*(closed|reset)",
     re.IGNORECASE,
@@ -460,14 +462,16 @@ def _finish(pool: _Pool, workers: list[_Worker], outcomes: list[_Outcome]) -> di
     leaks = {}
     deadline = time.monotonic() + _CLEAN_SECONDS
     for rank in alive:
+        is_worn = False
         try:
             if not workers[rank].connection.poll(max(0.0, deadline - time.monotonic())):
                 leaks[rank] = [f"a worker that does not come to its end\n{workers[rank].dump_stack()}"]
             else:
-                leaks[rank] = workers[rank].receive()[1]
+                leaks[rank], num_gloo_threads = workers[rank].receive()[1]
+                is_worn = num_gloo_threads > _MAX_GLOO_THREADS
         except EOFError:
             leaks[rank] = [f"a worker that {workers[rank].describe_death()} after the call"]
-        if leaks[rank]:
+        if leaks[rank] or is_worn:
             pool.retire(rank)
     return leaks
 
