@@ -94,12 +94,15 @@ class Plugin(ABC):
     Attributes:
         name: The name of its entry point, as in ``Booster(plugin=name)``.
         api_version: The version of this interface that the plugin was written for.
+        available: Whether this version of the plugin trains. ``False`` marks a package whose interface is settled and
+            whose engine is not there yet: ``booster plugins`` says so, and ``configure`` raises.
         capabilities: What the plugin can do.
         precision: The precision asked for through the plugin's constructor; ``None`` where none was.
     """
 
     name: ClassVar[str]
     api_version: ClassVar[int] = API_VERSION
+    available: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.CPU, Capability.FP32, Capability.DATA_PARALLEL}
     )
