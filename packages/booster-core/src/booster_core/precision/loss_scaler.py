@@ -1,7 +1,7 @@
 """Dynamic loss scaling for fp16, and the one home of its defaults.
 
-fp16 gradients below 6e-8 vanish, so the loss is multiplied before backward and gradients are divided before the step. The
-scale falls when a gradient overflows (that step is skipped) and rises after a run of good steps
+fp16 gradients below 6e-8 vanish, so the loss is multiplied before backward and gradients are divided before the step.
+The scale falls when a gradient overflows (that step is skipped) and rises after a run of good steps
 (Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740).
 """
 

@@ -1,0 +1,306 @@
+"""Rank facts and small collective calls for whoever needs to know where it runs.
+
+`DistCoordinator` is a plain object, made wherever it is needed, and works the same without a process group, as a world
+of one where nobody is ever waited for. Its collective calls meet first (`booster_core.rendezvous`), so that a rank
+that never comes is named instead of waited for in vain.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import traceback
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from booster_core import errors
+from booster_core.errors import ConfigError, RankFailedError
+from booster_core.rendezvous import name_ranks
+from booster_core.world import close_world, current_world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.distributed import ProcessGroup
+    from typing_extensions import ParamSpec
+
+    _P = ParamSpec("_P")
+
+_R = TypeVar("_R")
+
+
+class DistCoordinator:
+    """The position of this process among all, and ways for all to agree.
+
+    Describes the default process group as it is when the object is made. Where a ``process_group`` is asked for,
+    ``None`` stands for all ranks, and only the ranks of the group call.
+    """
+
+    def __init__(self) -> None:
+        self._world = current_world()
+
+    def __repr__(self) -> str:
+        return f"DistCoordinator(rank={self.rank}, world_size={self.world_size}, local_rank={self.local_rank})"
+
+    @property
+    def rank(self) -> int:
+        """This process' rank, ``0 <= rank < world_size``."""
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes; 1 without a process group."""
+        return self._world.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This process' index on its host."""
+        return self._world.local_rank
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long collective calls wait for missing ranks unless told otherwise."""
+        return self._world.timeout_seconds
+
+    def is_master(self, process_group: ProcessGroup | None = None) -> bool:
+        """Whether this is the first rank of the group."""
+        return self.rank == self._ranks(process_group)[0]
+
+    def is_node_master(self) -> bool:
+        """Whether this is the first process of its host."""
+        return self.local_rank == 0
+
+    def is_last_process(self, process_group: ProcessGroup | None = None) -> bool:
+        """Whether this is the last rank of the group."""
+        return self.rank == self._ranks(process_group)[-1]
+
+    def print_on_master(self, *values: object, process_group: ProcessGroup | None = None) -> None:
+        """Print on the first rank of the group only."""
+        if self.is_master(process_group):
+            print(*values, flush=True)  # noqa: T201 - printing is the purpose
+
+    def print_on_node_master(self, *values: object) -> None:
+        """Print on the first process of each host only."""
+        if self.is_node_master():
+            print(*values, flush=True)  # noqa: T201 - printing is the purpose
+
+    def on_master_only(
+        self, process_group: ProcessGroup | None = None
+    ) -> Callable[[Callable[_P, _R]], Callable[_P, _R | None]]:
+        """Return a decorator under which a function runs on the first rank and returns ``None`` elsewhere.
+
+        ``@coordinator.on_master_only()`` decorates; nobody waits for the first rank.
+        """
+
+        def decorate(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+            @functools.wraps(function)
+            def run(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+                return function(*args, **kwargs) if self.is_master(process_group) else None
+
+            return run
+
+        return decorate
+
+    @contextlib.contextmanager
+    def priority_execution(
+        self,
+        executor_rank: int = 0,
+        process_group: ProcessGroup | None = None,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> Iterator[None]:
+        """Run the body on ``executor_rank`` first, and on the others once it is through there.
+
+        For work that one rank does for all, such as filling a cache that the others then read. If the body raises on
+        ``executor_rank``, it raises everywhere.
+
+        Args:
+            executor_rank: World rank that goes first.
+            process_group: The ranks that take part.
+            timeout_seconds: How long the others wait for it.
+
+        Raises:
+            ConfigError: If ``executor_rank`` is not one of the ranks.
+
+        Collective: every rank of the group.
+        """
+        ranks = self._ranks(process_group)
+        if executor_rank not in ranks:
+            msg = f"`executor_rank={executor_rank}` takes no part. Use one of {name_ranks(ranks)}."
+            raise ConfigError(msg)
+        name = "priority_execution"
+        if self.rank != executor_rank:
+            self.raise_together(None, name=name, process_group=process_group, timeout_seconds=timeout_seconds)
+            yield
+            return
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - every kind of failure is carried to the ranks that wait
+            self.raise_together(error, name=name, process_group=process_group, timeout_seconds=timeout_seconds)
+        else:
+            self.raise_together(None, name=name, process_group=process_group, timeout_seconds=timeout_seconds)
+
+    def rendezvous(
+        self, name: str, timeout_seconds: float | None = None, *, process_group: ProcessGroup | None = None
+    ) -> None:
+        """Wait until all ranks have called this with the same ``name``.
+
+        Args:
+            name: What the user called; appears in messages.
+            timeout_seconds: How long to wait for the others; the launch's time limit by default.
+            process_group: The ranks that meet.
+
+        Raises:
+            MissingRanksError: If some did not call in time, on every rank that did; later comers get it at once.
+            RankFailedError: If the process that holds the ranks' store has ended.
+            ConfigError: If the process group that this object was made for is no more.
+
+        Collective: every rank of the group.
+        """
+        self._meet(name, timeout_seconds, process_group, None)
+
+    def block_all(self, process_group: ProcessGroup | None = None) -> None:
+        """Wait until all ranks have come here; see `rendezvous`.
+
+        Collective: every rank of the group.
+        """
+        self.rendezvous("block_all", process_group=process_group)
+
+    def raise_together(
+        self,
+        error: Exception | None,
+        *,
+        name: str = "raise_together",
+        timeout_seconds: float | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        """Return on every rank if no rank brought an error, else raise on every rank.
+
+        A rank that brings an error raises that. The others raise the first rank's: the same class where it is
+        Booster's or Python's own and takes one message, else `RankFailedError`; the message starts with the rank.
+
+        Args:
+            error: What went wrong here, if anything.
+            name: What the user called; appears in messages.
+            timeout_seconds: How long to wait for the others; the launch's time limit by default.
+            process_group: The ranks that take part.
+
+        Raises:
+            MissingRanksError: If some ranks did not call in time, on ranks that brought no error.
+            Exception: What ranks brought.
+
+        Collective: every rank of the group.
+        """
+        problem = None if error is None else _describe(error)
+        try:
+            problems = self._meet(name, timeout_seconds, process_group, problem)
+        finally:
+            if error is not None:
+                raise error  # nearer to the cause than who is missing, which stays visible as its context
+        if problems:
+            raise _rebuild(problems)
+
+    def broadcast_object(
+        self, obj: Any, src: int = 0, *, process_group: ProcessGroup | None = None, name: str = "broadcast_object"
+    ) -> Any:
+        """Return the ``obj`` of world rank ``src`` on every rank.
+
+        Collective: every rank of the group.
+        """
+        ranks = self._ranks(process_group)
+        if src not in ranks:
+            msg = f"`src={src}` takes no part. Use one of {name_ranks(ranks)}."
+            raise ConfigError(msg)
+        self._meet(name, None, process_group, None)
+        if len(ranks) == 1:
+            return obj
+        import torch.distributed as dist
+
+        box = [obj if self.rank == src else None]
+        dist.broadcast_object_list(box, src=src, group=process_group)
+        return box[0]
+
+    def all_gather_object(
+        self, obj: Any, *, process_group: ProcessGroup | None = None, name: str = "all_gather_object"
+    ) -> list[Any]:
+        """Return every rank's ``obj``, in the group's order.
+
+        Collective: every rank of the group.
+        """
+        ranks = self._ranks(process_group)
+        self._meet(name, None, process_group, None)
+        if len(ranks) == 1:
+            return [obj]
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(gathered, obj, group=process_group)
+        return gathered
+
+    def destroy(self, process_group: ProcessGroup | None = None) -> None:
+        """Destroy the group: all groups, by default.
+
+        Collective: every rank of the group.
+        """
+        if process_group is None:
+            close_world()
+            return
+        import torch.distributed as dist
+
+        dist.destroy_process_group(process_group)
+
+    def _ranks(self, process_group: ProcessGroup | None) -> list[int]:
+        """Return the world ranks of a group; of all ranks for ``None``."""
+        if process_group is None or self._world.process_group is None:
+            return list(range(self.world_size))
+        import torch.distributed as dist
+
+        return dist.get_process_group_ranks(process_group)
+
+    def _meet(
+        self,
+        name: str,
+        timeout_seconds: float | None,
+        process_group: ProcessGroup | None,
+        problem: dict[str, Any] | None,
+    ) -> list[dict[str, Any]]:
+        if not self._world.is_current:
+            msg = (
+                f"`{name}` was called on a coordinator of a process group that is not the present one: it was "
+                "destroyed, or launched later. Make a new `DistCoordinator`, and launch before you boost."
+            )
+            raise ConfigError(msg)
+        ranks = self._ranks(process_group)
+        if len(ranks) == 1:
+            return [] if problem is None else [{**problem, "rank": self.rank}]
+        timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        return self._world.rendezvous_of(tuple(ranks)).meet(name, timeout_seconds, problem)
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    """Return an error in a form that travels."""
+    return {
+        "module": type(error).__module__,
+        "type": type(error).__qualname__,
+        # A KeyError's own text is a repr of what it was given.
+        "text": str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error),
+        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+    }
+
+
+def _rebuild(problems: list[dict[str, Any]]) -> Exception:
+    """Return the exception that a rank without an error of its own raises for those of others."""
+    first = problems[0]
+    text = f"rank {first['rank']}: {first['text'] or first['type']}"
+    if len(problems) > 1:
+        text += f" ({name_ranks([int(problem['rank']) for problem in problems[1:]])} failed too.)"
+    home = {"builtins": builtins, errors.__name__: errors}.get(first["module"])
+    kind = getattr(home, first["type"], None)
+    failure: Exception | None = None
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # such as UnicodeDecodeError, which takes five arguments
+            failure = kind(text)
+    if failure is None:
+        failure = RankFailedError(f"rank {first['rank']}: {first['type']}: {first['text']}")
+    failure.__cause__ = RankFailedError(f"on rank {first['rank']}:\n{first['traceback'].rstrip()}")
+    return failure

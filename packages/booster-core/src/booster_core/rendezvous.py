@@ -1,0 +1,220 @@
+"""Meeting of ranks over the process group's store, which can name who did not come; collectives can't.
+
+A meeting is known by its name and by how often this process has come to a meeting of that name. Each rank announces
+itself under a key of its own and counts itself in; the last one decides the outcome. A rank that waits longer than its
+time limit tries to decide the opposite. Whoever decides first is right (the store compares and sets), so that all
+ranks agree: nobody passes a meeting that failed for another, and late comers of a failed one raise at once.
+
+A rank that skipped a failed meeting for good learns of it at the next meeting of the same group that succeeds, and
+counts on from there, so that one failure never shifts later meetings against each other. In the good case the work
+per rank and the keys left in the store do not depend on the number of ranks or of meetings.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from booster_core.errors import MissingRanksError, RankFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
+
+_MAX_NAMED = 10
+_SHORTEST_PAUSE_SECONDS = 0.0005
+_LONGEST_PAUSE_SECONDS = 0.25
+
+
+class Rendezvous:
+    """The meetings of one group of ranks.
+
+    Args:
+        store: A store that all these ranks share; the keys below it belong to this object.
+        rank: This process' rank in the world.
+        ranks: The world ranks that meet, in the same order on each of them.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int]) -> None:
+        self._store = store
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._counts: Counter[str] = Counter()
+        self._known_failures = 0
+        self._lock = threading.Lock()
+
+    def meet(self, name: str, timeout_seconds: float, problem: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Wait until all ranks have come to the meeting ``name``.
+
+        Args:
+            name: What is called, as the user knows it; appears in messages.
+            timeout_seconds: How long this rank waits for the others.
+            problem: JSON-serialisable report that this rank brings, if any.
+
+        Returns:
+            The reports that ranks brought, each with its ``rank``, lowest rank first; at most 10 of them.
+
+        Raises:
+            MissingRanksError: If ranks did not come in time, or this rank comes after others gave up.
+            RankFailedError: If the store has gone away with the process that held it.
+
+        Collective: every rank of the group.
+        """
+        with self._lock:
+            meeting = f"{name}#{self._counts[name]}"
+            self._counts[name] += 1
+        try:
+            outcome, is_late = self._attend(name, meeting, timeout_seconds, problem)
+            if outcome["ok"]:
+                self._catch_up(int(outcome["failures"]))
+            problems = self._read_problems(meeting, int(outcome.get("problems", 0)))
+            self._leave(meeting)
+        except _store_errors() as error:
+            msg = (
+                f"`{name}` could not meet the other ranks: the store that they share has gone away ({error}). "
+                "The process that held it, usually rank 0, has ended; its own output says why."
+            )
+            raise RankFailedError(msg) from error
+        if outcome["ok"]:
+            return problems
+        raise MissingRanksError(_failure_message(name, self._rank, outcome, is_late=is_late))
+
+    def _attend(
+        self, name: str, meeting: str, timeout_seconds: float, problem: dict[str, Any] | None
+    ) -> tuple[dict[str, Any], bool]:
+        """Count this rank in, and return the outcome and whether it stood before this rank came."""
+        store, done = self._store, f"{meeting}/done"
+        if problem is not None:
+            index = store.add(f"{meeting}/problems", 1)
+            store.set(f"{meeting}/problem/{index}", json.dumps({**problem, "rank": self._rank}))
+        store.set(f"at/{self._rank}", meeting)
+        if store.add(f"{meeting}/count", 1) == len(self._ranks):
+            verdict = {
+                "ok": True,
+                "failures": store.add("failures", 0),
+                "problems": store.add(f"{meeting}/problems", 0),
+            }
+            outcome = self._decide(meeting, verdict)
+            return outcome, not outcome["ok"]
+        is_late = store.check([done])
+        start = time.monotonic()
+        while not store.check([done]):
+            waited = time.monotonic() - start
+            if waited >= timeout_seconds:
+                return self._give_up(name, meeting, timeout_seconds), False
+            # Pauses grow with the wait: short waits end soon, and long ones leave the store alone.
+            pause = min(max(waited / 10, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS, timeout_seconds - waited)
+            time.sleep(pause)
+        return json.loads(store.get(done)), is_late
+
+    def _give_up(self, name: str, meeting: str, timeout_seconds: float) -> dict[str, Any]:
+        """Find who is missing and decide that the meeting failed, unless its last rank came just now."""
+        missing: list[dict[str, Any]] = []
+        num_missing = 0
+        for rank in self._ranks:
+            place = self._place_of(rank)
+            if place == meeting:
+                continue
+            num_missing += 1
+            if len(missing) < _MAX_NAMED:
+                inside = place is not None and not self._store.check([f"{place}/done"])
+                inside = inside and self._store.check([f"{place}/count"])
+                missing.append({"rank": rank, "place": place and place.rpartition("#")[0], "inside": inside})
+        index = self._store.add("failures", 1)
+        self._store.set(f"failure/{index}", meeting)
+        return self._decide(
+            meeting,
+            {
+                "ok": False,
+                "failures": index,
+                "name": name,
+                "by": self._rank,
+                "seconds": timeout_seconds,
+                "missing": missing,
+                "num_missing": num_missing,
+                "world": len(self._ranks),
+            },
+        )
+
+    def _decide(self, meeting: str, verdict: dict[str, Any]) -> dict[str, Any]:
+        """Make ``verdict`` the outcome unless another rank has decided; return what is decided."""
+        decided: dict[str, Any] = json.loads(self._store.compare_set(f"{meeting}/done", "", json.dumps(verdict)))
+        return decided
+
+    def _place_of(self, rank: int) -> str | None:
+        """Return the meeting that ``rank`` has come to last, or ``None``."""
+        key = f"at/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _catch_up(self, num_failures: int) -> None:
+        """Count failed meetings that this rank never came to as passed."""
+        with self._lock:
+            first, self._known_failures = self._known_failures, max(num_failures, self._known_failures)
+        for index in range(first + 1, num_failures + 1):
+            key = f"failure/{index}"
+            if self._store.check([key]):
+                name, _, count = self._store.get(key).decode().rpartition("#")
+                with self._lock:
+                    self._counts[name] = max(self._counts[name], int(count) + 1)
+
+    def _read_problems(self, meeting: str, num_problems: int) -> list[dict[str, Any]]:
+        keys = [f"{meeting}/problem/{index + 1}" for index in range(min(num_problems, _MAX_NAMED))]
+        return sorted((json.loads(self._store.get(key)) for key in keys), key=lambda problem: int(problem["rank"]))
+
+    def _leave(self, meeting: str) -> None:
+        """Count this rank out; the last one removes the meeting's keys."""
+        if self._store.add(f"{meeting}/left", 1) == len(self._ranks):
+            for index in range(self._store.add(f"{meeting}/problems", 0)):
+                self._store.delete_key(f"{meeting}/problem/{index + 1}")
+            for key in ("problems", "count", "done", "left"):
+                self._store.delete_key(f"{meeting}/{key}")
+
+
+def name_ranks(ranks: Sequence[int], num_ranks: int | None = None) -> str:
+    """Return "rank 3", "ranks 1, 2 and 5" or, beyond ten, "ranks 0, 1, ... and 17 others"."""
+    num_ranks = len(ranks) if num_ranks is None else num_ranks
+    if num_ranks == 1:
+        return f"rank {ranks[0]}"
+    named = [str(rank) for rank in ranks[:_MAX_NAMED]]
+    if num_ranks > len(named):
+        return f"ranks {', '.join(named)} and {num_ranks - len(named)} others"
+    return f"ranks {', '.join(named[:-1])} and {named[-1]}"
+
+
+def _failure_message(name: str, rank: int, outcome: dict[str, Any], *, is_late: bool) -> str:
+    """Say who waited for whom, where the missing ones are, and what to do."""
+    missing = [int(entry["rank"]) for entry in outcome["missing"]]
+    who = name_ranks(missing, int(outcome["num_missing"]))
+    world = int(outcome["world"])
+    seconds = f"{outcome['seconds']:g} s"
+    if is_late or (rank in missing and rank != outcome["by"]):
+        return (
+            f"`{name}` has failed before rank {rank} came: rank {outcome['by']} waited {seconds} for {who} of {world}. "
+            "Raise `timeout_seconds` if this rank may take that long."
+        )
+    places: dict[str, list[int]] = {}
+    for entry in outcome["missing"]:
+        if entry["place"]:
+            verb = "waiting in" if entry["inside"] else "last seen in"
+            places.setdefault(f"{verb} `{entry['place']}`", []).append(int(entry["rank"]))
+    elsewhere = "".join(
+        f" {name_ranks(ranks).capitalize()} {'is' if len(ranks) == 1 else 'are'} {place}."
+        if place.startswith("waiting")
+        else f" {name_ranks(ranks).capitalize()} {'was' if len(ranks) == 1 else 'were'} {place}."
+        for place, ranks in places.items()
+    )
+    return (
+        f"`{name}` waited {seconds} for {who} of {world}, which did not call it.{elsewhere} It is a collective call: "
+        "call it on every rank, not under `if rank == 0`."
+    )
+
+
+def _store_errors() -> tuple[type[Exception], ...]:
+    """Return what a store raises when the process that holds it is gone."""
+    from torch.distributed import DistNetworkError, DistStoreError
+
+    return (DistNetworkError, DistStoreError)

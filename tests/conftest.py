@@ -1,0 +1,68 @@
+"""What all tests share: GPU tests run where there are GPUs, and no test may leave anything behind in its process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from booster_core.testing import close_ranks
+from booster_core.testing.ranks import worker_pids
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("gpu")
+    if marker is not None:
+        import torch
+
+        wanted = marker.args[0] if marker.args else 1
+        if torch.cuda.device_count() < wanted:
+            pytest.skip(f"needs {wanted} CUDA devices, and {torch.cuda.device_count()} are here")
+
+
+def pytest_sessionfinish() -> None:
+    close_ranks()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Fail a test that leaves environment variables, threads, child processes or a process group behind."""
+    environment, threads, children = _environment(), set(threading.enumerate()), _children()
+    yield
+    left = []
+    now = _environment()
+    changed = sorted(name for name in environment.keys() | now.keys() if environment.get(name) != now.get(name))
+    if changed:
+        left.append(f"environment variables {', '.join(changed)}")
+        for name in changed:
+            if name in environment:
+                os.environ[name] = environment[name]
+            else:
+                del os.environ[name]
+    left += [
+        f"thread {thread.name!r}" for thread in threading.enumerate() if thread not in threads and not thread.daemon
+    ]
+    left += [f"child process {pid}" for pid in sorted(_children() - children - set(worker_pids()))]
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        left.append("a process group")
+        distributed.destroy_process_group()
+    if left:
+        pytest.fail(f"the test left behind: {'; '.join(left)}", pytrace=False)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _children() -> set[int]:
+    """Return the process ids of this process' children (none where the kernel does not tell)."""
+    pids: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread may have ended meanwhile
+            pids.update(map(int, file.read_text().split()))
+    return pids

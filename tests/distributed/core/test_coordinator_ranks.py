@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from booster_core.coordinator import DistCoordinator
+from booster_core.errors import CheckpointError, ConfigError, MissingRanksError, RankFailedError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_core.world import current_world
+
+
+def _outcome(function):
+    """Return the message of what ``function`` raises, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return None, time.monotonic() - start
+
+
+def _facts():
+    c = DistCoordinator()
+    return c.rank, c.world_size, c.local_rank, c.is_master(), c.is_node_master(), c.is_last_process()
+
+
+def _skip_save_model(seconds):
+    c = DistCoordinator()
+    if c.rank == 1:
+        c.rendezvous("afterwards")
+        c.rendezvous("save_model")
+        return None
+    outcome = _outcome(lambda: c.rendezvous("save_model", timeout_seconds=seconds))
+    c.rendezvous("afterwards")
+    c.rendezvous("save_model")
+    return outcome
+
+
+def _meet_elsewhere():
+    c = DistCoordinator()
+    return _outcome(lambda: c.rendezvous("load_model" if c.rank == 1 else "save_model", timeout_seconds=1 + c.rank))
+
+
+def _come_late():
+    c = DistCoordinator()
+    if c.rank == 1:
+        time.sleep(1.5)
+    outcome = _outcome(lambda: c.rendezvous("step", timeout_seconds=0.5 if c.rank == 0 else 30))
+    c.rendezvous("step")
+    return outcome
+
+
+def _keys_after(num):
+    c = DistCoordinator()
+    for _ in range(num):
+        c.rendezvous("step")
+        c.raise_together(None)
+    # The last of a meeting to leave cleans up, a moment after the first has gone on.
+    dist.barrier()
+    return current_world().store.num_keys()
+
+
+def _bring_error(kind):
+    c = DistCoordinator()
+    c.raise_together(kind("broken file") if c.rank == 1 else None)
+
+
+def _bring_many_errors():
+    c = DistCoordinator()
+    c.raise_together(OSError("disk full") if c.rank else None)
+
+
+class _PrivateError(Exception):
+    pass
+
+
+def _bring_error_and_miss():
+    c = DistCoordinator()
+    if c.rank == 0:
+        return _outcome(lambda: c.raise_together(None, name="save_model", timeout_seconds=1))
+    if c.rank == 1:
+        return _outcome(lambda: c.raise_together(ValueError("mine"), name="save_model", timeout_seconds=2))
+    return None
+
+
+def _exchange_objects():
+    c = DistCoordinator()
+    return c.broadcast_object({"from": c.rank}, src=1), c.all_gather_object(c.rank * 10)
+
+
+def _priority(executor):
+    c = DistCoordinator()
+    with c.priority_execution(executor):
+        start = time.monotonic()
+        if c.rank == executor:
+            time.sleep(0.3)
+        end = time.monotonic()
+    return start, end
+
+
+def _priority_fails():
+    c = DistCoordinator()
+    with c.priority_execution():
+        if c.rank == 0:
+            msg = "no space"
+            raise CheckpointError(msg)
+
+
+def _subgroup():
+    group = dist.new_group([1, 2])
+    c = DistCoordinator()
+    if c.rank == 0:
+        return None
+    c.rendezvous("pair", 5, process_group=group)
+    return (
+        c.is_master(group),
+        c.is_last_process(group),
+        c.broadcast_object(c.rank, src=2, process_group=group),
+        c.all_gather_object(c.rank, process_group=group),
+    )
+
+
+def _stale():
+    c = DistCoordinator()
+    c.destroy()
+    c.rendezvous("save_model")
+
+
+def test_facts():
+    assert run_on_ranks(_facts, 2) == [(0, 2, 0, True, True, False), (1, 2, 1, False, False, True)]
+
+
+def test_a_missing_rank_is_named_and_later_calls_are_not_disturbed():
+    (message, seconds), _ = run_on_ranks(_skip_save_model, 2, 1)
+    assert message == (
+        "MissingRanksError: `save_model` waited 1 s for rank 1 of 2, which did not call it. Rank 1 is waiting in "
+        "`afterwards`. It is a collective call: call it on every rank, not under `if rank == 0`."
+    )
+    assert 0.9 < seconds < 10
+
+
+def test_ranks_in_different_calls_are_told_of_each_other():
+    (first, _), (second, _) = run_on_ranks(_meet_elsewhere, 2)
+    assert "`save_model` waited 1 s for rank 1 of 2" in first
+    assert "Rank 1 is waiting in `load_model`" in first
+    assert "`load_model` waited 2 s for rank 0 of 2" in second
+    assert "Rank 0 was last seen in `save_model`" in second
+
+
+def test_who_comes_late_raises_at_once_and_the_next_call_meets():
+    (first, _), (second, seconds) = run_on_ranks(_come_late, 2)
+    assert "`step` waited 0.5 s for rank 1 of 2" in first
+    assert "`step` has failed before rank 1 came: rank 0 waited 0.5 s for rank 1 of 2" in second
+    assert seconds < 10
+
+
+def test_all_who_came_raise_when_the_first_gives_up():
+    exceptions = expect_on_ranks(MissingRanksError, "(waited 1 s for|has failed before).*rank 2 of 3", _miss_two, 3)
+    assert len(exceptions) == 3
+
+
+def _miss_two():
+    c = DistCoordinator()
+    if c.rank == 2:
+        time.sleep(2.5)
+    c.rendezvous("step", timeout_seconds=1 if c.rank == 0 else 20)
+
+
+def test_the_store_does_not_grow():
+    few = run_on_ranks(_keys_after, 2, 2)
+    assert run_on_ranks(_keys_after, 2, 40) == few
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, ConfigError, ValueError, OSError, KeyError])
+def test_the_same_class_is_raised_everywhere(kind):
+    exceptions = expect_on_ranks(kind, "broken file", _bring_error, 3, kind)
+    assert exceptions[0].args == ("rank 1: broken file",)
+    assert exceptions[1].args == ("broken file",)
+
+
+@pytest.mark.parametrize("kind", [_PrivateError])
+def test_a_class_that_others_may_not_know_becomes_a_rank_failed_error(kind):
+    exceptions = expect_on_ranks((RankFailedError, kind), "broken file", _bring_error, 2, kind)
+    assert isinstance(exceptions[0], RankFailedError)
+    assert str(exceptions[0]) == "rank 1: _PrivateError: broken file"
+
+
+def test_several_errors_are_counted():
+    exceptions = expect_on_ranks(OSError, "disk full", _bring_many_errors, 3)
+    assert str(exceptions[0]) == "rank 1: disk full (rank 2 failed too.)"
+
+
+def test_an_own_error_comes_before_missing_ranks():
+    (first, _), (second, _), _ = run_on_ranks(_bring_error_and_miss, 3)
+    assert first.startswith("MissingRanksError: `save_model` waited 1 s for rank 2 of 3")
+    assert second == "ValueError: mine"
+
+
+def test_objects_are_exchanged():
+    assert run_on_ranks(_exchange_objects, 3) == [({"from": 1}, [0, 10, 20])] * 3
+
+
+@pytest.mark.parametrize("executor", [0, 2])
+def test_one_rank_goes_first(executor):
+    times = run_on_ranks(_priority, 3, executor)
+    assert all(start >= times[executor][1] for rank, (start, _) in enumerate(times) if rank != executor)
+
+
+def test_a_failure_of_the_first_rank_reaches_those_that_wait():
+    expect_on_ranks(CheckpointError, "no space", _priority_fails, 2)
+
+
+def test_a_subgroup_meets_alone():
+    assert run_on_ranks(_subgroup, 3) == [None, (True, False, 2, [1, 2]), (False, True, 2, [1, 2])]
+
+
+def test_a_coordinator_of_a_destroyed_group_is_refused():
+    expect_on_ranks(ConfigError, "`save_model` was called on a coordinator of a process group that is not", _stale, 2)
