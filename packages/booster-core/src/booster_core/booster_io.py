@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from booster_core.checkpoint.io import CheckpointIO
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper
@@ -16,6 +15,7 @@ from booster_core.wrappers import ModelWrapper, OptimizerWrapper
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_core.checkpoint.report import LoadReport
@@ -245,9 +245,7 @@ class BoosterIO:
 
     def _adapter_of(self, optimizer: Optimizer, call: str) -> StateAdapter:
         for boosted, own in self._optimizers.items():
-            if own is not None and (
-                own is optimizer or (isinstance(own, OptimizerWrapper) and own.unwrap() is optimizer)
-            ):
+            if isinstance(own, OptimizerWrapper) and optimizer in (own, own.unwrap()):
                 return self.plugin.state_adapter(boosted, own, self.context)
         msg = f"`Booster.{call}` needs the optimizer returned by `Booster.boost`; got `{type(optimizer).__name__}`."
         raise TypeError(msg)
