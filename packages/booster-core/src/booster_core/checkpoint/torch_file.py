@@ -54,7 +54,9 @@ class TorchContainer(Container):
         for name, value in content.items():
             encode(value, name, tensors)
         del values
-        return {spec.key: tensors[spec.key].untyped_storage()._checkpoint_offset for spec in specs}  # type: ignore[attr-defined] # noqa: SLF001 - torch documents the attribute, and no other way
+        # torch's documentation of skip_data names this attribute, and no other way to the offsets.
+        offsets = {spec.key: tensors[spec.key].untyped_storage()._checkpoint_offset for spec in specs}  # noqa: SLF001
+        return {key: int(offset or 0) for key, offset in offsets.items()}
 
 
 def _content(tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
