@@ -31,6 +31,7 @@ from booster_core.checkpoint.scheduler import scheduler_from_json, scheduler_to_
 from booster_core.checkpoint.session import Route, Session
 from booster_core.checkpoint.source import Source, open_source
 from booster_core.checkpoint.target import check_is_no_folder, target_of
+from booster_core.checkpoint.transformers_names import renamed
 from booster_core.checkpoint.writer import FileWriter, receive_pieces, send_pieces, write_directly
 from booster_core.errors import CheckpointError, ConfigError
 
@@ -184,6 +185,8 @@ class CheckpointIO:
         strict: bool = True,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
         low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002
         num_threads: int = 1,
+        *,
+        module: nn.Module | None = None,
     ) -> LoadReport:
         """Read a model from any of the forms that `save_model` and Hugging Face libraries write.
 
@@ -198,6 +201,7 @@ class CheckpointIO:
             low_cpu_mem_mode: Read just the parts that this rank holds, straight into place. ``False`` reads whole files
                 into memory first, one after the other, which a disk that is slow at jumping may prefer.
             num_threads: How many parts of a large tensor are read at once.
+            module: The user's own model; tells where transformers' files name tensors differently from its modules.
 
         Returns:
             What was loaded and what was not; the same on every rank.
@@ -218,7 +222,10 @@ class CheckpointIO:
                 extra = tuple(adapter.extra_state())
                 local = Expectation.of(adapter, extra)
             expected = Expectation.merge(session.coordinator.all_gather_object(local))
-            report, homes = compare(source.tensors, source.values, expected)
+            names = renamed(module, source.tensors, (*expected.tensors, *expected.aliases, *expected.extra))
+            stored = {name: source.tensors[key] for name, key in names.items()}
+            report, found = compare(stored, source.values, expected)
+            homes = {name: names[key] for name, key in found.items()}
             if strict and not report.is_complete:
                 msg = f"'{path}' does not fit the model. {report.problems()} Pass `strict=False` to load what fits."
                 raise CheckpointError(msg)
