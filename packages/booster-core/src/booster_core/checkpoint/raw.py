@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ _MAX_CALL_BYTES = 1 << 30
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def pwrite_from(descriptor: int, source: memoryview, offset: int) -> None:
@@ -78,7 +78,7 @@ def reserve(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_strided(  # noqa: PLR0913 - a place in a file is six facts
+def read_strided(
     source: int | memoryview, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, out: torch.Tensor
 ) -> None:
     """Copy a box of a row-major tensor in a file, or in memory, to ``out``.
@@ -102,7 +102,7 @@ def read_strided(  # noqa: PLR0913 - a place in a file is six facts
         mapping.close()
 
 
-def write_strided(  # noqa: PLR0913 - a place in a file is six facts
+def write_strided(
     descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, source: torch.Tensor
 ) -> None:
     """Copy ``source`` to a box of a row-major tensor in a file, through a mapping. The file has its space already.
@@ -123,7 +123,7 @@ def write_strided(  # noqa: PLR0913 - a place in a file is six facts
         mapping.close()
 
 
-def write_runs(  # noqa: PLR0913 - a place in a file is six facts
+def write_runs(
     descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, source: torch.Tensor
 ) -> None:
     """Do what `write_strided` does by one plain write for each contiguous run."""
@@ -135,7 +135,7 @@ def write_runs(  # noqa: PLR0913 - a place in a file is six facts
     assert len(values) == box_numel(box) * itemsize, "the source has the box' size"
 
 
-def _map_span(  # noqa: PLR0913 - a place in a file is six facts
+def _map_span(
     descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, protection: int
 ) -> tuple[mmap.mmap, int, tuple[int, ...], Box]:
     """Map the pages that a box touches; return the mapping, and shape and box of the tensor's rows that it shows.
@@ -154,7 +154,7 @@ def _map_span(  # noqa: PLR0913 - a place in a file is six facts
     return mapping, first - base, (count, *shape[1:]), ((0, count), *box[1:])
 
 
-def _array(memory: memoryview, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray:  # type: ignore[type-arg]
+def _array(memory: memoryview, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray[Any, Any]:
     """Return memory as an array of opaque elements; unaligned memory is fine."""
     kind = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(itemsize, f"V{itemsize}")
     return np.ndarray(shape, dtype=kind, buffer=memory, offset=offset)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from booster_core.coordinator import DistCoordinator
 
 _WRITE_TIMEOUT_SECONDS = 24 * 3600.0
-"""How long ranks wait for each other's disks. That all take part is known by then, and a rank that dies ends the run."""
+"""How long ranks wait for each other's disks. That all take part is known by then; a rank that dies ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Session:
 
         Collective: every rank.
         """
-        token, error, made = None, None, list[Path]()
+        token, error, made = "", None, []
         if self.rank == 0:
             try:
                 check()

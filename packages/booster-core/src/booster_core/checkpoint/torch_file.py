@@ -11,6 +11,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from booster_core.checkpoint.formats import Container, TensorFile
 from booster_core.checkpoint.naming import TORCH
@@ -33,6 +34,7 @@ class TorchContainer(Container):
 
     suffix = TORCH
 
+    @override
     def create(self, path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode  # what skip_data's documentation builds on
 
@@ -42,6 +44,7 @@ class TorchContainer(Container):
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(content, path)
 
+    @override
     def offsets(self, path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> dict[str, int]:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -51,7 +54,9 @@ class TorchContainer(Container):
         for name, value in content.items():
             encode(value, name, tensors)
         del values
-        return {spec.key: tensors[spec.key].untyped_storage()._checkpoint_offset for spec in specs}  # type: ignore[attr-defined] # noqa: SLF001 - torch documents the attribute, and no other way
+        # torch's documentation of skip_data names this attribute, and no other way to the offsets.
+        offsets = {spec.key: tensors[spec.key].untyped_storage()._checkpoint_offset for spec in specs}  # noqa: SLF001
+        return {key: int(offset or 0) for key, offset in offsets.items()}
 
 
 def _content(tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,9 +98,11 @@ class TorchFile(TensorFile):
             name: TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in self._tensors.items()
         }
 
+    @override
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         out.view(box_shape(box)).copy_(self._tensors[key].detach()[slices_of(box)])
 
+    @override
     def close(self) -> None:
         self._tensors = {}
 
