@@ -25,7 +25,7 @@ class Storage(Protocol):
     """Files at URLs of one scheme. Errors are ``OSError``, or `CheckpointError` where there is more to say."""
 
     def list(self, url: str) -> Mapping[str, int]:
-        """Return the sizes of files at and below a URL, by their path below it; ``""`` is a file at the URL itself."""
+        """Return the sizes of files at and below a URL, by their path below it; a file at the URL itself is ``""``."""
 
     def upload(self, path: Path, url: str) -> None:
         """Put a local file at a URL, replacing what is there. A reader sees the old or the new file, not a part."""
