@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.arguments import check_boost_arguments, check_boosted
-from booster_core.checkpoint.booster_io import BoosterIO
+from booster_core.booster_io import BoosterIO
 from booster_core.coordinator import DistCoordinator
 from booster_core.data import split_dataloader
-from booster_core.discovery import hook_relay, load
+from booster_core.discovery import load
 from booster_core.errors import ConfigError
-from booster_core.launch import ensure_process_group
+from booster_core.hooks import hook_relay
 from booster_core.plugin import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.single import SingleDevicePlugin
@@ -82,7 +82,9 @@ class Booster(BoosterIO):
     def context(self) -> BoostContext:
         """Device, ranks, precision and hooks of this run, fixed at the first use."""
         if self._context is None:
-            if not isinstance(self.plugin, SingleDevicePlugin):
+            if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
+                from booster_core.launch import ensure_process_group
+
                 ensure_process_group(self.device)
             relay = hook_relay()
             listens = bool(relay.after_step.get_hookimpls())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from booster_core.hookspecs import hookimpl
-
 from booster_ddp.plugin import TorchDDPPlugin
 
 

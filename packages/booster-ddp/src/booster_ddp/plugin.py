@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -139,15 +140,20 @@ class TorchDDPPlugin(Plugin):
 
     def _wrap(self, model: nn.Module, context: BoostContext) -> DistributedDataParallel:
         config = self.config
-        ddp = DistributedDataParallel(
-            model,
-            device_ids=[context.device] if context.device.type == "cuda" else None,
-            broadcast_buffers=config.broadcast_buffers,
-            bucket_cap_mb=config.bucket_cap_mb,
-            find_unused_parameters=config.finds_unused_parameters,
-            gradient_as_bucket_view=config.gradient_as_bucket_view,
-            static_graph=config.static_graph,
-        )
+        options: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
+        with warnings.catch_warnings():
+            # torch 2.13 announces another option of nearly the same meaning; only this one exists since 2.10, and
+            # only it leaves rank-local buffers alone at the start too.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            ddp = DistributedDataParallel(
+                model,
+                device_ids=[context.device] if context.device.type == "cuda" else None,
+                bucket_cap_mb=config.bucket_cap_mb,
+                find_unused_parameters=config.finds_unused_parameters,
+                gradient_as_bucket_view=config.gradient_as_bucket_view,
+                static_graph=config.static_graph,
+                **options,
+            )
         hook = config.comm_hook or BY_DTYPE.get(context.precision.reduce_dtype)
         if hook is not None:
             register_comm_hook(ddp, hook, config.comm_hook_state)
