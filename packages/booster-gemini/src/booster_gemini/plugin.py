@@ -54,7 +54,7 @@ class GeminiPlugin(Plugin):
         }
     )
 
-    def __init__(  # noqa: PLR0913 - each is an option that scripts give by name
+    def __init__(
         self,
         *,
         chunk_bytes: int | None = None,

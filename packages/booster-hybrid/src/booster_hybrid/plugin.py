@@ -59,7 +59,7 @@ class HybridParallelPlugin(PipelinePlugin):
         }
     )
 
-    def __init__(  # noqa: PLR0913 - each is an option that scripts give by name
+    def __init__(
         self,
         *,
         tp_size: int = 1,
@@ -94,7 +94,7 @@ class HybridParallelPlugin(PipelinePlugin):
         del objects, context
         raise PluginError(_NOT_YET)
 
-    def execute_pipeline(  # noqa: PLR0913 - the signature that `PipelinePlugin` sets
+    def execute_pipeline(
         self,
         data_iter: Iterator[Any],
         model: nn.Module,
