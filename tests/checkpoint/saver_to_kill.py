@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from booster_core import Booster
 from booster_core.checkpoint.manifest import verify_folder
 from booster_core.world import close_world, open_world
-from torch import nn
 
 WIDTH = 40_000
 LAST = 1_000_000

@@ -25,7 +25,7 @@ class Storage(Protocol):
     """Files at URLs of one scheme. Errors are ``OSError``, or `CheckpointError` where there is more to say."""
 
     def list(self, url: str) -> Mapping[str, int]:
-        """Return the sizes of files at and below a URL, by their path below it; a file at the URL itself is ``""``."""
+        """Return the sizes of files at and below a URL, by their path below it (``""`` for a file at the URL)."""
 
     def upload(self, path: Path, url: str) -> None:
         """Put a local file at a URL, replacing what is there. A reader sees the old or the new file, not a part."""
@@ -75,8 +75,8 @@ def storage_for(scheme: str) -> Storage:
         return FsspecStorage(scheme)
     if not isinstance(found, Storage):
         msg = (
-            f"The hook `storage` returned a `{type(found).__name__}` for '{scheme}://', which lacks some of the methods "
-            "list, upload, download, remove."
+            f"The hook `storage` returned a `{type(found).__name__}` for '{scheme}://', which lacks some of the "
+            "methods list, upload, download, remove."
         )
         raise CheckpointError(msg)
     return found
