@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from booster_core.checkpoint.report import LoadReport
     from booster_core.checkpoint.training_state import LoadedCheckpoint, TrainingState
+    from booster_core.ema import ExponentialAverage
     from booster_core.plugin import BoostContext, Plugin
     from booster_core.state.adapter import StateAdapter
 
@@ -357,6 +358,24 @@ class BoosterIO:
         from booster_core.checkpoint.training_state import has_training_state
 
         return has_training_state(self.context.coordinator, root)
+
+    def ema(self, model: nn.Module, decay: float = 0.999) -> ExponentialAverage:
+        """Return a moving average of a model's weights: ``update()`` it after each step; see `ExponentialAverage`.
+
+        Args:
+            model: The model that `boost` returned, or a plain one that every rank holds whole.
+            decay: Weight of the old average in each update.
+
+        Raises:
+            TypeError: If ``model`` is not a module.
+            ConfigError: If ``decay`` is out of range.
+
+        Collective: none; made on every rank.
+        """
+        from booster_core.ema import ExponentialAverage
+
+        self._check_module(model, "ema")
+        return ExponentialAverage(model, decay, lambda: self.state_adapter(model), self.checkpoint_io)
 
     def wait(self) -> None:
         """Wait until a save that goes on in the background has ended.
