@@ -11,6 +11,7 @@ from torch import nn
 
 from booster_core.checkpoint.facts import run_facts
 from booster_core.checkpoint.io import CheckpointIO
+from booster_core.checkpoint.remote import local_source, local_target
 from booster_core.storage import local_path, scheme_of
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper
 
@@ -81,6 +82,7 @@ class BoosterIO:
         Args:
             model: The model that `boost` returned, or a plain one that every rank holds whole.
             checkpoint: A file, or with ``shard=True`` a folder. Folders are made as needed; older files are replaced.
+                A URL (``s3://bucket/model``) is written through a local temporary folder.
             shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
             gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
             prefix: Put into the file names of a folder, as Hugging Face's ``variant``.
@@ -99,10 +101,14 @@ class BoosterIO:
         """
         self._check_module(model, "save_model")
         boosted = self._boosted_model(model)
-        with self._announced("save", "model", checkpoint):
+        coordinator = self.context.coordinator
+        with (
+            self._announced("save", "model", checkpoint),
+            local_target(coordinator, checkpoint, "save_model", use_async=use_async) as path,
+        ):
             self.checkpoint_io.save_model(
                 self.state_adapter(model),
-                checkpoint,
+                path,
                 shard,
                 gather_dtensor,
                 prefix or None,
@@ -141,10 +147,11 @@ class BoosterIO:
         Collective: every rank of the world.
         """
         self._check_module(model, "load_model")
-        with self._announced("load", "model", checkpoint):
-            return self.checkpoint_io.load_model(
-                self.state_adapter(model), checkpoint, strict, low_cpu_mem_mode, num_threads
-            )
+        with (
+            self._announced("load", "model", checkpoint),
+            local_source(self.context.coordinator, checkpoint, "model") as path,
+        ):
+            return self.checkpoint_io.load_model(self.state_adapter(model), path, strict, low_cpu_mem_mode, num_threads)
 
     load = load_model
 
@@ -177,9 +184,13 @@ class BoosterIO:
         Collective: every rank of the world.
         """
         adapter = self._adapter_of(optimizer, "save_optimizer")
-        with self._announced("save", "optimizer", checkpoint):
+        coordinator = self.context.coordinator
+        with (
+            self._announced("save", "optimizer", checkpoint),
+            local_target(coordinator, checkpoint, "save_optimizer", use_async=use_async) as path,
+        ):
             self.checkpoint_io.save_optimizer(
-                adapter, checkpoint, shard, gather_dtensor, prefix or None, size_per_shard, use_async
+                adapter, path, shard, gather_dtensor, prefix or None, size_per_shard, use_async
             )
 
     def load_optimizer(
@@ -205,8 +216,11 @@ class BoosterIO:
         Collective: every rank of the world.
         """
         adapter = self._adapter_of(optimizer, "load_optimizer")
-        with self._announced("load", "optimizer", checkpoint):
-            self.checkpoint_io.load_optimizer(adapter, checkpoint, low_cpu_mem_mode, num_threads)
+        with (
+            self._announced("load", "optimizer", checkpoint),
+            local_source(self.context.coordinator, checkpoint, "optimizer") as path,
+        ):
+            self.checkpoint_io.load_optimizer(adapter, path, low_cpu_mem_mode, num_threads)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Write a learning rate scheduler's state as JSON.
@@ -216,8 +230,11 @@ class BoosterIO:
 
         Collective: every rank of the world.
         """
-        with self._announced("save", "lr_scheduler", checkpoint):
-            self.checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+        with (
+            self._announced("save", "lr_scheduler", checkpoint),
+            local_target(self.context.coordinator, checkpoint, "save_lr_scheduler") as path,
+        ):
+            self.checkpoint_io.save_lr_scheduler(lr_scheduler, path)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Read a learning rate scheduler's state.
@@ -227,8 +244,11 @@ class BoosterIO:
 
         Collective: every rank of the world.
         """
-        with self._announced("load", "lr_scheduler", checkpoint):
-            self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+        with (
+            self._announced("load", "lr_scheduler", checkpoint),
+            local_source(self.context.coordinator, checkpoint, "lr_scheduler") as path,
+        ):
+            self.checkpoint_io.load_lr_scheduler(lr_scheduler, path)
 
     def save_checkpoint(
         self,

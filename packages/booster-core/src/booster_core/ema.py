@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from booster_core.checkpoint.remote import local_source, local_target
+from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError
 from booster_core.state.adapter import StateAdapter
 from booster_core.state.naming import unwrap_model
@@ -121,14 +123,17 @@ class ExponentialAverage:
 
         Collective: every rank of the world.
         """
-        self._io.save_model(_AveragesAdapter(self), checkpoint, module=self._module, **options)
+        use_async = bool(options.get("use_async"))
+        with local_target(DistCoordinator(), checkpoint, "save", use_async=use_async) as path:
+            self._io.save_model(_AveragesAdapter(self), path, module=self._module, **options)
 
     def load(self, checkpoint: str | Path, strict: bool = True, **options: Any) -> LoadReport:  # noqa: FBT001, FBT002 - as for `Booster.load_model`
         """Read averages that `save` wrote, under any plugin and number of ranks, or any other model's weights.
 
         Collective: every rank of the world.
         """
-        return self._io.load_model(_AveragesAdapter(self), checkpoint, strict, **options)
+        with local_source(DistCoordinator(), checkpoint, "model") as path:
+            return self._io.load_model(_AveragesAdapter(self), path, strict, **options)
 
     def shards(self) -> Iterator[TensorShard]:
         """Yield the averages as shards of the model; ``data`` is readable and writable.
