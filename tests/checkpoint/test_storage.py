@@ -210,7 +210,7 @@ def test_without_fsspec_the_error_says_what_to_install(monkeypatch):
 
 def test_a_scheme_without_its_driver_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(CheckpointError, match="'s3://' need a driver that is not installed: .*s3fs"):
+    with pytest.raises(CheckpointError, match=r"'s3://' need a driver that is not installed: .*s3fs"):
         FsspecStorage("s3")
 
 
@@ -226,7 +226,7 @@ def test_a_hook_that_returns_no_storage_is_named():
 
 def test_async_to_a_url_is_refused_for_a_model():
     run = Run()
-    with pytest.raises(ConfigError, match="`use_async=True` cannot write to"):
+    with pytest.raises(ConfigError, match=r"`use_async=True` cannot write to"):
         run.booster.save_model(run.model, "memory://m", use_async=True)
 
 
