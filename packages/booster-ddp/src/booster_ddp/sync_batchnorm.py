@@ -6,10 +6,33 @@ all-reduces, so that a script that asks for it can be debugged on a CPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn import functional as differentiable
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum over ranks; each rank's share of it has the sum of all ranks' gradients as its own."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # torch types it loosely
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _sum_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    total: Tensor = _SumOverRanks.apply(value, group)
+    return total
 
 
 class AnyDeviceSyncBatchNorm(nn.SyncBatchNorm):
@@ -28,22 +51,18 @@ class AnyDeviceSyncBatchNorm(nn.SyncBatchNorm):
         self._check_non_zero_input_channels(x)
         dims = [0, *range(2, x.dim())]
         shape = [1, -1, *(1 for _ in range(2, x.dim()))]
+        group = self.process_group if self.process_group is not None else dist.group.WORLD
         wide = x if x.dtype == torch.float64 else x.float()
         count = torch.tensor([x.numel() / x.shape[1]], dtype=wide.dtype, device=x.device)
-        sums = self._all_reduce(torch.cat([wide.sum(dims), count]))
+        sums = _sum_over_ranks(torch.cat([wide.sum(dims), count]), group)
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = wide - mean.view(shape)
         # The second reduction is of centred squares: E[x^2] - E[x]^2 would cancel for large means.
-        variance = self._all_reduce(centred.square().sum(dims)) / count
+        variance = _sum_over_ranks(centred.square().sum(dims), group) / count
         self._update_running(mean.detach(), (variance * count / (count - 1).clamp(min=1)).detach())
         normed = (centred * torch.rsqrt(variance + self.eps).view(shape)).to(x.dtype)
         return normed if self.weight is None else normed * self.weight.view(shape) + self.bias.view(shape)
-
-    def _all_reduce(self, value: Tensor) -> Tensor:
-        group = self.process_group if self.process_group is not None else dist.group.WORLD
-        reduced: Tensor = differentiable.all_reduce(value, group=group)  # type: ignore[no-untyped-call]
-        return reduced
 
     def _normalise_by_running(self, x: Tensor) -> Tensor:
         return nn.functional.batch_norm(
