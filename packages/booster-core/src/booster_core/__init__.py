@@ -1,1 +1,77 @@
-"""Booster: one call makes a PyTorch training script distributed; the strategy is a plugin."""
+"""Booster: one call makes a PyTorch training script distributed; the strategy is a plugin.
+
+The names below are imported when they are first used, so that importing this package costs nothing by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from booster_core.booster import Booster
+    from booster_core.checkpoint.io import CheckpointIO
+    from booster_core.coordinator import DistCoordinator
+    from booster_core.hookspecs import hookimpl
+    from booster_core.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+    from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin
+    from booster_core.precision import LossScaleConfig, PrecisionPolicy
+
+    __version__: str
+
+__all__ = [
+    "BoostContext",
+    "Boosted",
+    "Booster",
+    "Capability",
+    "CheckpointIO",
+    "DistCoordinator",
+    "LossScaleConfig",
+    "PipelinePlugin",
+    "Plugin",
+    "PrecisionPolicy",
+    "hookimpl",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+]
+
+_HOMES = {
+    "BoostContext": "booster_core.plugin",
+    "Boosted": "booster_core.plugin",
+    "Booster": "booster_core.booster",
+    "Capability": "booster_core.plugin",
+    "CheckpointIO": "booster_core.checkpoint.io",
+    "DistCoordinator": "booster_core.coordinator",
+    "LossScaleConfig": "booster_core.precision",
+    "PipelinePlugin": "booster_core.plugin",
+    "Plugin": "booster_core.plugin",
+    "PrecisionPolicy": "booster_core.precision",
+    "hookimpl": "booster_core.hookspecs",
+    "launch": "booster_core.launch",
+    "launch_from_openmpi": "booster_core.launch",
+    "launch_from_slurm": "booster_core.launch",
+    "launch_from_torch": "booster_core.launch",
+}
+"""Where each public name is defined."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its module on first use."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: object = version("booster-core")
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
+        msg = f"module 'booster_core' has no attribute '{name}'"
+        raise AttributeError(msg)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
+    return sorted({*globals(), *__all__, "__version__"})

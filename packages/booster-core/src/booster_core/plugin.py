@@ -49,7 +49,9 @@ class Capability(enum.Enum):
     PIPELINE = "pipeline"
     """Has `PipelinePlugin.execute_pipeline`, and may need it."""
     DATA_PARALLEL = "data_parallel"
-    """Ranks see different samples, and gradients are averaged over them."""
+    """Ranks see different samples."""
+    SYNCHRONOUS = "synchronous"
+    """Every step equals that of one process with the global batch, up to rounding."""
 
 
 class Boosted(NamedTuple):
@@ -71,7 +73,8 @@ class BoostContext:
         coordinator: Rank facts, and rendezvous that name missing ranks.
         precision: The resolved precision of the run.
         timeout_seconds: How long a collective call waits for a missing rank.
-        hooks: The pluggy hook relay of `booster_core.hookspecs`; calling a hook nobody implements is free.
+        hooks: The pluggy hook relay of `booster_core.hookspecs`.
+        after_step: To be called with the optimizer and its metrics after each step; ``None`` where nobody listens.
     """
 
     device: torch.device
@@ -79,6 +82,7 @@ class BoostContext:
     precision: PrecisionPolicy
     timeout_seconds: float
     hooks: Any = field(repr=False)
+    after_step: Callable[[Optimizer, dict[str, Any]], None] | None = field(default=None, repr=False)
 
 
 class Plugin(ABC):
@@ -90,14 +94,17 @@ class Plugin(ABC):
     Attributes:
         name: The name of its entry point, as in ``Booster(plugin=name)``.
         api_version: The version of this interface that the plugin was written for.
+        available: Whether this version of the plugin trains. ``False`` marks a package whose interface is settled and
+            whose engine is not there yet: ``booster plugins`` says so, and ``configure`` raises.
         capabilities: What the plugin can do.
         precision: The precision asked for through the plugin's constructor; ``None`` where none was.
     """
 
     name: ClassVar[str]
     api_version: ClassVar[int] = API_VERSION
+    available: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.CPU, Capability.CUDA, Capability.FP32, Capability.DATA_PARALLEL}
+        {Capability.CPU, Capability.FP32, Capability.DATA_PARALLEL}
     )
     precision: PrecisionPolicy | str | None = None
 
@@ -119,9 +126,19 @@ class Plugin(ABC):
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the precision that a run under this plugin has when a user asks for ``policy``.
 
-        A plugin that keeps low-precision working parameters beside fp32 masters says so here.
+        A plugin that keeps low-precision working parameters beside fp32 masters says so here. The default is right for
+        plugins whose optimizer steps on the parameters themselves.
+
+        Raises:
+            ConfigError: If the plugin can't keep the formats that the policy names.
         """
-        return policy
+        from booster_core.replicated import check_no_masters
+
+        return check_no_masters(policy, self.name)
+
+    def supports_device(self, device_type: str) -> bool:
+        """Return whether the plugin runs on devices of this type, such as ``"cpu"`` or ``"cuda"``."""
+        return device_type in {capability.value for capability in self.capabilities}
 
     def data_parallel_coordinates(self, context: BoostContext) -> tuple[int, int]:
         """Return this rank's index among, and the number of, ranks that see different samples."""
@@ -145,7 +162,26 @@ class Plugin(ABC):
         del model, optimizer
         return contextlib.nullcontext()
 
-    def prepare_dataloader(  # noqa: PLR0913 - the arguments of torch's DataLoader that concern a distributed run
+    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+        """Return the whole gradient of a parameter as the optimizer will use it, in the parameter's shape.
+
+        Loss scaling is taken out. The default serves plugins whose parameters carry whole gradients.
+
+        Args:
+            model: The boosted model.
+            optimizer: The boosted optimizer; knows of a loss scale.
+            name: The parameter's name in the user's model.
+
+        Returns:
+            A copy, shape of the parameter; ``None`` where the parameter has no gradient.
+
+        Collective: every rank of the plugin's mesh, in step.
+        """
+        from booster_core.wrappers import unscaled_gradient, unwrap_model
+
+        return unscaled_gradient(unwrap_model(model).get_parameter(name), optimizer)
+
+    def prepare_dataloader(
         self,
         dataset: Dataset[Any],
         batch_size: int = 1,
@@ -185,7 +221,7 @@ class PipelinePlugin(Plugin):
     """A plugin whose forward and backward are interleaved over stages, so that it drives the step itself."""
 
     @abstractmethod
-    def execute_pipeline(  # noqa: PLR0913 - the signature of the Booster tutorials
+    def execute_pipeline(
         self,
         data_iter: Iterator[Any],
         model: nn.Module,

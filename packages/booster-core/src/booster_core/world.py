@@ -93,7 +93,7 @@ def opened_world() -> World:
     return _world
 
 
-def open_world(  # noqa: PLR0913 - the facts of a rank
+def open_world(
     store: Store,
     *,
     rank: int,

@@ -22,7 +22,8 @@ class PrecisionPolicy:
 
     Args:
         compute_dtype: Format of matrix products and activations in forward and backward.
-        param_dtype: Format of the parameters that forward reads.
+        param_dtype: Format of the parameters that forward reads, to which `Booster.boost` brings them; ``None``, for
+            a run that asked for no precision, leaves each parameter as it is.
         reduce_dtype: Format in which gradients are summed over ranks.
         master_dtype: Format of the parameters that the optimizer updates.
         save_dtype: Format in which ``save_model`` writes floating parameters; ``None`` writes each as it is kept.
@@ -34,7 +35,7 @@ class PrecisionPolicy:
     """
 
     compute_dtype: torch.dtype = torch.float32
-    param_dtype: torch.dtype = torch.float32
+    param_dtype: torch.dtype | None = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype = torch.float32
     save_dtype: torch.dtype | None = None
@@ -44,8 +45,10 @@ class PrecisionPolicy:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name.endswith("_dtype") and value is not None and not (
-                isinstance(value, torch.dtype) and value.is_floating_point
+            if (
+                field.name.endswith("_dtype")
+                and value is not None
+                and not (isinstance(value, torch.dtype) and value.is_floating_point)
             ):
                 msg = f"`{field.name}={value!r}` is not a floating dtype such as torch.bfloat16."
                 raise ConfigError(msg)
@@ -62,6 +65,11 @@ class PrecisionPolicy:
     def name(self) -> str:
         """Short name of the compute format: ``fp32``, ``bf16``, ``fp16``."""
         return _NAMES.get(self.compute_dtype, str(self.compute_dtype).removeprefix("torch."))
+
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether forward computes in a narrower format than the parameters are kept in."""
+        return self.compute_dtype != (self.param_dtype or self.compute_dtype)
 
     @classmethod
     def parse(cls, value: PrecisionPolicy | str, *, loss_scale: LossScaleConfig | None = None) -> PrecisionPolicy:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from booster_core.state.shard import TensorShard
 
 JSONValue = Any
-"""What ``json`` can write: str, int, float, bool, None, and lists and str-keyed dicts of these."""
+"""What ``json`` can write: str, int, float, bool, None, and lists and str-keyed dicts of these.
+
+`booster_core.state.jsonable` turns other plain values (tuples, dicts with other keys, lists of tensors) into such."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class StateAdapter(ABC):
         """Yield the tensors of the optimizer's state held here; ``shard.state`` names which state.
 
         Elementwise state (``exp_avg``) has the parameter's global shape; any other has its own, held and owned like a
-        replicated tensor. Master weights, where the run keeps them, are the state ``"master"``.
+        replicated tensor. A parameter's state that is a list of tensors is listed by path: ``"old_dirs/3"``. Master weights, where the run keeps them, are the state ``"master"``.
 
         Collective: none.
         """
@@ -96,7 +98,11 @@ class StateAdapter(ABC):
 
     @abstractmethod
     def param_groups(self) -> Sequence[ParamGroup]:
-        """Return the optimizer's parameter groups by name, the same on every rank."""
+        """Return the optimizer's parameter groups by name, as far as they lie here.
+
+        A rank that holds only some of the parameters (a pipeline stage) lists those; group ``i`` is the same group on
+        every rank, and may be empty on some.
+        """
 
     @abstractmethod
     def prepare_optimizer_load(
@@ -110,6 +116,10 @@ class StateAdapter(ABC):
         Existing state that the checkpoint does not hold is dropped. A checkpoint's ``"master"`` of a parameter for
         which this run keeps no master weights is taken as the parameter itself: `optimizer_shards` then lists the
         parameter's own storage (or a staging tensor copied in by `finish_load`) under the state ``"master"``.
+
+        What the arguments say of parameters that do not lie here is ignored. State that is listed although the
+        checkpoint lacks it (masters, after a run without) is left alone by the reader; `finish_load` brings it up to
+        date.
 
         Args:
             tensors: For each parameter name, what the checkpoint holds: state name to shape and dtype.

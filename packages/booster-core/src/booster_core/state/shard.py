@@ -78,7 +78,8 @@ class TensorShard:
         else:
             start, stop = self.flat
             if not 0 <= start <= stop <= box_numel(self.box):
-                msg = f"Flat range {self.flat} of '{self.key}' does not lie within its box of {box_numel(self.box)} elements."
+                numel = box_numel(self.box)
+                msg = f"Flat range {self.flat} of '{self.key}' does not lie within its box of {numel} elements."
                 raise ConfigError(msg)
             expected = (stop - start,)
         if tuple(self.data.shape) != expected:

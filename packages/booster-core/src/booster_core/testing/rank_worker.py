@@ -293,7 +293,7 @@ def _innermost_locals(error: BaseException) -> str:
     for name, value in trace.tb_frame.f_locals.items():
         try:
             lines.append(f"    {name} = {shorten.repr(value)}\n")
-        except Exception as problem:  # noqa: BLE001, PERF203 - somebody's __repr__; the report goes on
+        except Exception as problem:  # noqa: BLE001 - somebody's __repr__; the report goes on
             lines.append(f"    {name} = <{type(value).__name__}, whose repr raised {problem!r}>\n")
     return "with\n" + "".join(lines) if lines else ""
 

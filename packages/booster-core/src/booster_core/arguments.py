@@ -1,0 +1,115 @@
+"""Checks of what is passed to `Booster.boost`, and of what a plugin returns from ``configure``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from booster_core.errors import ConfigError, PluginError
+from booster_core.plugin import Boosted
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+
+if TYPE_CHECKING:
+    from booster_core.plugin import Plugin
+
+_WRAPPED_ELSEWHERE = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+_ORDER = "`boost(model, optimizer, criterion, dataloader, lr_scheduler)`"
+
+
+def check_boost_arguments(objects: Boosted) -> None:
+    """Check what a user passes to ``boost``, before anything is changed.
+
+    Raises:
+        TypeError: If an argument has another type than its place asks for.
+        ConfigError: If the model or the optimizer is boosted or wrapped already, or the optimizer holds parameters
+            that are not the model's, or the scheduler steers another optimizer.
+
+    Collective: none.
+    """
+    _check_types(objects)
+    model, optimizer, lr_scheduler = objects.model, objects.optimizer, objects.lr_scheduler
+    if isinstance(model, ModelWrapper):
+        msg = "The model is already boosted. Pass the user's own model: `model.unwrap()` returns it."
+        raise ConfigError(msg)
+    outer = [base.__name__ for base in type(model).__mro__ if base.__name__ in _WRAPPED_ELSEWHERE]
+    if outer:
+        msg = f"The model is already wrapped by `{outer[0]}`. Pass the model itself; the plugin wraps it."
+        raise ConfigError(msg)
+    if isinstance(optimizer, OptimizerWrapper):
+        msg = "The optimizer is already boosted. Pass the optimizer itself: `optimizer.unwrap()` returns it."
+        raise ConfigError(msg)
+    if optimizer is not None:
+        _check_parameters(model, optimizer)
+    steered = getattr(lr_scheduler, "optimizer", optimizer)
+    if lr_scheduler is not None and steered is not optimizer:
+        msg = (
+            f"The scheduler `{type(lr_scheduler).__name__}` steers another optimizer (`{type(steered).__name__}`) than "
+            "the one passed to `boost`. Pass the two together."
+        )
+        raise ConfigError(msg)
+
+
+def check_boosted(boosted: Boosted, objects: Boosted, plugin: Plugin) -> None:
+    """Check what a plugin's ``configure`` returned.
+
+    Raises:
+        PluginError: If it is not a `Boosted` of wrappers that holds all that was passed.
+
+    Collective: none.
+    """
+    problem = None
+    if not isinstance(boosted, Boosted):
+        problem = f"returned `{type(boosted).__name__}` instead of a `Boosted`"
+    elif not isinstance(boosted.model, ModelWrapper):
+        problem = f"returned a model of type `{type(boosted.model).__name__}` instead of a `ModelWrapper`"
+    elif objects.optimizer is not None and not isinstance(boosted.optimizer, OptimizerWrapper):
+        problem = f"returned an optimizer of type `{type(boosted.optimizer).__name__}` instead of an `OptimizerWrapper`"
+    else:
+        lost = [
+            name for name, given in objects._asdict().items() if given is not None and getattr(boosted, name) is None
+        ]
+        if lost:
+            problem = f"lost the {', '.join(lost)}"
+    if problem is not None:
+        msg = f"Plugin '{plugin.name}': `configure` {problem}. Report this to the plugin's authors."
+        raise PluginError(msg)
+
+
+def _check_types(objects: Boosted) -> None:
+    """Raise where an argument can't be what its place asks for, as when two were passed in the wrong order."""
+    model, optimizer, criterion, dataloader, lr_scheduler = objects
+    if not isinstance(model, nn.Module):
+        raise TypeError(_wrong_type("model", "a torch.nn.Module", model))
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(_wrong_type("optimizer", "a torch.optim.Optimizer", optimizer))
+    if criterion is not None and not callable(criterion):
+        raise TypeError(_wrong_type("criterion", "a callable", criterion))
+    if dataloader is not None and not isinstance(dataloader, DataLoader):
+        raise TypeError(_wrong_type("dataloader", "a torch.utils.data.DataLoader", dataloader))
+    if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
+        raise TypeError(_wrong_type("lr_scheduler", "a scheduler with a `step` method", lr_scheduler))
+
+
+def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise where the optimizer would train tensors that forward never reads."""
+    own = {id(parameter) for parameter in model.parameters()}
+    strangers = [
+        f"group {number}, index {index}, shape {tuple(parameter.shape)}"
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if id(parameter) not in own
+    ]
+    if strangers:
+        shown = "; ".join(strangers[:10]) + ("; ..." if len(strangers) > 10 else "")
+        msg = (
+            f"The optimizer holds {len(strangers)} parameter(s) that are not the model's: {shown}. Build it from "
+            "`model.parameters()` of the model that is passed, after every change of the model's parameters."
+        )
+        raise ConfigError(msg)
+
+
+def _wrong_type(name: str, expected: str, got: Any) -> str:
+    return f"`{name}` of {_ORDER} must be {expected}; got `{type(got).__name__}`."

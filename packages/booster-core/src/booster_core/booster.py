@@ -1,0 +1,323 @@
+"""`Booster`: wraps model, optimizer, criterion, data loader and scheduler once; the strategy is its plugin.
+
+It checks what the user passed, asks the plugin to configure it, and forwards every later call to the piece that owns
+it. It holds no strategy logic and no file code.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.arguments import check_boost_arguments, check_boosted
+from booster_core.booster_io import BoosterIO
+from booster_core.coordinator import DistCoordinator
+from booster_core.data import split_dataloader
+from booster_core.discovery import load
+from booster_core.errors import ConfigError
+from booster_core.hooks import hook_relay
+from booster_core.plugin import BoostContext, Boosted, PipelinePlugin, Plugin
+from booster_core.precision import PrecisionPolicy
+from booster_core.single import SingleDevicePlugin
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, unwrap_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader, Dataset
+
+
+class Booster(BoosterIO):
+    """Makes a training script distributed by the strategy of a plugin.
+
+    Args:
+        device: Where the model runs: a device, its name, or ``None`` for this process's CUDA device where there is one
+            and the plugin supports it, else the CPU.
+        mixed_precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, or a `PrecisionPolicy`. Nothing asked, here or through
+            the plugin, means fp32: the model runs as it is, without autocast.
+        plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
+        timeout_seconds: How long collective calls wait for a missing rank; the time limit of the launch by default.
+
+    Raises:
+        TypeError: If ``plugin`` is neither a name nor a `Plugin`.
+        PluginError: If no plugin of that name is installed, or it cannot be loaded.
+        ConfigError: If precision is asked for twice with two answers, or plugin, precision and device don't fit.
+
+    Collective: none.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        mixed_precision: PrecisionPolicy | str | None = None,
+        plugin: Plugin | str | None = None,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(plugin, str):
+            plugin = load(plugin)()
+        elif plugin is None:
+            plugin = SingleDevicePlugin()
+        elif not isinstance(plugin, Plugin):
+            got = f"the class `{plugin.__name__}`" if isinstance(plugin, type) else f"`{type(plugin).__name__}`"
+            msg = f"`plugin` is the name of an installed plugin, such as 'ddp', or a Plugin object; got {got}."
+            raise TypeError(msg)
+        self.plugin = plugin
+        self.precision = _resolve_precision(mixed_precision, plugin)
+        self.device = _resolve_device(device, plugin)
+        self._timeout_seconds = timeout_seconds
+        self._context: BoostContext | None = None
+
+    @property
+    def context(self) -> BoostContext:
+        """Device, ranks, precision and hooks of this run, fixed at the first use."""
+        if self._context is None:
+            if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
+                from booster_core.launch import ensure_process_group
+
+                ensure_process_group()
+            relay = hook_relay()
+            listens = bool(relay.after_step.get_hookimpls())
+            coordinator = DistCoordinator()
+            self._context = BoostContext(
+                device=self.device,
+                coordinator=coordinator,
+                precision=self.precision,
+                timeout_seconds=self._timeout_seconds or coordinator.timeout_seconds,
+                hooks=relay,
+                after_step=(lambda optimizer, metrics: relay.after_step(optimizer=optimizer, metrics=metrics))
+                if listens
+                else None,
+            )
+        return self._context
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Boosted:
+        """Make model, optimizer, criterion, data loader and scheduler ready for the plugin's strategy.
+
+        A plain data loader is split between ranks (its batch size counts samples per rank); one that was made by
+        ``plugin.prepare_dataloader``, or has a ``DistributedSampler``, is returned as it is.
+
+        Args:
+            model: The user's model, on any device.
+            optimizer: Any ``torch.optim.Optimizer`` over parameters of the model, with or without state.
+            criterion: Computes the loss; returned as it is.
+            dataloader: Yields batches.
+            lr_scheduler: A scheduler over ``optimizer``; keeps working after the call.
+
+        Returns:
+            The five things in the same order; those not passed are ``None``.
+
+        Raises:
+            TypeError: If an argument is of another type.
+            ConfigError: If the model or optimizer is boosted already, or the optimizer holds parameters that are not
+                the model's.
+
+        Collective: every rank of the world.
+        """
+        objects = Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
+        context = self.context
+        coordinator = context.coordinator
+        coordinator.rendezvous("boost", timeout_seconds=context.timeout_seconds)
+        error: Exception | None = None
+        try:
+            check_boost_arguments(objects)
+        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+            error = caught
+        coordinator.raise_together(error)
+        context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
+        if dataloader is not None:
+            rank, size = self.plugin.data_parallel_coordinates(context)
+            # Ranks that seeded themselves apart would shuffle apart, and see some samples twice and others never.
+            seed = coordinator.broadcast_object(torch.initial_seed() % 2**31)
+            objects = objects._replace(dataloader=split_dataloader(dataloader, rank=rank, world_size=size, seed=seed))
+        boosted = self.plugin.configure(objects, context)
+        check_boosted(boosted, objects, self.plugin)
+        self._optimizers[boosted.model] = boosted.optimizer
+        context.hooks.after_configure(plugin=self.plugin, boosted=boosted, context=context)
+        return boosted
+
+    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+        """Run backward from a loss, with the loss scale of the run.
+
+        Args:
+            loss: A scalar computed from the boosted model's output. Under accumulation, divide it by the number of
+                micro-batches.
+            optimizer: The optimizer that `boost` returned.
+
+        Raises:
+            TypeError: If the optimizer is not a boosted one, or the loss not a tensor.
+            GradientError: If the loss is not a scalar or has no gradient.
+
+        Collective: every data parallel rank, in step.
+        """
+        if not isinstance(optimizer, OptimizerWrapper):
+            msg = (
+                f"`Booster.backward` needs the optimizer returned by `Booster.boost`; got `{type(optimizer).__name__}`."
+            )
+            raise TypeError(msg)
+        optimizer.backward(loss)
+
+    def no_sync(
+        self, model: nn.Module | None = None, optimizer: Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context for forward and backward of all but the last micro-batch of an accumulation.
+
+        Legal under every plugin; saves communication where the plugin can.
+
+        Args:
+            model: The boosted model; may be left out when one model is boosted.
+            optimizer: The boosted optimizer; found by the model when left out.
+
+        Raises:
+            TypeError: If the model is not a boosted one.
+            ConfigError: If the model is left out and not exactly one is boosted.
+
+        Collective: none, but every rank must do the same.
+        """
+        boosted = self._the_model(model, "no_sync")
+        return self.plugin.no_sync(boosted, optimizer or self._optimizers.get(boosted))
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Tensor],
+        optimizer: Optimizer | None = None,
+        return_loss: bool = True,  # noqa: FBT001, FBT002 - positional in the tutorials
+        return_outputs: bool = False,  # noqa: FBT001, FBT002
+    ) -> Mapping[str, Any]:
+        """Run forward and backward of one batch through a pipeline; see `PipelinePlugin.execute_pipeline`.
+
+        Raises:
+            ConfigError: If the plugin has no pipeline.
+
+        Collective: every rank of the plugin's mesh.
+        """
+        if not isinstance(self.plugin, PipelinePlugin):
+            msg = (
+                f"Plugin '{self.plugin.name}' has no pipeline to execute. Call the model, `booster.backward` and "
+                "`optimizer.step`, or choose a plugin with pipeline parallelism, such as 'hybrid'."
+            )
+            raise ConfigError(msg)
+        return self.plugin.execute_pipeline(
+            data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
+        )
+
+    def full_gradient(self, model: nn.Module, name: str) -> Tensor | None:
+        """Return the whole gradient of a parameter, wherever its parts lie, in the parameter's shape.
+
+        Args:
+            model: The boosted model.
+            name: The parameter's name in the user's own model.
+
+        Returns:
+            A copy without loss scaling; ``None`` where the parameter has no gradient.
+
+        Raises:
+            TypeError: If the model is not a boosted one.
+            ConfigError: If the model has no parameter of this name.
+
+        Collective: every rank of the plugin's mesh, in step.
+        """
+        boosted = self._the_model(model, "full_gradient")
+        names = dict(unwrap_model(boosted).named_parameters(remove_duplicate=False))
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            msg = f"The model has no parameter named '{name}'." + (f" Did you mean '{close[0]}'?" if close else "")
+            raise ConfigError(msg)
+        return self.plugin.full_gradient(boosted, self._optimizers.get(boosted), name)
+
+    def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
+        """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.
+
+        Collective: none.
+        """
+        return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
+
+    def describe(self) -> str:
+        """Return, and print on the master rank, what this run is: plugin, ranks, device, and every number format.
+
+        Collective: none.
+        """
+        context = self.context
+        lines = [
+            f"plugin     {self.plugin.name} ({type(self.plugin).__name__})",
+            *(f"           {name}={value!r}" for name, value in self.plugin.describe().items()),
+            f"world      {context.coordinator.world_size} rank(s), {context.timeout_seconds:g} s time limit",
+            f"device     {self.device}",
+            "precision  " + ", ".join(f"{name} {kept}" for name, kept in self.precision.describe().items()),
+        ]
+        if self.precision.loss_scale is not None:
+            lines.append(f"           {self.precision.loss_scale}")
+        text = "\n".join(lines)
+        context.coordinator.print_on_master(text)
+        return text
+
+    def _the_model(self, model: nn.Module | None, call: str) -> nn.Module:
+        """Return the boosted model that a call is about."""
+        if model is None:
+            if len(self._optimizers) != 1:
+                msg = f"`Booster.{call}` needs to be told which model: {len(self._optimizers)} models are boosted."
+                raise ConfigError(msg)
+            return next(iter(self._optimizers))
+        if not isinstance(model, ModelWrapper) or model not in self._optimizers:
+            got = f"{type(model).__module__}.{type(model).__qualname__}"
+            msg = f"`Booster.{call}` needs the model returned by `Booster.boost`; got `{got}`."
+            raise TypeError(msg)
+        return model
+
+
+def _resolve_precision(asked: PrecisionPolicy | str | None, plugin: Plugin) -> PrecisionPolicy:
+    """Return the one precision of the run, from what Booster and plugin were asked for."""
+    own = None if plugin.precision is None else PrecisionPolicy.parse(plugin.precision)
+    given = None if asked is None else PrecisionPolicy.parse(asked)
+    if own is not None and given is not None and own != given:
+        msg = (
+            f"Precision was asked for twice with two answers: `mixed_precision={asked!r}` of Booster and "
+            f"`precision={plugin.precision!r}` of plugin '{plugin.name}'. Give it in one place."
+        )
+        raise ConfigError(msg)
+    policy = own or given or PrecisionPolicy(param_dtype=None)
+    supported = sorted({"fp32", "bf16", "fp16"} & {capability.value for capability in plugin.capabilities})
+    if policy.name not in supported:
+        msg = f"Plugin '{plugin.name}' does not support precision '{policy.name}'. It supports: {', '.join(supported)}."
+        raise ConfigError(msg)
+    return plugin.resolve_precision(policy)
+
+
+def _resolve_device(asked: torch.device | str | None, plugin: Plugin) -> torch.device:
+    """Return the device of this process."""
+    if asked is None:
+        if torch.cuda.is_available() and plugin.supports_device("cuda"):
+            return torch.device("cuda", torch.cuda.current_device())
+        asked = "cpu"
+    try:
+        device = torch.device(asked)
+    except RuntimeError as cause:
+        msg = f"`device={asked!r}` is not a device that torch knows. Use for example 'cpu' or 'cuda'."
+        raise ConfigError(msg) from cause
+    if device.type == "cuda" and not torch.cuda.is_available():
+        msg = (
+            f"`device={asked!r}` needs a CUDA device, and torch {torch.__version__} sees none here. Use `device='cpu'`."
+        )
+        raise ConfigError(msg)
+    if not plugin.supports_device(device.type):
+        msg = f"Plugin '{plugin.name}' does not run on device type '{device.type}'."
+        raise ConfigError(msg)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,649 @@
+"""`CheckpointIO`: saves and loads models, optimizers and schedulers under any plugin, through its `StateAdapter`.
+
+This file holds the order of things: who checks what, when ranks agree, what is written before what. How files look,
+what goes where, and how bytes move is in the files beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from booster_core.checkpoint.async_writer import BackgroundWriter, SnapshotBuffers
+from booster_core.checkpoint.compare import Expectation, compare, misfit
+from booster_core.checkpoint.index import read_json
+from booster_core.checkpoint.job import JobPlan, WriteJob, WrittenFile, local_specs, make_plan, merge_specs, pieces_of
+from booster_core.checkpoint.naming import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
+from booster_core.checkpoint.parts import ModelPart, OptimizerInfo, OptimizerPart, Part
+from booster_core.checkpoint.pretrained import pretrained_files
+from booster_core.checkpoint.progress import Progress
+from booster_core.checkpoint.reader import ShardReader
+from booster_core.checkpoint.report import LoadReport, shorten
+from booster_core.checkpoint.scheduler import scheduler_from_json, scheduler_to_json
+from booster_core.checkpoint.session import Route, Session
+from booster_core.checkpoint.source import Source
+from booster_core.checkpoint.writer import FileWriter, receive_pieces, send_pieces, write_directly
+from booster_core.errors import CheckpointError, ConfigError
+from booster_core.state.adapter import TensorMeta
+from booster_core.state.jsonable import decode, tensor_references
+from booster_core.state.shard import full_box
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import torch
+    from torch import nn
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from booster_core.checkpoint.pieces import Piece
+    from booster_core.coordinator import DistCoordinator
+    from booster_core.state.adapter import StateAdapter
+
+_MIB = 1 << 20
+_MIN_BUCKET_BYTES = 1024
+
+
+class CheckpointIO:
+    """Reads and writes checkpoints of state that is distributed in any way.
+
+    Args:
+        coordinator: Rank facts and rendezvous.
+        bucket_bytes: Most memory that saving or loading takes on a rank besides the state, in bytes. A snapshot for
+            ``use_async=True`` takes one copy of what this rank writes, in buffers of this size.
+        shared_filesystem: Whether all ranks see the same files. Found out for each folder by a try when ``None``.
+            Where they do not, rank 0 writes what the others send; checkpoints are then read from each host's own copy.
+        timeout_seconds: How long a call waits for ranks that do not make it; the launch's limit when ``None``.
+
+    Raises:
+        ConfigError: If ``bucket_bytes`` is below 1 KiB.
+    """
+
+    def __init__(
+        self,
+        coordinator: DistCoordinator,
+        *,
+        bucket_bytes: int = 64 * _MIB,
+        shared_filesystem: bool | None = None,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        if bucket_bytes < _MIN_BUCKET_BYTES:
+            msg = (
+                f"`bucket_bytes={bucket_bytes}` is too small. Use at least {_MIN_BUCKET_BYTES}; the default is 64 MiB."
+            )
+            raise ConfigError(msg)
+        self._session = Session(coordinator, shared_filesystem=shared_filesystem, timeout_seconds=timeout_seconds)
+        self._bucket_bytes = bucket_bytes
+        self._background = BackgroundWriter()
+        self._buffers = SnapshotBuffers(bucket_bytes)
+
+    # What users call, by way of `Booster` ----------------------------------------------------------------------------
+
+    def save_model(
+        self,
+        adapter: StateAdapter,
+        checkpoint: str | Path,
+        shard: bool = False,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
+        gather_dtensor: bool = True,  # noqa: FBT001, FBT002
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,  # noqa: FBT001, FBT002
+        use_async: bool = False,  # noqa: FBT001, FBT002
+        *,
+        module: nn.Module | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write a model in the layout of Hugging Face libraries.
+
+        Args:
+            adapter: The model's state.
+            checkpoint: A file, or with ``shard=True`` a folder. Folders are made as needed; older files are replaced.
+            shard: Write a folder with numbered files, their index, and the model's ``config.json``.
+            gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
+            prefix: Put into the file names of a folder, as Hugging Face's ``variant``.
+            size_per_shard: Largest size of a numbered file in MiB. A tensor that is larger gets a file of its own.
+            use_safetensors: Write safetensors; ``False`` writes what ``torch.save`` of a dict writes.
+            use_async: Copy the values, return, and write in the background. An error is raised by the next save, load,
+                `wait`, or the interpreter's exit.
+            module: The user's own model; its configuration is written where ``shard=True``.
+            dtype: Convert floating tensors to this dtype.
+
+        Raises:
+            ConfigError: If arguments contradict each other.
+            CheckpointError: If the checkpoint cannot be written. It is then as it was before.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank.
+        """
+        if not gather_dtensor:
+            self._refuse_for_dcp(prefix=prefix, use_async=use_async)
+            from booster_core.checkpoint.dcp import save_model_dcp
+
+            save_model_dcp(self._session, self._begin, adapter, Path(checkpoint), dtype)
+            return
+        suffix = SAFETENSORS if use_safetensors else TORCH
+        names = FileNames(base=MODEL if use_safetensors else TORCH_MODEL, suffix=suffix, prefix=prefix)
+        folder, max_bytes, file_name, check = _target(
+            checkpoint, names, shard=shard, prefix=prefix, size_per_shard=size_per_shard
+        )
+        texts = pretrained_files(module, dtype) if module is not None and shard else {}
+        part = ModelPart(adapter, names, max_bytes=max_bytes, file_name=file_name, dtype=dtype, texts=texts)
+        self._save("save_model", folder, [part], check=check, use_async=use_async)
+
+    def save_optimizer(
+        self,
+        adapter: StateAdapter,
+        checkpoint: str | Path,
+        shard: bool = False,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
+        gather_dtensor: bool = True,  # noqa: FBT001, FBT002
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_async: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Write an optimizer's state in safetensors files, and its parameter groups as JSON.
+
+        Args:
+            adapter: The optimizer's state.
+            checkpoint: A file, or with ``shard=True`` a folder. It may be the model's.
+            shard: Write a folder with numbered files, their index, and ``param_groups.json``.
+            gather_dtensor: As in `save_model`.
+            prefix: As in `save_model`.
+            size_per_shard: As in `save_model`.
+            use_async: As in `save_model`.
+
+        Raises:
+            ConfigError: If arguments contradict each other.
+            CheckpointError: If the checkpoint cannot be written. It is then as it was before.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank.
+        """
+        if not gather_dtensor:
+            self._refuse_for_dcp(prefix=prefix, use_async=use_async)
+            from booster_core.checkpoint.dcp import save_optimizer_dcp
+
+            save_optimizer_dcp(self._session, self._begin, adapter, Path(checkpoint))
+            return
+        names = FileNames(base=OPTIMIZER, prefix=prefix)
+        folder, max_bytes, file_name, check = _target(
+            checkpoint, names, shard=shard, prefix=prefix, size_per_shard=size_per_shard
+        )
+        part = OptimizerPart(adapter, names, max_bytes=max_bytes, file_name=file_name)
+        self._save("save_optimizer", folder, [part], check=check, use_async=use_async)
+
+    def load_model(
+        self,
+        adapter: StateAdapter,
+        checkpoint: str | Path,
+        strict: bool = True,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
+        low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002
+        num_threads: int = 1,
+    ) -> LoadReport:
+        """Read a model from any of the forms that `save_model` and Hugging Face libraries write.
+
+        Everything is checked (names, shapes, dtypes, sizes of files) before the first value is changed. Floating
+        values are converted to the model's dtype.
+
+        Args:
+            adapter: The model's state.
+            checkpoint: A file, an index, or a folder; see `booster_core.checkpoint.source` for what wins in a folder
+                that holds several forms.
+            strict: Raise unless model and checkpoint hold the same tensors. ``False`` loads those that fit.
+            low_cpu_mem_mode: Read just the parts that this rank holds, straight into place. ``False`` reads whole files
+                into memory first, one after the other, which a disk that is slow at jumping may prefer.
+            num_threads: How many parts of a large tensor are read at once.
+
+        Returns:
+            What was loaded and what was not; the same on every rank.
+
+        Raises:
+            ConfigError: If ``num_threads`` is not positive.
+            CheckpointError: If the checkpoint cannot be read, is damaged, or with ``strict`` does not fit.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank.
+        """
+        _check_threads(num_threads)
+        self._begin("load_model")
+        path, session = Path(checkpoint), self._session
+        with session.together("load_model", path):
+            source = _open_source(path, MODEL, in_memory=not low_cpu_mem_mode)
+            shards = {
+                shard.name: TensorMeta(shape=shard.global_shape, dtype=shard.dtype) for shard in adapter.model_shards()
+            }
+            extra = tuple(adapter.extra_state())
+            local = Expectation(tensors=shards, aliases=dict(adapter.tied_names()), extra=extra)
+        try:
+            expected = Expectation.merge(session.coordinator.all_gather_object(local))
+            report, homes = compare(source.tensors, source.values, expected)
+            if strict and not report.is_complete:
+                msg = f"'{path}' does not fit the model. {report.problems()} Pass `strict=False` to load what fits."
+                raise CheckpointError(msg)
+            with session.together("load_model", path):
+                self._fill("Loading model", source, adapter.model_shards(), homes, num_threads)
+                adapter.load_extra_state(_extra_values(source, extra))
+        finally:
+            source.close()
+        # Not inside of `together`: an adapter may communicate here, and then all ranks fail or none.
+        adapter.finish_load(model=True, optimizer=False)
+        return report
+
+    def load_optimizer(
+        self,
+        adapter: StateAdapter,
+        checkpoint: str | Path,
+        low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
+        num_threads: int = 1,
+    ) -> None:
+        """Read an optimizer's state and parameter groups; the groups' options become those of the checkpoint.
+
+        Args:
+            adapter: The optimizer's state.
+            checkpoint: A file, an index, or a folder.
+            low_cpu_mem_mode: As in `load_model`.
+            num_threads: As in `load_model`.
+
+        Raises:
+            ConfigError: If ``num_threads`` is not positive.
+            CheckpointError: If the checkpoint cannot be read, is damaged, or is of another model's optimizer.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank.
+        """
+        _check_threads(num_threads)
+        self._begin("load_optimizer")
+        path, session = Path(checkpoint), self._session
+        with session.together("load_optimizer", path):
+            source = _open_source(path, OPTIMIZER, in_memory=not low_cpu_mem_mode)
+            saved = _optimizer_info(source)
+            local = OptimizerInfo.of(adapter)
+        try:
+            here = OptimizerInfo.merge(session.coordinator.all_gather_object(local))
+            _check_same_parameters(path, saved, here)
+            states = _states_by_parameter(path, source.tensors, here)
+            adapter.prepare_optimizer_load(states, saved.scalars, saved.groups)
+            with session.together("load_optimizer", path):
+                listed, misfits = _listed_states(adapter, source.tensors)
+            gathered = session.coordinator.all_gather_object((listed, misfits))
+            _check_states(path, source.tensors, gathered)
+            with session.together("load_optimizer", path):
+                homes = {key: key for key in source.tensors}
+                self._fill("Loading optimizer", source, adapter.optimizer_shards(), homes, num_threads)
+        finally:
+            source.close()
+        adapter.finish_load(model=False, optimizer=True)
+
+    def save_lr_scheduler(self, scheduler: LRScheduler, checkpoint: str | Path) -> None:
+        """Write a learning rate scheduler's state as JSON.
+
+        Args:
+            scheduler: Any of torch's schedulers, or one whose ``state_dict`` holds plain values. Functions are not
+                state, and are not written.
+            checkpoint: The file.
+
+        Raises:
+            CheckpointError: If the state has no JSON form, or the file cannot be written.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank.
+        """
+        path = Path(checkpoint)
+        text = json.dumps(scheduler_to_json(scheduler), indent=1) + "\n"
+        self._save("save_lr_scheduler", path.parent, [], texts={path.name: text}, check=lambda: _check_file(path))
+
+    def load_lr_scheduler(self, scheduler: LRScheduler, checkpoint: str | Path) -> None:
+        """Read a learning rate scheduler's state.
+
+        Args:
+            scheduler: The scheduler; what it has and the file lacks (functions) stays.
+            checkpoint: The file.
+
+        Raises:
+            CheckpointError: If the file is not the state of such a scheduler.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank.
+        """
+        self._begin("load_lr_scheduler")
+        path = Path(checkpoint)
+        with self._session.together("load_lr_scheduler", path):
+            scheduler_from_json(scheduler, read_json(path), str(path))
+
+    def wait(self) -> None:
+        """Wait until a save that goes on in the background has ended.
+
+        Raises:
+            CheckpointError: If it failed, on any rank.
+
+        Collective: every rank.
+        """
+        self._begin("wait")
+
+    def close(self) -> None:
+        """Wait, and give back the memory that snapshots are kept in.
+
+        Collective: every rank.
+        """
+        try:
+            self.wait()
+        finally:
+            self._buffers.release()
+
+    # What a whole training state is written with ---------------------------------------------------------------------
+
+    def write_folder(
+        self,
+        name: str,
+        folder: Path,
+        parts: Sequence[Part],
+        *,
+        texts: Mapping[str, str] | None = None,
+        use_async: bool = False,
+        want_checksums: bool = False,
+        commit: Callable[[list[WrittenFile]], None] | None = None,
+    ) -> list[WrittenFile]:
+        """Write several parts into one folder, and commit them together.
+
+        The folder itself is not renamed; ``commit`` may do that. Files lie there under their own names when it runs,
+        synced, after every rank has written. If anything fails, on any rank, ``commit`` has not been called.
+
+        Args:
+            name: What the user called; appears in messages.
+            folder: Where the files go; made if it does not exist.
+            parts: Models and optimizers.
+            texts: Further files and their content; those of all ranks are written, the lowest rank's of equal names.
+            use_async: Copy all values, return, and do the rest in the background, ``commit`` too.
+            want_checksums: Tell each file's xxh3 in the list.
+            commit: Called on rank 0 with the list of files; with ``use_async`` in a thread, where it must not use
+                process groups.
+
+        Returns:
+            The files, on rank 0; an empty list elsewhere, and with ``use_async``.
+
+        Raises:
+            CheckpointError: If anything failed on any rank.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank.
+        """
+        return self._save(
+            name, folder, parts, texts=texts, use_async=use_async, want_checksums=want_checksums, commit=commit
+        )
+
+    # How it is done --------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str) -> None:
+        """Meet all ranks, when the save before is through."""
+        self._session.begin(name, self._background.join())
+
+    def _refuse_for_dcp(self, *, prefix: str | None, use_async: bool) -> None:
+        for option, is_used in (("use_async=True", use_async), (f"prefix={prefix!r}", prefix is not None)):
+            if is_used:
+                msg = f"`{option}` has no meaning with `gather_dtensor=False`, which leaves writing to torch. Drop one of them."
+                raise ConfigError(msg)
+
+    def _save(
+        self,
+        name: str,
+        folder: Path,
+        parts: Sequence[Part],
+        *,
+        texts: Mapping[str, str] | None = None,
+        check: Callable[[], None] = lambda: None,
+        use_async: bool = False,
+        want_checksums: bool = False,
+        commit: Callable[[list[WrittenFile]], None] | None = None,
+    ) -> list[WrittenFile]:
+        session = self._session
+        self._begin(name)
+        token, undo = session.prepare_folder(folder, check)
+        try:
+            plan, route = self._plan(name, folder, token, parts, dict(texts or {}))
+            if not route.is_shared:
+                session.cpu_group()
+            if use_async:
+                with session.together(name, folder):
+                    pieces: Iterable[Piece] = self._buffers.take(pieces_of(plan, parts))
+            else:
+                pieces = pieces_of(plan, parts)
+        except BaseException:
+            undo()
+            raise
+        job = WriteJob(
+            plan,
+            rank=session.rank,
+            world_size=session.world_size,
+            write=lambda: self._write(plan, route, pieces, is_shown=not use_async),
+            agree=session.agree(name),
+            exchange=session.exchange(name, token),
+            is_route_shared=route.is_shared,
+            want_checksums=want_checksums,
+            commit=commit,
+        )
+
+        def run() -> None:
+            try:
+                job.run()
+            except BaseException:
+                undo()
+                raise
+
+        if use_async:
+            self._background.start(name, run)
+        else:
+            run()
+        return job.written if not use_async else []
+
+    def _plan(
+        self, name: str, folder: Path, token: str, parts: Sequence[Part], texts: dict[str, str]
+    ) -> tuple[JobPlan, Route]:
+        """Let all ranks know what is to be written, and lay it out alike on each."""
+        session = self._session
+        with session.together(name, folder):
+            local = [(part.local_facts(), local_specs(part)) for part in parts]
+            seen = session.look_for_token(folder, token)
+        gathered = session.coordinator.all_gather_object((local, texts, seen))
+        route = session.choose_route(folder, token, [entry[2] for entry in gathered])
+        merged: dict[str, str] = {}
+        for entry in reversed(gathered):
+            merged |= entry[1]
+        with session.together(name, folder):
+            specs = []
+            for index, part in enumerate(parts):
+                part.learn([entry[0][index][0] for entry in gathered], session.rank)
+                extra = [part.learned_specs(entry[0][index][0], rank) for rank, entry in enumerate(gathered)]
+                specs.append(
+                    merge_specs([[*entry[0][index][1], *more] for entry, more in zip(gathered, extra, strict=True)])
+                )
+            plan = make_plan(folder, token, parts, specs, merged)
+        return plan, route
+
+    def _write(self, plan: JobPlan, route: Route, pieces: Iterable[Piece], *, is_shown: bool) -> None:
+        session = self._session
+        total = plan.total_bytes // (session.world_size if route.is_shared else 1)
+        with Progress("Saving", total, is_shown=is_shown and session.rank == 0) as progress:
+            if route.is_shared:
+                with FileWriter(plan, one_host=route.one_host, progress=progress.advance) as writer:
+                    write_directly(writer, pieces, self._bucket_bytes)
+                    writer.sync()
+                return
+            group = session.cpu_group()
+            if session.rank != 0:
+                send_pieces(pieces, self._bucket_bytes, group, 0)
+                return
+            with FileWriter(plan, progress=progress.advance) as writer:
+                failure: Exception | None = None
+                try:
+                    write_directly(writer, pieces, self._bucket_bytes)
+                except Exception as error:  # noqa: BLE001 - the senders have to be heard out first
+                    failure = error
+                sources = range(1, session.world_size)
+                receive_pieces(writer if failure is None else None, plan, self._bucket_bytes, group, sources)
+                if failure is not None:
+                    raise failure
+                writer.sync()
+
+    def _fill(
+        self, title: str, source: Source, shards: Iterable[Any], homes: Mapping[str, str], num_threads: int
+    ) -> None:
+        """Read the shards whose tensors have a home in the checkpoint."""
+        total = source.total_bytes
+        is_shown = self._session.rank == 0
+        with (
+            Progress(title, total, is_shown=is_shown) as progress,
+            ShardReader(source, self._bucket_bytes, num_threads=num_threads, progress=progress.advance) as reader,
+        ):
+            for shard in shards:
+                if shard.key in homes and shard.numel:
+                    reader.fill(shard, homes[shard.key])
+
+
+def _target(
+    checkpoint: str | Path, names: FileNames, *, shard: bool, prefix: str | None, size_per_shard: int
+) -> tuple[Path, int | None, str | None, Callable[[], None]]:
+    """Return folder, size limit, file name and the check of the path that a user's arguments mean."""
+    path = Path(checkpoint)
+    if shard:
+        if size_per_shard <= 0:
+            msg = f"`size_per_shard={size_per_shard}` is not a size in MiB. The default is 1024."
+            raise ConfigError(msg)
+        return path, size_per_shard * _MIB, None, lambda: _check_folder(path)
+    if prefix is not None:
+        msg = f"`prefix={prefix!r}` names the files of a folder; with `shard=False` the path names the file. Drop one of them."
+        raise ConfigError(msg)
+    other = {SAFETENSORS: (TORCH, ".pt", ".pth", ".ckpt"), TORCH: (SAFETENSORS,)}[names.suffix]
+    if path.suffix in other:
+        wanted = "True" if names.suffix == TORCH else "False"
+        remedy = f"Use a name that ends in '{names.suffix}'"
+        remedy += f", or `use_safetensors={wanted}`." if names.base != OPTIMIZER else "."
+        msg = f"The path '{path}' ends in '{path.suffix}', but a {names.suffix.removeprefix('.')} file would be written. {remedy}"
+        raise ConfigError(msg)
+    return path.parent, None, path.name, lambda: _check_file(path)
+
+
+def _check_folder(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        msg = (
+            f"Checkpoint path '{path}' is a file, but `shard=True` writes a folder. Pass another path or `shard=False`."
+        )
+        raise CheckpointError(msg)
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        msg = (
+            f"Checkpoint path '{path}' is a folder, but a file is to be written. Pass a file's path (or `shard=True`)."
+        )
+        raise CheckpointError(msg)
+
+
+def _check_threads(num_threads: int) -> None:
+    if num_threads < 1:
+        msg = f"`num_threads={num_threads}` is not a number of threads. Use 1 or more."
+        raise ConfigError(msg)
+
+
+def _open_source(path: Path, kind: str, *, in_memory: bool) -> Source:
+    return Source(path, kind, in_memory=in_memory)
+
+
+def _extra_values(source: Source, names: Sequence[str]) -> dict[str, Any]:
+    """Return the extra state that modules of this rank wait for, decoded."""
+    import torch
+
+    def read(key: str) -> torch.Tensor:
+        meta = source.tensors[key]
+        tensor = torch.empty(meta.shape, dtype=meta.dtype)
+        if tensor.numel():
+            source.read(key, full_box(meta.shape), tensor.view(-1))
+        return tensor
+
+    found = {}
+    for name in names:
+        if name in source.values:
+            value = source.values[name]
+            found[name] = decode(value, {key: read(key) for key in tensor_references(value)})
+        elif name in source.tensors:
+            found[name] = read(name)
+    return found
+
+
+def _optimizer_info(source: Source) -> OptimizerInfo:
+    """Return parameter groups and other state: from the file itself, or beside the index."""
+    if "optimizer" in source.values:
+        return OptimizerInfo.from_json(source.values["optimizer"], str(source.path))
+    path = source.groups_path
+    if path is None or not path.is_file():
+        msg = f"'{source.path}' holds no optimizer checkpoint: it comes without parameter groups ('param_groups.json')."
+        raise CheckpointError(msg)
+    return OptimizerInfo.from_json(read_json(path), str(path))
+
+
+def _check_same_parameters(path: Path, saved: OptimizerInfo, here: OptimizerInfo) -> None:
+    if len(saved.groups) != len(here.groups):
+        msg = (
+            f"'{path}' has {len(saved.groups)} parameter groups, this optimizer has {len(here.groups)}. Build it alike."
+        )
+        raise CheckpointError(msg)
+    for index, (theirs, ours) in enumerate(zip(saved.groups, here.groups, strict=True)):
+        lacking = [name for name in ours.params if name not in set(theirs.params)]
+        surplus = [name for name in theirs.params if name not in set(ours.params)]
+        if lacking or surplus:
+            parts = [f"It lacks {len(lacking)}: {shorten(lacking)}."] if lacking else []
+            parts += [f"It has {len(surplus)} more: {shorten(surplus)}."] if surplus else []
+            msg = f"'{path}' is of another optimizer: parameter group {index} lists other parameters. {' '.join(parts)}"
+            raise CheckpointError(msg)
+    wrong = [
+        f"{name} ({shape} in the checkpoint, {here.shapes[name]} here)"
+        for name, shape in saved.shapes.items()
+        if name in here.shapes and here.shapes[name] != shape
+    ]
+    if wrong:
+        msg = f"'{path}' is of another model's optimizer: {len(wrong)} parameters have other shapes: {shorten(wrong)}."
+        raise CheckpointError(msg)
+
+
+def _states_by_parameter(
+    path: Path, tensors: Mapping[str, TensorMeta], here: OptimizerInfo
+) -> dict[str, dict[str, TensorMeta]]:
+    """Return what the checkpoint holds by parameter and state name."""
+    members = {name for group in here.groups for name in group.params}
+    states: dict[str, dict[str, TensorMeta]] = {}
+    unknown = []
+    for key, meta in tensors.items():
+        cuts = [index for index, character in enumerate(key) if character == "/" and key[:index] in members]
+        if not cuts:
+            unknown.append(key)
+            continue
+        states.setdefault(key[: cuts[-1]], {})[key[cuts[-1] + 1 :]] = meta
+    if unknown:
+        msg = f"'{path}' holds {len(unknown)} tensors of no parameter of this optimizer: {shorten(unknown)}."
+        raise CheckpointError(msg)
+    return states
+
+
+def _listed_states(adapter: StateAdapter, stored: Mapping[str, TensorMeta]) -> tuple[set[str], dict[str, str]]:
+    """Return which states this rank has room for, and those that do not fit."""
+    listed, misfits = set[str](), {}
+    for shard in adapter.optimizer_shards():
+        listed.add(shard.key)
+        if shard.key in stored:
+            reason = misfit(stored[shard.key], TensorMeta(shape=shard.global_shape, dtype=shard.dtype))
+            if reason is not None:
+                misfits[shard.key] = reason
+    return listed, misfits
+
+
+def _check_states(
+    path: Path, stored: Mapping[str, TensorMeta], gathered: Sequence[tuple[set[str], dict[str, str]]]
+) -> None:
+    listed = set().union(*(entry[0] for entry in gathered))
+    misfits = {key: reason for entry in gathered for key, reason in entry[1].items()}
+    homeless = [key for key in stored if key not in listed]
+    if misfits:
+        shown = [f"{key} ({reason})" for key, reason in misfits.items()]
+        msg = f"'{path}' does not fit this optimizer: {len(misfits)} tensors differ: {shorten(shown)}."
+        raise CheckpointError(msg)
+    if homeless:
+        msg = f"'{path}' holds {len(homeless)} tensors that this optimizer has no place for: {shorten(homeless)}."
+        raise CheckpointError(msg)

@@ -1,0 +1,160 @@
+"""Bytes between tensors in memory and ranges of a file: plain reads and writes, and mappings for strided parts.
+
+A box that is contiguous in the file takes one ``pread`` or ``pwrite`` straight from or into the tensor's memory. Any
+other box (columns of a matrix) is one strided copy through a shared mapping, which costs page-cache memory but none of
+the process' own. Mappings must not be written by several hosts at once, because whole pages travel: there, runs are
+written one by one.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from booster_core.errors import CheckpointError
+from booster_core.state.regions import runs_of, slices_of, span_of
+from booster_core.state.shard import box_numel, box_shape
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from booster_core.state.shard import Box
+
+_MAX_CALL_BYTES = 1 << 30
+"""Linux moves at most 2 GiB - 4 KiB per call."""
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, without a copy."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def pwrite_from(descriptor: int, source: memoryview, offset: int) -> None:
+    """Write all of ``source`` at a byte offset of a file."""
+    while source:
+        written = os.pwrite(descriptor, source[:_MAX_CALL_BYTES], offset)
+        source = source[written:]
+        offset += written
+
+
+def pread_into(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
+    """Fill ``target`` from a byte offset of a file.
+
+    Raises:
+        CheckpointError: If the file ends before that.
+    """
+    while target:
+        count = os.preadv(descriptor, [target[:_MAX_CALL_BYTES]], offset)
+        if count == 0:
+            msg = f"'{path}' ended at byte {offset} while it was being read. Did something truncate it?"
+            raise CheckpointError(msg)
+        target = target[count:]
+        offset += count
+
+
+def reserve(path: Path) -> None:
+    """Make the file system set space aside for a whole sparse file.
+
+    A full disk is found now, as an error. Found later, by a write through a mapping, it would end the process.
+
+    Raises:
+        OSError: If there is no space.
+    """
+    size = path.stat().st_size
+    if size == 0:
+        return
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def read_strided(
+    source: int | memoryview, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, out: torch.Tensor
+) -> None:
+    """Copy a box of a row-major tensor in a file, or in memory, to ``out``.
+
+    Args:
+        source: File descriptor, or the bytes themselves.
+        offset: Where the tensor's values begin, in bytes.
+        shape: Shape of the whole tensor.
+        itemsize: Bytes per element.
+        box: The part to copy; not empty.
+        out: Contiguous CPU tensor of ``box_numel(box)`` elements.
+    """
+    target = _array(as_bytes(out), 0, box_shape(box), itemsize)
+    if isinstance(source, memoryview):
+        np.copyto(target, _array(source, offset, shape, itemsize)[slices_of(box)])
+        return
+    mapping, start, shape, box = _map_span(source, offset, shape, itemsize, box, mmap.PROT_READ)
+    try:
+        np.copyto(target, _array(memoryview(mapping), start, shape, itemsize)[slices_of(box)])
+    finally:
+        mapping.close()
+
+
+def write_strided(
+    descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, source: torch.Tensor
+) -> None:
+    """Copy ``source`` to a box of a row-major tensor in a file, through a mapping. The file has its space already.
+
+    Args:
+        descriptor: File opened for reading and writing.
+        offset: Where the tensor's values begin, in bytes.
+        shape: Shape of the whole tensor.
+        itemsize: Bytes per element.
+        box: The part to write; not empty.
+        source: Contiguous CPU tensor of ``box_numel(box)`` elements.
+    """
+    values = _array(as_bytes(source), 0, box_shape(box), itemsize)
+    mapping, start, shape, box = _map_span(descriptor, offset, shape, itemsize, box, mmap.PROT_READ | mmap.PROT_WRITE)
+    try:
+        np.copyto(_array(memoryview(mapping), start, shape, itemsize)[slices_of(box)], values)
+    finally:
+        mapping.close()
+
+
+def write_runs(
+    descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, source: torch.Tensor
+) -> None:
+    """Do what `write_strided` does by one plain write for each contiguous run."""
+    values = as_bytes(source)
+    starts, length = runs_of(shape, box)
+    nbytes = length * itemsize
+    for index, start in enumerate(starts):
+        pwrite_from(descriptor, values[index * nbytes : (index + 1) * nbytes], offset + start * itemsize)
+    assert len(values) == box_numel(box) * itemsize, "the source has the box' size"
+
+
+def _map_span(
+    descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, protection: int
+) -> tuple[mmap.mmap, int, tuple[int, ...], Box]:
+    """Map the pages that a box touches; return the mapping, and shape and box of the tensor's rows that it shows.
+
+    The start returned is where those rows begin, relative to the mapping.
+    """
+    rows = box[0]
+    row_bytes = itemsize * int(np.prod(shape[1:], dtype=np.int64))
+    first = offset + rows[0] * row_bytes
+    last = offset + span_of(shape, box)[1] * itemsize
+    # The array is shaped in whole rows, so the mapping shows the last row's end too.
+    last = max(last, offset + rows[1] * row_bytes)
+    base = first - first % mmap.ALLOCATIONGRANULARITY
+    mapping = mmap.mmap(descriptor, last - base, mmap.MAP_SHARED, protection, offset=base)
+    count = rows[1] - rows[0]
+    return mapping, first - base, (count, *shape[1:]), ((0, count), *box[1:])
+
+
+def _array(memory: memoryview, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray:  # type: ignore[type-arg]
+    """Return memory as an array of opaque elements; unaligned memory is fine."""
+    kind = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(itemsize, f"V{itemsize}")
+    return np.ndarray(shape, dtype=kind, buffer=memory, offset=offset)

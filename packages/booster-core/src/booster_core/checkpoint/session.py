@@ -1,0 +1,210 @@
+"""What saving and loading share: who takes part, how ranks agree, and whether they see the same disk."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from booster_core.checkpoint.job import TOKEN_CHARACTERS, as_checkpoint_error
+from booster_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch.distributed import ProcessGroup
+
+    from booster_core.coordinator import DistCoordinator
+
+_WRITE_TIMEOUT_SECONDS = 24 * 3600.0
+"""How long ranks wait for each other's disks. That all take part is known by then, and a rank that dies ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How values reach the files.
+
+    Args:
+        is_shared: Every rank sees the folder and writes there itself; otherwise rank 0 writes for all.
+        one_host: All ranks run on one host.
+    """
+
+    is_shared: bool
+    one_host: bool
+
+
+class Session:
+    """How the ranks of one `CheckpointIO` work together.
+
+    Args:
+        coordinator: Rank facts and rendezvous.
+        shared_filesystem: Whether all ranks see the same files; found out by a try when ``None``.
+        timeout_seconds: How long a save or load waits for ranks that do not call it.
+    """
+
+    def __init__(
+        self, coordinator: DistCoordinator, *, shared_filesystem: bool | None, timeout_seconds: float | None
+    ) -> None:
+        self.coordinator = coordinator
+        self._shared_filesystem = shared_filesystem
+        self._timeout_seconds = timeout_seconds
+        self._group: tuple[Any, ProcessGroup] | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.coordinator.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.coordinator.world_size
+
+    def begin(self, name: str, error: Exception | None = None) -> None:
+        """Meet all ranks at the start of a call.
+
+        Args:
+            name: What the user called.
+            error: What this rank has to report from before.
+
+        Raises:
+            MissingRanksError: If some ranks do not call within the time limit.
+
+        Collective: every rank.
+        """
+        self.coordinator.raise_together(error, name=name, timeout_seconds=self._timeout_seconds)
+
+    @contextmanager
+    def together(self, name: str, path: Path) -> Iterator[None]:
+        """Run the body, then raise on every rank what it raised on any. The body contains no collectives.
+
+        Collective: every rank.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # noqa: BLE001 - whatever happened here, the other ranks have to hear of it
+            error = as_checkpoint_error(caught, path)
+        self.coordinator.raise_together(error, name=name)
+
+    def agree(self, name: str) -> Callable[[str, Exception | None], None]:
+        """Return the way in which a write job's steps agree; it uses the store only, and so serves threads."""
+
+        def agree(step: str, error: Exception | None) -> None:
+            limit = max(self.coordinator.timeout_seconds, _WRITE_TIMEOUT_SECONDS)
+            self.coordinator.raise_together(error, name=f"{name} ({step})", timeout_seconds=limit)
+
+        return agree
+
+    def exchange(self, name: str, token: str) -> Callable[[str, Exception | None, str], list[str]]:
+        """Return the way in which a write job's ranks give rank 0 a text each; over the store only."""
+        from booster_core.world import current_world
+
+        store, agree = current_world().store, self.agree(name)
+
+        def exchange(step: str, error: Exception | None, text: str) -> list[str]:
+            if store is None or self.world_size == 1:
+                agree(step, error)
+                return [text]
+            keys = [f"checkpoint/{token}/{rank}" for rank in range(self.world_size)]
+            store.set(keys[self.rank], text)
+            agree(step, error)
+            if self.rank != 0:
+                return []
+            texts = [store.get(key).decode() for key in keys]
+            for key in keys:
+                store.delete_key(key)
+            return texts
+
+        return exchange
+
+    def prepare_folder(self, folder: Path, check: Callable[[], None]) -> tuple[str, Callable[[], None]]:
+        """Check and make a folder on rank 0, and leave a token there that the others can look for.
+
+        Args:
+            folder: The folder.
+            check: Raises what is wrong with the user's path; called on rank 0.
+
+        Returns:
+            The token; and a function that undoes what was made, for rank 0 to call after a failure.
+
+        Raises:
+            CheckpointError: On every rank, if the folder cannot be written.
+
+        Collective: every rank.
+        """
+        token, error, made = "", None, []
+        if self.rank == 0:
+            try:
+                check()
+                token = secrets.token_hex(TOKEN_CHARACTERS // 2)
+                made = [path for path in (folder, *folder.parents) if not path.exists()]
+                folder.mkdir(parents=True, exist_ok=True)
+                self._probe(folder, token).touch()
+            except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
+                error = as_checkpoint_error(caught, folder)
+        self.coordinator.raise_together(error, name="check the path")
+
+        def undo() -> None:
+            for path in made:
+                with suppress(OSError):
+                    path.rmdir()
+
+        return self.coordinator.broadcast_object(token), undo
+
+    def look_for_token(self, folder: Path, token: str) -> tuple[bool, str]:
+        """Return whether this rank sees rank 0's token, and the name of its host.
+
+        Collective: none.
+        """
+        with suppress(OSError):
+            # A network file system may show an old listing; opening a file asks the server.
+            os.close(os.open(self._probe(folder, token), os.O_RDONLY))
+            return True, socket.gethostname()
+        return False, socket.gethostname()
+
+    def choose_route(self, folder: Path, token: str, seen: list[tuple[bool, str]]) -> Route:
+        """Return how values reach the files of a folder.
+
+        Args:
+            folder: The folder.
+            token: Its token, which rank 0 removes.
+            seen: What `look_for_token` returned on each rank.
+        """
+        if self.rank == 0:
+            self._probe(folder, token).unlink(missing_ok=True)
+        one_host = len({host for _, host in seen}) == 1
+        is_shared = all(is_seen for is_seen, _ in seen)
+        if self._shared_filesystem is not None:
+            if self._shared_filesystem and not is_shared:
+                blind = [rank for rank, (is_seen, _) in enumerate(seen) if not is_seen]
+                msg = (
+                    f"`shared_filesystem=True`, but ranks {blind[:10]} do not see what rank 0 wrote into '{folder}'. "
+                    "Save to a folder that all hosts share, or leave `shared_filesystem` out."
+                )
+                raise CheckpointError(msg)
+            is_shared = self._shared_filesystem
+        return Route(is_shared=is_shared, one_host=one_host)
+
+    def cpu_group(self) -> ProcessGroup:
+        """Return a group of all ranks on the CPU that nothing but checkpoints uses.
+
+        Collective: every rank, on its first call under a process group.
+        """
+        import torch.distributed as dist
+
+        world = dist.group.WORLD
+        if self._group is None or self._group[0] is not world:
+            # A rank waits here while rank 0 writes for all others.
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_WRITE_TIMEOUT_SECONDS))
+            self._group = (world, group)
+        return self._group[1]
+
+    @staticmethod
+    def _probe(folder: Path, token: str) -> Path:
+        return folder / f".booster-{token}.probe"

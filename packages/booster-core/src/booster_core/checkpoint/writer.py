@@ -1,0 +1,219 @@
+"""Writes this rank's pieces at their offsets: every rank its own, or one rank for all where they share no disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.checkpoint.formats import container_for
+from booster_core.checkpoint.pieces import Bucket, Piece, fill_buckets, synchronize
+from booster_core.checkpoint.raw import as_bytes, pwrite_from, write_runs, write_strided
+from booster_core.errors import CheckpointError
+from booster_core.state.regions import is_contiguous, regions_of, span_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from types import TracebackType
+
+    from torch.distributed import ProcessGroup
+
+    from booster_core.checkpoint.job import JobPlan
+
+
+class FileWriter:
+    """The files of a plan, open for writing parts of them. A context manager; leaving it closes the files.
+
+    Args:
+        plan: The plan; its files have been created.
+        one_host: Whether all ranks run on one host, so that strided parts may go through a mapping.
+        progress: Told the number of bytes after each write.
+    """
+
+    def __init__(self, plan: JobPlan, *, one_host: bool = True, progress: Callable[[int], None] | None = None) -> None:
+        self._plan = plan
+        self._write_strided = write_strided if one_host else write_runs
+        self._progress = progress
+        self._open: dict[int, tuple[int, dict[str, int]]] = {}
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor, _ in self._open.values():
+            os.close(descriptor)
+        self._open = {}
+
+    def write(self, piece: Piece) -> None:
+        """Write a piece whose ``data`` is ready (see `Piece.is_ready`)."""
+        descriptor, offsets = self._file(piece.file)
+        itemsize = piece.dtype.itemsize
+        values = piece.data.reshape(-1)
+        for region in regions_of(piece.box, piece.flat):
+            part = values[region.start : region.start + region.numel]
+            if is_contiguous(piece.shape, region.box):
+                first = offsets[piece.key] + span_of(piece.shape, region.box)[0] * itemsize
+                pwrite_from(descriptor, as_bytes(part), first)
+            else:
+                self._write_strided(descriptor, offsets[piece.key], piece.shape, itemsize, region.box, part)
+        if self._progress is not None:
+            self._progress(piece.nbytes)
+
+    def sync(self) -> None:
+        """Wait until what was written is on disk."""
+        for descriptor, _ in self._open.values():
+            os.fsync(descriptor)
+
+    def _file(self, index: int) -> tuple[int, dict[str, int]]:
+        if index not in self._open:
+            file = self._plan.files[index]
+            path = self._plan.temporary(file.name)
+            descriptor = os.open(path, os.O_RDWR)
+            self._open[index] = descriptor, {}  # closed on exit, also if reading the offsets fails
+            offsets = container_for(file.suffix).offsets(path, file.specs, file.values)
+            self._open[index] = descriptor, offsets
+        return self._open[index]
+
+
+def write_directly(writer: FileWriter, pieces: Iterable[Piece], bucket_bytes: int) -> None:
+    """Write pieces from where they lie; those in other memory or of another dtype travel through one bucket.
+
+    Collective: none.
+    """
+    bucket: list[torch.Tensor] = []
+
+    def next_buffer() -> torch.Tensor:
+        if not bucket:
+            bucket.append(torch.empty(bucket_bytes, dtype=torch.uint8))
+        return bucket[0]
+
+    for filled in fill_buckets(_others(writer, pieces), next_buffer):
+        synchronize_devices()
+        for piece in filled.pieces:
+            writer.write(piece)
+
+
+def _others(writer: FileWriter, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Write pieces that are ready and yield the others."""
+    for piece in pieces:
+        if piece.is_ready:
+            writer.write(piece)
+        else:
+            yield piece
+
+
+def synchronize_devices() -> None:
+    """Wait for copies from an accelerator, where there is one."""
+    if torch.accelerator.is_available():
+        synchronize({torch.accelerator.current_accelerator().type})  # type: ignore[union-attr]
+
+
+_DONE, _FAILED = 0, -1
+
+
+def send_pieces(pieces: Iterable[Piece], bucket_bytes: int, group: ProcessGroup, owner: int) -> None:
+    """Send pieces to the rank that writes them, one bucket at a time.
+
+    Args:
+        pieces: This rank's pieces.
+        bucket_bytes: Most bytes of one message, and of memory that this takes.
+        group: A group with a CPU backend, used for nothing else meanwhile.
+        owner: World rank of the receiver.
+
+    Collective: this rank and the owner, which calls `receive_pieces`.
+    """
+    buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
+    try:
+        for bucket in fill_buckets(pieces, lambda: buffer):
+            synchronize_devices()
+            _send_bucket(bucket, group, owner)
+    except Exception:
+        _send_header(_FAILED, 0, group, owner)
+        raise
+    _send_header(_DONE, 0, group, owner)
+
+
+def _send_bucket(bucket: Bucket, group: ProcessGroup, owner: int) -> None:
+    import torch.distributed as dist
+
+    content = [
+        [piece.file, piece.key, piece.box, piece.flat, piece.data.data_ptr() - bucket.buffer.data_ptr()]
+        for piece in bucket.pieces
+    ]
+    description = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    _send_header(description.numel(), bucket.buffer.numel(), group, owner)
+    dist.send(description, dst=owner, group=group)
+    dist.send(bucket.buffer, dst=owner, group=group)
+
+
+def _send_header(description_bytes: int, bucket_bytes: int, group: ProcessGroup, owner: int) -> None:
+    import torch.distributed as dist
+
+    dist.send(torch.tensor([description_bytes, bucket_bytes]), dst=owner, group=group)
+
+
+def receive_pieces(
+    writer: FileWriter | None, plan: JobPlan, bucket_bytes: int, group: ProcessGroup, sources: Iterable[int]
+) -> None:
+    """Write the pieces that other ranks send, rank after rank.
+
+    What arrives after a failure is received all the same, so that no sender waits in vain.
+
+    Args:
+        writer: The files; ``None`` drops everything.
+        plan: The plan.
+        bucket_bytes: Most bytes of one message.
+        group: As in `send_pieces`.
+        sources: World ranks of the senders.
+
+    Raises:
+        CheckpointError: If a sender failed.
+        OSError: If writing failed.
+
+    Collective: this rank and the sources, which call `send_pieces`.
+    """
+    import torch.distributed as dist
+
+    specs = {(index, spec.key): spec for index, file in enumerate(plan.files) for spec in file.specs}
+    buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
+    header = torch.zeros(2, dtype=torch.int64)
+    failure: Exception | None = None
+    for source in sources:
+        while True:
+            dist.recv(header, src=source, group=group)
+            description_bytes, used = int(header[0]), int(header[1])
+            if description_bytes == _FAILED:
+                failure = failure or CheckpointError(f"Rank {source} could not send its part of the checkpoint.")
+            if description_bytes <= 0:
+                break
+            description = torch.empty(description_bytes, dtype=torch.uint8)
+            dist.recv(description, src=source, group=group)
+            dist.recv(buffer[:used], src=source, group=group)
+            if writer is None or failure is not None:
+                continue
+            try:
+                for piece in _unpack(json.loads(description.numpy().tobytes()), buffer, specs):
+                    writer.write(piece)
+            except Exception as error:  # noqa: BLE001 - reported when all senders are through
+                failure = error
+    if failure is not None:
+        raise failure
+
+
+def _unpack(content: Any, buffer: torch.Tensor, specs: dict[tuple[int, str], Any]) -> Iterator[Piece]:
+    for file, key, box, flat, offset in content:
+        spec = specs[file, key]
+        values = buffer[offset : offset + (flat[1] - flat[0]) * spec.dtype.itemsize].view(spec.dtype)
+        yield Piece(
+            file=file,
+            key=key,
+            shape=spec.shape,
+            dtype=spec.dtype,
+            box=tuple((start, stop) for start, stop in box),
+            flat=(flat[0], flat[1]),
+            data=values,
+        )

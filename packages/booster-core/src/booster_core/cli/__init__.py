@@ -1,0 +1,45 @@
+"""The ``booster`` command: one module of this package for each verb.
+
+A verb's module defines ``command`` and says in the first line of its docstring what it does. It is imported only when
+its verb runs, so that ``booster --help`` and light verbs stay quick; modules whose names start with ``_`` are no verbs.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+
+import click
+
+
+class _Verbs(click.Group):
+    """A group whose commands are the modules of this package."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the verbs, without importing them."""
+        del ctx
+        return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the module of a verb and return its command."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command: click.Command = importlib.import_module(f"{__name__}.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs with the first lines of their modules' docstrings, read without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _summary(name)) for name in self.list_commands(ctx)])
+
+
+def _summary(verb: str) -> str:
+    text = pkgutil.get_data(__name__, f"{verb}.py") or b""
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="booster-core", prog_name="booster")
+def main() -> None:
+    """Look at plugins, machines and checkpoints of Booster."""

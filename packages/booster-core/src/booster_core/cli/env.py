@@ -1,0 +1,116 @@
+"""Print what a bug report needs: machine, Python, torch, devices, backends, packages, plugins.
+
+It reads environment variables to show them; nothing here acts on one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import importlib_metadata
+
+from booster_core import discovery
+
+_THIRD_PARTY = ("torch", "safetensors", "transformers", "peft", "numpy", "pluggy", "importlib_metadata")
+_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID",
+    "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE",
+    "NCCL_IB_DISABLE",
+    "GLOO_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_BLOCKING_WAIT", "PYTORCH_CUDA_ALLOC_CONF",
+    "HF_HOME", "HF_HUB_OFFLINE", "PYTHONPATH",
+)  # fmt: skip
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def command(*, as_json: bool) -> None:
+    """Print what a bug report needs: machine, Python, torch, devices, backends, packages, plugins."""
+    report = {
+        "machine": _machine(),
+        "python": {"version": sys.version.split()[0], "implementation": platform.python_implementation()},
+        "torch": _torch(),
+        "packages": _packages(),
+        "plugins": {
+            listing.name: listing.problem or ("available" if listing.available else "not available yet")
+            for listing in discovery.installed()
+        },
+        "environment variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+        return
+    for title, entries in report.items():
+        click.echo(f"{title}:")
+        for key, value in entries.items():
+            click.echo(f"  {key}: {value}")
+        if not entries:
+            click.echo("  none")
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "system": platform.platform(),
+        "architecture": platform.machine(),
+        "usable cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": _memory(),
+        "free disk for temporary files": f"{_free_bytes() / 2**30:.1f} GiB",
+    }
+
+
+def _memory() -> str:
+    """Return total and available memory as Linux tells them."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return "unknown"
+    entries = dict(line.split(":", 1) for line in path.read_text(encoding="ascii").splitlines() if ":" in line)
+    total, available = (int(entries[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
+    return f"{total:.1f} GiB, {available:.1f} GiB of it available"
+
+
+def _free_bytes() -> int:
+    import shutil
+    import tempfile
+
+    return shutil.disk_usage(tempfile.gettempdir()).free
+
+
+def _torch() -> dict[str, Any]:
+    """Return what torch says of its build, of devices and of backends, or why it cannot be imported."""
+    try:
+        import torch
+        from torch import distributed
+    except (ImportError, OSError) as error:
+        return {"problem": f"torch cannot be imported: {error}"}
+    facts: dict[str, Any] = {
+        "version": torch.__version__,
+        "built for CUDA": torch.version.cuda or "no",
+        "threads": torch.get_num_threads(),
+        "gloo": distributed.is_available() and distributed.is_gloo_available(),
+        "nccl": distributed.is_available() and distributed.is_nccl_available(),
+        "mpi": distributed.is_available() and distributed.is_mpi_available(),
+        "CUDA devices": torch.cuda.device_count(),
+    }
+    if torch.cuda.is_available():
+        facts["NCCL version"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            facts[f"CUDA device {index}"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+    return facts
+
+
+def _packages() -> dict[str, str]:
+    """Return the versions of Booster's own distributions, of all plugins', and of what they stand on."""
+    versions: dict[str, str] = {}
+    for distribution in importlib_metadata.distributions():
+        name = distribution.metadata["Name"] or ""
+        groups = {entry.group for entry in distribution.entry_points}
+        if name in _THIRD_PARTY or name.startswith("booster-") or groups & {"booster.plugins", "booster.hooks"}:
+            versions.setdefault(name, distribution.version)
+    return dict(sorted(versions.items()))

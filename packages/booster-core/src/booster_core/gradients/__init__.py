@@ -1,0 +1,1 @@
+"""Norms and clipping of gradients that may be spread over ranks."""

@@ -1,0 +1,78 @@
+"""Clipping gradients by their global norm or by value, on top of `booster_core.gradients.norm`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_core.errors import ConfigError
+from booster_core.gradients.norm import check_finite_norm, check_norm_arguments, global_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+def clip_by_norm(
+    gradients: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    counted: Sequence[Tensor] | None = None,
+    groups: Sequence[ProcessGroup] = (),
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients in place so that their global norm is at most ``max_norm``.
+
+    Args:
+        gradients: The gradients held on this rank, all of which are scaled.
+        max_norm: Largest global norm; 0 or more.
+        norm_type: Order of the norm; ``inf`` for the largest magnitude.
+        counted: The part of ``gradients`` that this rank counts towards the norm; all by default. See `global_norm`.
+        groups: Process groups over which the gradients are spread.
+        error_if_nonfinite: Raise where the norm is infinite or NaN.
+
+    Returns:
+        The global norm before clipping, a scalar tensor, the same on every rank.
+
+    Raises:
+        ConfigError: If ``max_norm`` is negative or ``norm_type`` is not positive.
+        GradientError: If the norm is not finite and ``error_if_nonfinite`` is set.
+
+    Collective: every rank of ``groups``.
+    Reference: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks" (arXiv:1211.5063).
+    """
+    check_norm_arguments(max_norm, norm_type)
+    norm = global_norm(gradients if counted is None else counted, norm_type, groups=groups)
+    if error_if_nonfinite:
+        check_finite_norm(norm)
+    # The same guard as torch's: clamping instead of branching keeps the device from having to be asked.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, held in by_device.items():
+        torch._foreach_mul_(held, factor.to(device))
+    return norm
+
+
+def clip_by_value(gradients: Sequence[Tensor], clip_value: float) -> None:
+    """Clamp every element of the gradients to ``[-clip_value, clip_value]`` in place.
+
+    Args:
+        gradients: The gradients held on this rank.
+        clip_value: Largest magnitude; 0 or more.
+
+    Raises:
+        ConfigError: If ``clip_value`` is negative or NaN.
+
+    Collective: none.
+    """
+    if not clip_value >= 0:
+        msg = f"`clip_value={clip_value}` must be 0 or more; it is the largest magnitude that a gradient keeps."
+        raise ConfigError(msg)
+    for gradient in gradients:
+        gradient.clamp_(-clip_value, clip_value)

@@ -1,0 +1,94 @@
+"""The hooks through which third parties observe and extend Booster, as pluggy specifications.
+
+An implementation is marked with `hookimpl` and reaches Booster through the entry-point group ``booster.hooks`` or
+`booster_core.discovery.register_hooks`; ``booster_plugins`` alone belongs into the group ``booster.plugins``. A hook
+takes only the arguments it names, so that a specification can gain arguments without breaking older implementations.
+Observing hooks run on every rank and must not call collectives unless every rank does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from booster_core.plugin import BoostContext, Boosted, Plugin
+
+PROJECT_NAME = "booster"
+
+hookspec = pluggy.HookspecMarker(PROJECT_NAME)
+hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
+
+
+@hookspec
+def booster_plugins() -> Sequence[type[Plugin]]:  # type: ignore[empty-body]
+    """Return the plugin classes of a module in the entry-point group ``booster.plugins``."""
+
+
+@hookspec
+def before_configure(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
+    """Observe what ``boost`` is about to hand to the plugin, checked and not wrapped yet."""
+
+
+@hookspec
+def after_configure(plugin: Plugin, boosted: Boosted, context: BoostContext) -> None:
+    """Observe what ``boost`` is about to return."""
+
+
+@hookspec
+def before_save(kind: str, checkpoint: Path) -> None:
+    """Observe a save before it starts.
+
+    ``kind`` is ``"model"``, ``"optimizer"``, ``"lr_scheduler"`` or ``"checkpoint"``.
+    """
+
+
+@hookspec
+def after_save(kind: str, checkpoint: Path) -> None:
+    """Observe a save after it is complete on disk; for an asynchronous one, after its writing ended."""
+
+
+@hookspec
+def before_load(kind: str, checkpoint: Path) -> None:
+    """Observe a load before anything is read."""
+
+
+@hookspec
+def after_load(kind: str, checkpoint: Path) -> None:
+    """Observe a load after every value is in place."""
+
+
+@hookspec
+def after_step(optimizer: Optimizer, metrics: Mapping[str, Any]) -> None:
+    """Observe an optimizer step; ``metrics`` holds what the plugin knows of it, such as ``"grad_norm"``."""
+
+
+@hookspec(firstresult=True)
+def sharding_policy(model_class: type[nn.Module]) -> object | None:
+    """Return how a model class is split over tensor parallel ranks and cut into stages, or ``None`` to pass."""
+
+
+@hookspec(firstresult=True)
+def storage(scheme: str) -> object | None:
+    """Return the storage that reads and writes URLs of a scheme such as ``"s3"``, or ``None`` to pass."""
+
+
+@hookspec(firstresult=True)
+def placement_policy(name: str) -> object | None:
+    """Return the placement policy of a name, for plugins that move state between memories, or ``None`` to pass."""
+
+
+def is_implemented(hook: pluggy.HookCaller) -> bool:
+    """Return whether anybody implements a hook, so that a hot path need not even collect its arguments.
+
+    Args:
+        hook: An attribute of the hook relay, such as ``context.hooks.after_step``.
+    """
+    return bool(hook.get_hookimpls())

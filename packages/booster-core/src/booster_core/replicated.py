@@ -1,0 +1,61 @@
+"""What strategies share that keep the whole model on every rank: bringing it to its device and number formats.
+
+The default plugin, DDP and strangers' plugins of that kind build on these functions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from booster_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from booster_core.precision import PrecisionPolicy
+
+
+def check_no_masters(policy: PrecisionPolicy, plugin_name: str) -> PrecisionPolicy:
+    """Return the policy if an optimizer that steps on the parameters themselves can follow it.
+
+    Raises:
+        ConfigError: If it asks for master weights in another format than the parameters.
+
+    Collective: none.
+    """
+    if policy.param_dtype is not None and policy.master_dtype != policy.param_dtype:
+        msg = (
+            f"Plugin '{plugin_name}' keeps no master weights beside the parameters, so "
+            f"`master_dtype={policy.master_dtype}` and `param_dtype={policy.param_dtype}` must be equal."
+        )
+        raise ConfigError(msg)
+    return policy
+
+
+def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy) -> None:
+    """Bring a model, and the state that its optimizer may have already, to a device and to the policy's format.
+
+    Parameters stay the same objects, so optimizer and scheduler keep their hold on them. Under autocast only
+    parameters that are trained change their format: a frozen base in bf16 stays as small as it is.
+
+    Args:
+        model: The user's model.
+        optimizer: Its optimizer; state made before is brought along.
+        device: Where forward runs.
+        policy: Precision of the run.
+
+    Collective: none.
+    """
+    model.to(device)
+    if policy.param_dtype is not None:
+        tensors = [*model.parameters()] if policy.uses_autocast else [*model.parameters(), *model.buffers()]
+        for tensor in tensors:
+            if tensor.is_floating_point() and (tensor.requires_grad or not policy.uses_autocast):
+                tensor.data = tensor.data.to(policy.param_dtype)
+                if tensor.grad is not None:
+                    tensor.grad = tensor.grad.to(policy.param_dtype)
+    if optimizer is not None and optimizer.state:
+        # Loading its own state casts and moves every entry to its parameter's device and format.
+        optimizer.load_state_dict(optimizer.state_dict())

@@ -1,0 +1,67 @@
+"""The default strategy: one process, one device, so that no other code has to ask whether there is a plugin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from booster_core.errors import ConfigError
+from booster_core.plugin import Boosted, Capability, Plugin
+from booster_core.replicated import place_model
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+
+if TYPE_CHECKING:
+    from booster_core.plugin import BoostContext
+    from booster_core.precision import PrecisionPolicy
+
+
+class SingleDevicePlugin(Plugin):
+    """Trains on the device of this process alone; what ``Booster()`` uses when no plugin is chosen.
+
+    Args:
+        precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
+
+    Memory per step: parameters, gradients, optimizer state. Communication per step: none.
+    """
+
+    name: ClassVar[str] = "single"
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.CPU,
+            Capability.CUDA,
+            Capability.FP32,
+            Capability.BF16,
+            Capability.FP16,
+            Capability.LORA,
+            Capability.SYNCHRONOUS,
+        }
+    )
+
+    def __init__(self, *, precision: PrecisionPolicy | str | None = None) -> None:
+        self.precision = precision
+
+    def supports_device(self, device_type: str) -> bool:
+        """Return True: whatever torch runs on will do for one process."""
+        del device_type
+        return True
+
+    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+        """Move the model to the device and wrap it.
+
+        Raises:
+            ConfigError: If several ranks were launched, which would each train a model of their own.
+
+        Collective: none.
+        """
+        world_size = context.coordinator.world_size
+        if world_size > 1:
+            msg = (
+                f"`Booster()` without a plugin trains on one device, but {world_size} ranks were launched: each would "
+                "train a model of its own. Choose a plugin, for example `Booster(plugin='ddp')`."
+            )
+            raise ConfigError(msg)
+        place_model(objects.model, objects.optimizer, context.device, context.precision)
+        model = ModelWrapper(objects.model, precision=context.precision)
+        optimizer = objects.optimizer and OptimizerWrapper(
+            objects.optimizer, precision=context.precision, after_step=context.after_step
+        )
+        return objects._replace(model=model, optimizer=optimizer)

@@ -1,0 +1,141 @@
+"""Python values that are not tensors, as JSON and back, exactly: never a pickle.
+
+Plain JSON values stay as they are, so files remain readable. What JSON lacks (tuples, dicts with other keys than
+strings, infinities, bytes, ...) becomes a dict with one key that starts with ``$``. Tensors are handed out to be
+stored as tensors, and leave a reference behind. Anything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_DTYPE_PREFIX = "torch."
+
+
+def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
+    """Return a value as JSON.
+
+    Args:
+        value: Built of None, bool, int, float, str, bytes, list, tuple, set, dict, Counter, dtypes and tensors.
+        name: What the value is; names it in errors, and is the start of its tensors' keys.
+        tensors: Filled with the tensors found, under the key ``name`` for a tensor itself and ``name/path`` inside of
+            something. Where ``None``, tensors are written into the JSON as numbers.
+
+    Raises:
+        CheckpointError: If something in the value has no JSON form; the message says where.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, name, tensors)
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix(_DTYPE_PREFIX)}
+    if type(value) in (dict, OrderedDict, Counter):
+        return _encode_dict(value, name, tensors)
+    if type(value) in (list, tuple, set, torch.Size):
+        items = sorted(value) if isinstance(value, set) else value
+        encoded = [encode(item, f"{name}/{index}", tensors) for index, item in enumerate(items)]
+        if isinstance(value, list):
+            return encoded
+        return {"$set" if isinstance(value, set) else "$tuple": encoded}
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return encode(value.item(), name, tensors)
+    msg = (
+        f"'{name}' is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: checkpoints hold "
+        "tensors and JSON values, never pickled objects. Keep plain numbers, strings, lists, dicts or tensors there."
+    )
+    raise CheckpointError(msg)
+
+
+def _encode_dict(value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor] | None) -> Any:
+    pairs = [(key, encode(item, f"{name}/{key}", tensors)) for key, item in value.items()]
+    if type(value) is not Counter and all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+        return dict(pairs)
+    tag = "$counter" if type(value) is Counter else "$dict"
+    return {tag: [[encode(key, f"{name}/{key}"), item] for key, item in pairs]}
+
+
+def _encode_tensor(value: torch.Tensor, name: str, tensors: dict[str, torch.Tensor] | None) -> Any:
+    if tensors is not None:
+        tensors[name] = value
+        return {"$tensor": name}
+    dtype = str(value.dtype).removeprefix(_DTYPE_PREFIX)
+    return {"$values": encode(value.detach().cpu().tolist(), name), "$dtype": dtype}
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """Return the value that `encode` made ``value`` of.
+
+    Args:
+        value: JSON.
+        tensors: The tensors that references name.
+
+    Raises:
+        CheckpointError: If a reference names no tensor, or a tag is unknown.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: decode(item, tensors) for key, item in value.items()}
+    return _decode_tagged(tag, value, tensors)
+
+
+def _decode_tagged(tag: str, value: dict[str, Any], tensors: Mapping[str, torch.Tensor] | None) -> Any:
+    inner = value[tag]
+    try:
+        if tag == "$tensor":
+            return (tensors or {})[inner]
+        if tag == "$values":
+            return torch.tensor(decode(inner), dtype=_dtype(value["$dtype"]))
+        if tag in ("$dict", "$counter"):
+            pairs = {decode(key): decode(item, tensors) for key, item in inner}
+            return Counter(pairs) if tag == "$counter" else pairs
+        decoders = {
+            "$float": float,
+            "$bytes": base64.b64decode,
+            "$dtype": _dtype,
+            "$tuple": lambda items: tuple(decode(items, tensors)),
+            "$set": lambda items: set(decode(items, tensors)),
+        }
+        return decoders[tag](inner)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        msg = f"The value {str(value)[:200]} in a checkpoint cannot be read: {error}."
+        raise CheckpointError(msg) from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        msg = f"'{name}' is no dtype"
+        raise TypeError(msg)
+    return dtype
+
+
+def tensor_references(value: Any) -> list[str]:
+    """Return the keys of the tensors that an encoded value refers to."""
+    if isinstance(value, list):
+        return [key for item in value for key in tensor_references(item)]
+    if isinstance(value, dict):
+        if "$tensor" in value:
+            return [value["$tensor"]]
+        return [key for item in value.values() for key in tensor_references(item)]
+    return []

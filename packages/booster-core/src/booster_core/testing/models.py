@@ -1,0 +1,75 @@
+"""Tiny models in which everything happens that large ones do: ties, repeats, frozen and unused parameters, buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class TinyMLP(nn.Module):
+    """Two linear layers; input of shape ``(N, 8)``, output ``(N, 4)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of shape ``(N, 4)``."""
+        out: Tensor = self.second(torch.tanh(self.first(x)))
+        return out
+
+
+class TinyMixedBag(nn.Module):
+    """A language model of few hundred parameters with a tied head, a repeated layer, and unused and frozen parameters.
+
+    Input: token numbers below 16, shape ``(N, T)``. Output: logits, shape ``(N, T, 16)``.
+
+    Args:
+        unused: Have a layer that forward never calls.
+        frozen: Have a layer whose parameters need no gradient.
+    """
+
+    def __init__(self, *, unused: bool = True, frozen: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.repeated = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.frozen = nn.Linear(8, 8) if frozen else None
+        self.unused = nn.Linear(8, 8) if unused else None
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(8))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        if self.frozen is not None:
+            self.frozen.requires_grad_(requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits of shape ``(N, T, 16)``."""
+        x = self.embedding(tokens)
+        for _ in range(2):
+            x = x + torch.tanh(self.repeated(self.norm(x)))
+        if self.frozen is not None:
+            x = x + self.frozen(x)
+        out: Tensor = self.head(x * self.scale)
+        return out
+
+
+def tiny_llama(**changes: Any) -> nn.Module:
+    """Return a Llama of transformers with random weights and two layers; ``changes`` go to its config."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "use_cache": False,
+    }
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+    return model

@@ -1,0 +1,8 @@
+"""Data parallelism through ``torch.nn.parallel.DistributedDataParallel``, as a plugin of Booster."""
+
+from __future__ import annotations
+
+from booster_ddp.config import DDPConfig
+from booster_ddp.plugin import TorchDDPPlugin
+
+__all__ = ["DDPConfig", "TorchDDPPlugin"]

@@ -1,0 +1,62 @@
+"""`DDPConfig`: the options of the DDP plugin, checked without a process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from booster_core.errors import ConfigError
+from booster_ddp.comm_hooks import check_comm_hook
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig:
+    """Options of ``torch.nn.parallel.DistributedDataParallel`` under their own names, and three of ours.
+
+    Args:
+        broadcast_buffers: Broadcast rank 0's buffers before each forward that is followed by a synchronised backward.
+        bucket_cap_mb: Size in MiB of the buckets in which gradients are reduced.
+        find_unused_parameters: Look, in each forward, for parameters that take no part in it. ``None`` finds out in
+            the first step whether that is needed. Where parameters are unused only in later steps, pass ``True``.
+        check_reduction: Kept by torch for old scripts, without an effect there; ``True`` raises.
+        gradient_as_bucket_view: Let gradients be views of the buckets, which saves one copy of them.
+        static_graph: Promise that each step uses the same parameters in the same way.
+        comm_hook: Name of a gradient compression hook, see `booster_ddp.comm_hooks`, or a function that torch's
+            ``register_comm_hook`` takes.
+        comm_hook_state: State for a hook that takes one: a process group or ``PowerSGDState``; by default made here.
+        sync_batchnorm: Turn the model's BatchNorm layers into ones whose statistics are those of the global batch.
+
+    Raises:
+        ConfigError: If a value is out of range, or two contradict each other.
+    """
+
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float = 25.0
+    find_unused_parameters: bool | None = None
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: str | Callable[..., Any] | None = None
+    comm_hook_state: object = None
+    sync_batchnorm: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.bucket_cap_mb > 0:
+            msg = f"`bucket_cap_mb={self.bucket_cap_mb}` must be positive; it is the size of a gradient bucket in MiB."
+            raise ConfigError(msg)
+        if self.check_reduction:
+            msg = (
+                "`check_reduction=True` has no effect in torch any more: an unfinished reduction raises. Leave it out."
+            )
+            raise ConfigError(msg)
+        if self.static_graph and self.find_unused_parameters:
+            msg = "`static_graph=True` finds unused parameters by itself. Leave out `find_unused_parameters=True`."
+            raise ConfigError(msg)
+        if self.comm_hook_state is not None and self.comm_hook is None:
+            msg = "`comm_hook_state` has no effect without `comm_hook`. Pass both, or neither."
+            raise ConfigError(msg)
+        check_comm_hook(self.comm_hook)

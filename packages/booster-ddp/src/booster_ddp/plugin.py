@@ -1,0 +1,256 @@
+"""`TorchDDPPlugin`: ``torch.nn.parallel.DistributedDataParallel`` behind `Booster`; torch does the work."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from booster_core.errors import ConfigError, GradientError
+from booster_core.plugin import Boosted, Capability, Plugin
+from booster_core.replicated import check_no_masters, place_model
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_ddp.comm_hooks import BY_DTYPE, register_comm_hook
+from booster_ddp.config import DDPConfig
+from booster_ddp.first_step import FirstStep
+from booster_ddp.sync_batchnorm import convert_sync_batchnorm
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from booster_core.plugin import BoostContext
+    from booster_core.precision import PrecisionPolicy
+
+
+class TorchDDPPlugin(Plugin):
+    """Data parallelism with the whole model on every rank: gradients are averaged as backward produces them.
+
+    Args:
+        broadcast_buffers: See `DDPConfig`, which documents this and the following options.
+        bucket_cap_mb: Bucket size in MiB.
+        find_unused_parameters: Look for unused parameters; ``None`` does where the first step finds some.
+        check_reduction: Without effect in torch; ``True`` raises.
+        gradient_as_bucket_view: Gradients are views of the buckets.
+        static_graph: Each step uses the same parameters in the same way.
+        comm_hook: Gradient compression, by name or as a function.
+        comm_hook_state: State of the hook.
+        sync_batchnorm: Global batch statistics in BatchNorm layers.
+        precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
+
+    Raises:
+        ConfigError: If a value is out of range, or two contradict each other.
+
+    Memory per rank and step: parameters, gradients (twice unless ``gradient_as_bucket_view``), optimizer state.
+    Communication per rank and step: one all-reduce of the gradients.
+    Reference: Li et al. 2020, "PyTorch Distributed" (arXiv:2006.15704).
+    """
+
+    name: ClassVar[str] = "ddp"
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.CPU,
+            Capability.CUDA,
+            Capability.FP32,
+            Capability.BF16,
+            Capability.FP16,
+            Capability.LORA,
+            Capability.DATA_PARALLEL,
+            Capability.SYNCHRONOUS,
+        }
+    )
+
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,  # noqa: FBT001, FBT002 - positional as in the tutorials
+        bucket_cap_mb: float = 25.0,
+        find_unused_parameters: bool | None = None,  # noqa: FBT001
+        check_reduction: bool = False,  # noqa: FBT001, FBT002
+        gradient_as_bucket_view: bool = False,  # noqa: FBT001, FBT002
+        static_graph: bool = False,  # noqa: FBT001, FBT002
+        *,
+        comm_hook: Any = None,
+        comm_hook_state: object = None,
+        sync_batchnorm: bool = False,
+        precision: PrecisionPolicy | str | None = None,
+    ) -> None:
+        self.config = DDPConfig(
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            comm_hook=comm_hook,
+            comm_hook_state=comm_hook_state,
+            sync_batchnorm=sync_batchnorm,
+        )
+        self.precision = precision
+
+    def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
+        """Return the policy; a ``reduce_dtype`` narrower than fp32 is brought about by a compression hook.
+
+        Raises:
+            ConfigError: If it needs masters, or its ``reduce_dtype`` contradicts ``comm_hook`` or has no hook.
+        """
+        wanted = policy.reduce_dtype
+        if wanted != torch.float32 and (
+            wanted not in BY_DTYPE or self.config.comm_hook not in (None, BY_DTYPE[wanted])
+        ):
+            msg = (
+                f"`reduce_dtype={wanted}` and `comm_hook={self.config.comm_hook!r}` can't both be had under DDP. "
+                "Give one of them; `reduce_dtype` may be torch.float32, torch.bfloat16 or torch.float16."
+            )
+            raise ConfigError(msg)
+        return check_no_masters(policy, self.name)
+
+    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+        """Move the model to the device, wrap it by DDP, and wrap the optimizer.
+
+        Collective: every rank of the world.
+        """
+        original = objects.model
+        place_model(original, objects.optimizer, context.device, context.precision)
+        if self.config.sync_batchnorm:
+            convert_sync_batchnorm(original)
+        trained = [parameter for parameter in original.parameters() if parameter.requires_grad]
+        model = ModelWrapper(original, precision=context.precision)
+        asked = False if self.config.static_graph else self.config.find_unused_parameters
+        first_step = None
+        # DDP refuses a model without gradients; a frozen teacher needs nothing of it.
+        if trained and asked is None and objects.optimizer is not None:
+            bucket_bytes = int(self.config.bucket_cap_mb * 2**20)
+            first_step = FirstStep(
+                model, lambda unused: self._wrap(original, context, unused), bucket_bytes=bucket_bytes
+            )
+        elif trained:
+            model.module = self._wrap(original, context, asked is not False)
+        optimizer = objects.optimizer and DDPOptimizer(
+            objects.optimizer, model, first_step, precision=context.precision, after_step=context.after_step
+        )
+        return objects._replace(model=model, optimizer=optimizer)
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+        """Return DDP's own ``no_sync``: forward and backward inside it don't communicate."""
+        inner = model.module
+        if isinstance(inner, DistributedDataParallel):
+            return inner.no_sync()
+        if isinstance(optimizer, DDPOptimizer) and optimizer.first_step is not None:
+            return optimizer.first_step.no_sync()
+        return super().no_sync(model, optimizer)
+
+    def describe(self) -> Mapping[str, object]:
+        """Return DDP's options and their values."""
+        return asdict(self.config)
+
+    def _wrap(
+        self,
+        model: nn.Module,
+        context: BoostContext,
+        find_unused_parameters: bool,  # noqa: FBT001 - DDP's own option
+    ) -> DistributedDataParallel:
+        config = self.config
+        options: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
+        with warnings.catch_warnings():
+            # torch 2.13 announces another option of nearly the same meaning; only this one exists since 2.10, and
+            # only it leaves rank-local buffers alone at the start too.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            ddp = DistributedDataParallel(
+                model,
+                device_ids=[context.device] if context.device.type == "cuda" else None,
+                bucket_cap_mb=config.bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters,
+                gradient_as_bucket_view=config.gradient_as_bucket_view,
+                static_graph=config.static_graph,
+                **options,
+            )
+        hook = config.comm_hook or BY_DTYPE.get(context.precision.reduce_dtype)
+        if hook is not None:
+            register_comm_hook(ddp, hook, config.comm_hook_state)
+        return ddp
+
+
+class DDPOptimizer(OptimizerWrapper):
+    """An optimizer that steps with gradients that are averaged over all ranks, or not at all.
+
+    Args:
+        optim: The optimizer inside.
+        model: The boosted model; parameters frozen now stay out of DDP's reduction for good.
+        first_step: The first step, where it has to find out about unused parameters.
+        **kwargs: As for `OptimizerWrapper`.
+    """
+
+    def __init__(self, optim: Optimizer, model: ModelWrapper, first_step: FirstStep | None, **kwargs: Any) -> None:
+        super().__init__(optim, **kwargs)
+        self.first_step = first_step
+        self._model = model
+        named = dict(model.unwrap().named_parameters())
+        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
+        self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+    def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
+        """Run backward from a loss; see `OptimizerWrapper.backward`.
+
+        Collective: every rank of the world, in step, outside of ``no_sync``.
+        """
+        super().backward(loss, inputs, retain_graph=retain_graph)
+        self._finish_first_step()
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients, averaged over all ranks.
+
+        Raises:
+            GradientError: If a parameter has one that DDP has not averaged.
+
+        Collective: every rank of the world before the end of the first step, where a script ran backward by itself.
+        """
+        self._finish_first_step()
+        self._check_averaged()
+        return super().gradients()
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters; see `OptimizerWrapper.step`.
+
+        Raises:
+            GradientError: If a parameter has a gradient that DDP has not averaged.
+
+        Collective: as `gradients`; every rank must step alike.
+        """
+        if closure is None:
+            self._finish_first_step()
+            self._check_averaged()
+        return super().step(closure)
+
+    def _finish_first_step(self) -> None:
+        first_step = self.first_step
+        if first_step is None or not first_step.is_due:
+            return
+        if any(parameter.grad is not None for parameter in self._trained.values()):
+            self.first_step = None
+            first_step.finish()
+
+    def _check_averaged(self) -> None:
+        ddp = self._model.module
+        if isinstance(ddp, DistributedDataParallel) and not (ddp.find_unused_parameters or ddp.static_graph):
+            missing = [name for name, parameter in self._trained.items() if parameter.grad is None]
+            # All without a gradient is a step without backward; some is a reduction that DDP could not finish.
+            if missing and len(missing) < len(self._trained):
+                msg = (
+                    f"{len(missing)} parameter(s) took part in the first step but not in this one, so DDP could not "
+                    f"finish averaging: {', '.join(map(repr, missing[:10]))}. "
+                    "Pass `find_unused_parameters=True` to the plugin."
+                )
+                raise GradientError(msg)
+        unreduced = [name for name, parameter in self._frozen.items() if parameter.grad is not None]
+        if unreduced:
+            msg = (
+                f"{len(unreduced)} parameter(s) that were frozen when `boost` was called have gradients now, which DDP "
+                f"does not average: {', '.join(map(repr, unreduced[:10]))}. Unfreeze them before `boost`."
+            )
+            raise GradientError(msg)

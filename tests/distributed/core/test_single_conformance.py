@@ -1,0 +1,7 @@
+from booster_core.single import SingleDevicePlugin
+from booster_core.testing.conformance import PluginConformance
+
+
+class TestSingleDevice(PluginConformance):
+    plugin_class = SingleDevicePlugin
+    world_size = 1

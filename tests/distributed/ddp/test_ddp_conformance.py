@@ -1,0 +1,16 @@
+from booster_core.testing.conformance import PluginConformance
+from booster_ddp import TorchDDPPlugin
+
+
+class TestDDP(PluginConformance):
+    plugin_class = TorchDDPPlugin
+
+
+class TestDDPOverOneRank(PluginConformance):
+    plugin_class = TorchDDPPlugin
+    world_size = 1
+
+
+class TestDDPWithBucketViewsAndSyncBatchNorm(PluginConformance):
+    plugin_class = TorchDDPPlugin
+    options = {"gradient_as_bucket_view": True, "sync_batchnorm": True, "bucket_cap_mb": 0.001}
