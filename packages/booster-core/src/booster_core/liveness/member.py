@@ -60,7 +60,7 @@ class Monitor:
         error_file: Where torchrun's agent expects the reason of a failure; ``None`` without an agent.
     """
 
-    def __init__(  # noqa: PLR0913 - the facts of one process
+    def __init__(
         self,
         rank: int,
         connection: socket.socket,

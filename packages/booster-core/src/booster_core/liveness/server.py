@@ -71,7 +71,8 @@ class Server:
 
     def close(self) -> None:
         """Tell the members that the server ends normally, and end it."""
-        self._wake_write.send(b"x")
+        with contextlib.suppress(OSError):  # it may have ended already
+            self._wake_write.send(b"x")
         self._thread.join(timeout=5)
 
     def _serve(self) -> None:
