@@ -258,3 +258,13 @@ def test_a_process_that_found_a_stranger_ends():
         done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "did not answer as rank 0" in done.stderr.splitlines()[-1]
+
+
+def test_the_function_is_not_hidden_by_its_module():
+    lines = (
+        "import sys, booster_core.launch",
+        "from booster_core import launch",
+        "assert callable(launch) and callable(booster_core.launch)",
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=60)
