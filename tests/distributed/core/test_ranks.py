@@ -279,6 +279,29 @@ def _is_alive(pid):
     return True
 
 
+def test_a_script_can_run_its_own_functions(tmp_path):
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent("""
+        from booster_core.testing import run_on_ranks
+
+        class Answer:
+            pass
+
+        def answer(kind):
+            assert kind is Answer
+            return kind()
+
+        if __name__ == "__main__":
+            assert all(isinstance(result, Answer) for result in run_on_ranks(answer, 2, Answer))
+            print("once")
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "once\n"), done.stderr
+
+
 @pytest.mark.parametrize("end", ["exit", "kill"])
 def test_workers_end_with_their_parent(tmp_path, end):
     (tmp_path / "script.py").write_text(

@@ -1,6 +1,6 @@
 """Booster: one call makes a PyTorch training script distributed; the strategy is a plugin.
 
-The names below are imported when they are first used, so that importing this package costs nothing by itself.
+The names below are imported when they are first used, so that importing this package costs next to nothing by itself.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+# Not on first use: once the module `booster_core.launch` is imported by anyone, its name would hide the function's.
+from booster_core.launch import launch
+
 if TYPE_CHECKING:
     from booster_core.booster import Booster
     from booster_core.checkpoint.io import CheckpointIO
     from booster_core.coordinator import DistCoordinator
     from booster_core.hookspecs import hookimpl
-    from booster_core.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+    from booster_core.launch import launch_from_openmpi, launch_from_slurm, launch_from_torch
     from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin
     from booster_core.precision import LossScaleConfig, PrecisionPolicy
 
@@ -49,7 +52,6 @@ _HOMES = {
     "Plugin": "booster_core.plugin",
     "PrecisionPolicy": "booster_core.precision",
     "hookimpl": "booster_core.hookspecs",
-    "launch": "booster_core.launch",
     "launch_from_openmpi": "booster_core.launch",
     "launch_from_slurm": "booster_core.launch",
     "launch_from_torch": "booster_core.launch",
