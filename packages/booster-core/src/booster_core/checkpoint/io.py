@@ -438,11 +438,19 @@ class CheckpointIO:
                 undo()
                 raise
 
-        if use_async:
-            self._background.start(name, run)
-        else:
+        if not use_async:
             run()
-        return job.written if not use_async else []
+            return job.written
+
+        def run_in_background() -> None:
+            try:
+                run()
+            finally:
+                session.linger(token)
+
+        session.before_close(self._background.settle)
+        self._background.start(name, run_in_background)
+        return []
 
     def _plan(
         self, name: str, folder: Path, token: str, parts: Sequence[Part], texts: dict[str, str]

@@ -395,6 +395,7 @@ def as_checkpoint_error(error: Exception, path: Path) -> Exception:
         errno.EACCES: "Permission is denied: check the folder's owner and mode.",
         errno.EPERM: "Permission is denied: check the folder's owner and mode.",
         errno.EROFS: "The file system is read-only: save elsewhere.",
+        errno.EEXIST: "A part of the path is a file, not a folder: pass another path.",
         errno.ENOTDIR: "A part of the path is a file, not a folder: pass another path.",
     }
     where = error.filename or path

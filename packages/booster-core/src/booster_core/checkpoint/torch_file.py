@@ -8,6 +8,7 @@ the file and accepts plain data only (``weights_only=True``).
 from __future__ import annotations
 
 import pickle
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,7 +112,9 @@ def _load(path: Path, *, in_memory: bool) -> Any:
     try:
         with path.open("rb") as file:
             is_zip = file.read(2) == b"PK"
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip and not in_memory)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # which it then reads, or refuses
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip and not in_memory)
     except pickle.UnpicklingError as error:
         msg = (
             f"'{path}' holds more than tensors and plain values, and was not loaded: reading such a file can run any "
