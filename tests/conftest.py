@@ -55,8 +55,12 @@ def nothing_left_behind():
         pytest.fail(f"the test left behind: {'; '.join(left)}", pytrace=False)
 
 
+_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+"""Variables that pytest and torch set themselves, the latter when an optimizer is first used."""
+
+
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in os.environ.items() if name not in _OTHERS}
 
 
 def _children() -> set[int]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from booster_core.coordinator import DistCoordinator
     from booster_core.hookspecs import hookimpl
     from booster_core.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
-    from booster_core.plugin import Boosted, BoostContext, Capability, PipelinePlugin, Plugin
+    from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin
     from booster_core.precision import LossScaleConfig, PrecisionPolicy
 
     __version__: str

@@ -7,7 +7,6 @@ it. It holds no strategy logic and no file code.
 from __future__ import annotations
 
 import difflib
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +60,7 @@ class Booster(BoosterIO):
         *,
         timeout_seconds: float | None = None,
     ) -> None:
+        super().__init__()
         if isinstance(plugin, str):
             plugin = load(plugin)()
         elif plugin is None:
@@ -73,10 +73,7 @@ class Booster(BoosterIO):
         self.precision = _resolve_precision(mixed_precision, plugin)
         self.device = _resolve_device(device, plugin)
         self._timeout_seconds = timeout_seconds
-        # The optimizer of each boosted model, the way from either to the plugin's view of their state.
-        self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
         self._context: BoostContext | None = None
-        super().__init__()
 
     @property
     def context(self) -> BoostContext:
@@ -85,7 +82,7 @@ class Booster(BoosterIO):
             if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
                 from booster_core.launch import ensure_process_group
 
-                ensure_process_group(self.device)
+                ensure_process_group()
             relay = hook_relay()
             listens = bool(relay.after_step.get_hookimpls())
             coordinator = DistCoordinator()

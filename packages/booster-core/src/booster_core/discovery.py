@@ -15,12 +15,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import importlib_metadata
-import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 
-from booster_core import hookspecs
 from booster_core.errors import PluginError, PluginNotInstalledError
-from booster_core.hooks import distribution_of, hook_relay, register_hooks, unregister_hooks
+from booster_core.hooks import distribution_of, hook_relay, new_manager, register_hooks, unregister_hooks
 from booster_core.plugin import API_VERSION, Plugin
 from booster_core.plugin_source import ClassFacts, PluginSource, SourceError
 
@@ -114,14 +112,13 @@ def load(name: str) -> type[Plugin]:
     if len(entries) > 1:
         msg = f"{_doubled(name, entries)} Uninstall all but one."
         raise PluginError(msg)
-    manager = pluggy.PluginManager(hookspecs.PROJECT_NAME)
-    manager.add_hookspecs(hookspecs)
+    manager = new_manager()
     try:
         manager.register(entry.load())
         manager.check_pending()
         classes = [found for result in manager.hook.booster_plugins() for found in result]
-    except Exception as error:
-        # A stranger's module may fail in any way; whichever it is, it is this plugin that is broken.
+    except (Exception, SystemExit) as error:
+        # A stranger's module may fail in any way, exit included; whichever it is, it is this plugin that is broken.
         msg = f"{plugin} could not be imported: {_cause(error)}"
         raise PluginError(msg) from error
     if not classes:

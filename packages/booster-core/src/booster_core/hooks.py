@@ -66,34 +66,41 @@ def distribution_of(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown distribution"
 
 
-@functools.cache
-def _manager() -> pluggy.PluginManager:
+def new_manager() -> pluggy.PluginManager:
+    """Return a pluggy manager that knows Booster's hook specifications and nobody who implements them."""
     manager = pluggy.PluginManager(hookspecs.PROJECT_NAME)
     manager.add_hookspecs(hookspecs)
+    return manager
+
+
+@functools.cache
+def _manager() -> pluggy.PluginManager:
+    manager = new_manager()
     for entry in importlib_metadata.entry_points(group=HOOK_GROUP):
         try:
             _register(manager, entry.load())
-        except Exception as error:  # noqa: BLE001 - a stranger's module may fail in any way, and concerns nobody else
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's module may fail in any way
             msg = (
-                f"The hooks '{entry.name}' ({distribution_of(entry)}) are left out, because they could not "
-                f"be loaded: {type(error).__name__}: {error}"
+                f"The hooks '{entry.name}' ({distribution_of(entry)}) are left out, because they could not be loaded: "
+                f"{type(error).__name__}: {error}"
             )
             warnings.warn(msg, stacklevel=3)
     return manager
 
 
 def _register(manager: pluggy.PluginManager, hooks: object) -> None:
-    try:
-        manager.register(hooks)
-        manager.check_pending()
-    except ValueError as error:
+    if manager.is_registered(hooks):
         msg = f"{hooks!r} is registered already."
-        raise PluginError(msg) from error
+        raise PluginError(msg)
+    # pluggy takes the good half of a half-wrong object; a manager of its own tells before anything is taken.
+    trial = new_manager()
+    try:
+        trial.register(hooks)
+        trial.check_pending()
     except pluggy.PluginValidationError as error:
-        manager.unregister(hooks)
         msg = f"{hooks!r} cannot be used as hooks: {' '.join(str(error).split())}"
         raise PluginError(msg) from error
-    if not manager.get_hookcallers(hooks):
-        manager.unregister(hooks)
+    if not trial.get_hookcallers(hooks):
         msg = f"{hooks!r} has no function marked with `booster_core.hookimpl`."
         raise PluginError(msg)
+    manager.register(hooks)

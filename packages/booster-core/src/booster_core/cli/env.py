@@ -17,11 +17,12 @@ import importlib_metadata
 
 from booster_core import discovery
 
-_THIRD_PARTY = ("torch", "safetensors", "transformers", "peft", "numpy", "pluggy", "importlib-metadata")
+_THIRD_PARTY = ("torch", "safetensors", "transformers", "peft", "numpy", "pluggy", "importlib_metadata")
 _VARIABLES = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_PROCID",
-    "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE",
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID",
+    "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE",
+    "NCCL_IB_DISABLE",
     "GLOO_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_BLOCKING_WAIT", "PYTORCH_CUDA_ALLOC_CONF",
     "HF_HOME", "HF_HUB_OFFLINE", "PYTHONPATH",
 )  # fmt: skip
@@ -97,7 +98,7 @@ def _torch() -> dict[str, Any]:
         "CUDA devices": torch.cuda.device_count(),
     }
     if torch.cuda.is_available():
-        facts["NCCL version"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["NCCL version"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             facts[f"CUDA device {index}"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"

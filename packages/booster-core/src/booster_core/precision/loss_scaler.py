@@ -111,7 +111,10 @@ def any_nonfinite(tensors: Iterable[Tensor]) -> bool:
 
     Collective: none; a sharded strategy combines the flags of its ranks.
     """
+    present = [tensor for tensor in tensors if tensor.numel()]
+    if not present:
+        return False
     # The largest magnitude is infinite or NaN exactly where some element is; unlike a sum of squares
     # it cannot overflow on gradients that are all finite.
-    norms = torch._foreach_norm(list(tensors), float("inf"))  # noqa: SLF001 - the kernel behind clip_grad_norm_
-    return bool(norms) and not bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())
+    norms = torch._foreach_norm(present, float("inf"))  # noqa: SLF001 - the kernel behind torch's clip_grad_norm_
+    return not bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())

@@ -82,7 +82,9 @@ def overflow_skips_the_step(training: Training) -> None:
     optimizer.zero_grad()
     assert optimizer.loss_scaler.scale == scale / 2, "the scale falls on every rank"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "no step is taken"
+    skipped = optimizer.loss_scaler.num_good_steps
     _step(booster, model, optimizer, 1)
+    assert optimizer.loss_scaler.num_good_steps == skipped + 1, "the next step is taken"
     after = model.state_dict()
     assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items()), "the next step is taken"
 

@@ -284,7 +284,7 @@ def run_on_ranks(
     return [pickle.loads(outcome.value) for outcome in outcomes if outcome.value is not None]  # noqa: S301
 
 
-def expect_on_ranks(  # noqa: PLR0913 - run_on_ranks' arguments and what is expected
+def expect_on_ranks(
     error_type: type[BaseException] | tuple[type[BaseException], ...],
     match: str,
     fn: Callable[..., Any],
@@ -340,7 +340,7 @@ def expect_on_ranks(  # noqa: PLR0913 - run_on_ranks' arguments and what is expe
     return [_exception(outcome.failure) for outcome in outcomes if outcome.failure is not None]
 
 
-def _make_call(  # noqa: PLR0913, PLR0917 - what run_on_ranks was given
+def _make_call(
     fn: Callable[..., Any],
     world_size: int,
     args: tuple[Any, ...],

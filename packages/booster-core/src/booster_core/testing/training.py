@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from booster_core.booster import Booster
 from booster_core.coordinator import DistCoordinator
+from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_core.testing.models import TinyMixedBag
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import Plugin
 
 _LENGTH = 6
+_FP16_SCALE = 256.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +56,15 @@ class Training:
     clip_value: float | None = None
     unused: bool = True
 
+    @property
+    def loss_scale(self) -> LossScaleConfig | None:
+        """A loss scale at which nothing overflows in this model, so that no step is skipped."""
+        return LossScaleConfig(initial_scale=_FP16_SCALE) if self.precision == "fp16" else None
+
     def make_booster(self) -> Booster:
         """Return a Booster with a plugin of its own."""
-        return Booster("cpu", self.precision, self.plugin_class(**self.options))
+        policy = None if self.precision is None else PrecisionPolicy.parse(self.precision, loss_scale=self.loss_scale)
+        return Booster("cpu", policy, self.plugin_class(**self.options))
 
     def make_model(self) -> TinyMixedBag:
         """Return the model, the same each time."""
@@ -116,6 +124,7 @@ def train_plainly(training: Training, world_size: int) -> Trained:
     Collective: none.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(training.precision or "")
+    scale = _FP16_SCALE if training.precision == "fp16" else 1.0
     model = training.make_model()
     optimizer = training.make_optimizer(model)
     trained = Trained()
@@ -127,10 +136,13 @@ def train_plainly(training: Training, world_size: int) -> Trained:
             with torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext():
                 logits = model(tokens)
             loss = summed_loss(logits, tokens) / samples
-            loss.backward()  # type: ignore[no-untyped-call]
+            (loss * scale).backward()
             total += float(loss.detach())
         trained.losses.append(total)
         named = dict(model.named_parameters())
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
         trained.gradients.append({n: p.grad.clone() for n, p in named.items() if p.grad is not None})
         if training.max_norm is not None:
             trained.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), training.max_norm)))

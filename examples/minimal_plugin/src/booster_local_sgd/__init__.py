@@ -1,0 +1,7 @@
+"""Local SGD as a plugin of Booster: ranks train apart and average their parameters every few steps."""
+
+from __future__ import annotations
+
+from booster_local_sgd.plugin import LocalSGDPlugin
+
+__all__ = ["LocalSGDPlugin"]

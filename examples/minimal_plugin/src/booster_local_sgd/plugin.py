@@ -1,0 +1,107 @@
+"""`LocalSGDPlugin`: every rank steps by itself, and all ranks average their parameters every few steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch.distributed as dist
+from booster_core.errors import ConfigError
+from booster_core.plugin import Boosted, BoostContext, Capability, Plugin
+from booster_core.replicated import check_no_masters, place_model
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from booster_core import PrecisionPolicy
+    from booster_core.state.adapter import StateAdapter
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+class LocalSGDPlugin(Plugin):
+    """Data parallelism that communicates every few steps only.
+
+    Args:
+        sync_every: Optimizer steps from one averaging of the parameters to the next; 1 averages after each.
+        precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
+
+    Raises:
+        ConfigError: If ``sync_every`` is below 1.
+
+    Reference: Stich 2019, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767).
+    """
+
+    name: ClassVar[str] = "local_sgd"
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.CPU, Capability.CUDA, Capability.FP32, Capability.BF16, Capability.DATA_PARALLEL}
+    )
+
+    def __init__(self, sync_every: int = 8, *, precision: PrecisionPolicy | str | None = None) -> None:
+        if sync_every < 1:
+            msg = f"`sync_every={sync_every}` counts optimizer steps and must be at least 1."
+            raise ConfigError(msg)
+        self.sync_every = sync_every
+        self.precision = precision
+
+    def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
+        """Return the policy; there are no masters beside the parameters."""
+        return check_no_masters(policy, self.name)
+
+    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+        """Start all ranks from rank 0's parameters.
+
+        Collective: every rank of the world.
+        """
+        model = objects.model
+        place_model(model, objects.optimizer, context.device, context.precision)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.data, src=0)
+        optimizer = objects.optimizer and LocalSGDOptimizer(
+            objects.optimizer, model, self.sync_every, precision=context.precision, after_step=context.after_step
+        )
+        return objects._replace(model=ModelWrapper(model, precision=context.precision), optimizer=optimizer)
+
+    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+        """Return core's view of replicas, after making the ranks' parameters replicas of each other.
+
+        Collective: every rank of the world.
+        """
+        average(model)
+        return super().state_adapter(model, optimizer, context)
+
+    def describe(self) -> Mapping[str, object]:
+        """Return the options and their values."""
+        return {"sync_every": self.sync_every}
+
+
+class LocalSGDOptimizer(OptimizerWrapper):
+    """An optimizer that averages the model's parameters over the ranks every ``sync_every`` steps."""
+
+    def __init__(self, optim: Optimizer, model: nn.Module, sync_every: int, **kwargs: Any) -> None:
+        super().__init__(optim, **kwargs)
+        self.model = model
+        self.sync_every = sync_every
+        self.num_steps = 0
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step on this rank's gradients, and average when it is time.
+
+        Collective: every rank of the world, in step.
+        """
+        result = super().step(closure)
+        self.num_steps += 1
+        if self.num_steps % self.sync_every == 0:
+            average(self.model)
+        return result
+
+
+def average(model: nn.Module) -> None:
+    """Replace trained parameters and floating buffers by their mean over the ranks.
+
+    Collective: every rank of the world.
+    """
+    tensors: list[Tensor] = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
+    tensors += [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    for work in [dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True) for tensor in tensors]:
+        work.wait()

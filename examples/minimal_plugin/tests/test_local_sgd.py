@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.testing import run_on_ranks
+from booster_local_sgd import LocalSGDPlugin
+
+SAMPLES = torch.linspace(-1, 1, 8 * 3, dtype=torch.float64).reshape(8, 3)
+
+
+def new_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+
+
+def weights_of(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train(rank_samples, plugin, num_steps):
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    booster = Booster(plugin=plugin, mixed_precision=_fp64())
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    for _ in range(num_steps):
+        booster.backward(model(rank_samples).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(model)
+
+
+def _fp64():
+    from booster_core import PrecisionPolicy
+
+    double = torch.float64
+    return PrecisionPolicy(
+        compute_dtype=double, param_dtype=double, reduce_dtype=double, master_dtype=double, output_dtype=double
+    )
+
+
+def train_on_rank(sync_every, num_steps):
+    rank = torch.distributed.get_rank()
+    return train(SAMPLES.chunk(2)[rank], LocalSGDPlugin(sync_every=sync_every), num_steps)
+
+
+def test_averaging_after_each_step_of_plain_sgd_is_training_on_the_global_batch():
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(SAMPLES).square().mean().backward()
+        optimizer.step()
+    for weights in run_on_ranks(train_on_rank, 2, 1, 3):
+        # fp64; the mean of means and the mean of steps differ in rounding only
+        torch.testing.assert_close(weights, weights_of(model), rtol=1e-13, atol=1e-14)
+
+
+def test_ranks_go_apart_between_averages_and_meet_at_them():
+    first, second = run_on_ranks(train_on_rank, 2, 3, 2)
+    assert not torch.equal(first, second)
+    first, second = run_on_ranks(train_on_rank, 2, 3, 3)
+    assert torch.equal(first, second)
+
+
+def test_a_period_below_one_is_refused():
+    with pytest.raises(ConfigError, match="`sync_every=0` counts optimizer steps and must be at least 1"):
+        LocalSGDPlugin(sync_every=0)

@@ -1,0 +1,238 @@
+"""Every developer command of this repository: ``nox -l`` lists them, ``nox -s NAME -- ARGUMENTS`` runs one.
+
+Sessions that work on the checkout share one environment, ``.nox/checkout``, with every package installed editable,
+because installing torch takes longer than most of them run. Sessions that prove something about wheels have
+environments of their own. All install under ``constraints.txt``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = str(ROOT / "constraints.txt")
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+EXAMPLE = ROOT / "examples" / "minimal_plugin"
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+WHEELS = ROOT / "build" / "wheels"
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["tests"]
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Everything that must hold before a change lands: lint, types, and all tests but the slow ones."""
+    python = _checkout(session)
+    _lint(session, python)
+    _types(session, python)
+    _pytest(session, python, "tests", "-m", "not slow", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Check style, formatting and spelling."""
+    _lint(session, _checkout(session))
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Check types strictly."""
+    _types(session, _checkout(session))
+
+
+@nox.session(venv_backend="none")
+def unit(session: nox.Session) -> None:
+    """Run the tests that need no ranks."""
+    _pytest(session, _checkout(session), "tests/unit", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def integration(session: nox.Session) -> None:
+    """Run the tests on several ranks: distributed, parity with one process, checkpoints."""
+    folders = [name for name in ("distributed", "parity", "checkpoint", "zoo") if (ROOT / "tests" / name).exists()]
+    _pytest(session, _checkout(session), *(f"tests/{name}" for name in folders), *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def packaging(session: nox.Session) -> None:
+    """Build the wheels, install them beside core alone, and look at what a user sees."""
+    _pytest(session, _checkout(session), "tests/packaging", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def slow(session: nox.Session) -> None:
+    """Run the tests that are too slow for the default run."""
+    _pytest(session, _checkout(session), "tests", "-m", "slow", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need CUDA devices; each says how many it lacks."""
+    _pytest(session, _checkout(session), "tests", "-m", "gpu", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("name", PACKAGES, ids=PACKAGES)
+def package(session: nox.Session, name: str) -> None:
+    """Run a package's own tests against its wheel, alone beside core's, in an environment of its own."""
+    wheels = _wheels(session, [ROOT / "packages" / each for each in _with_dependencies(name)])
+    session.install("-c", CONSTRAINTS, *wheels, *_group("test"))
+    session.run("python", "-m", "pip", "check")
+    short = name.removeprefix("booster-")
+    folders = [path for path in sorted(ROOT.glob(f"tests/*/{short}")) if any(path.glob("test_*.py"))]
+    # The core of all plugins must work where no plugin is installed, so none is there when its tests run.
+    _pytest(session, "python", *map(str, folders), "-m", "not slow", *session.posargs)
+
+
+@nox.session
+def minimal_plugin(session: nox.Session) -> None:
+    """Put a stranger's plugin, built into a wheel, through the conformance kit against this core."""
+    wheels = _wheels(session, [ROOT / "packages" / "booster-core", EXAMPLE])
+    session.install("-c", CONSTRAINTS, *wheels, *_group("test"))
+    session.run("booster", "plugins", "--load")
+    _pytest(session, "python", str(EXAMPLE / "tests"), *session.posargs)
+
+
+@nox.session
+def minimums(session: nox.Session) -> None:
+    """Run the unit tests with the lowest versions that the packages declare."""
+    lowest = sorted(_lowest_versions())
+    session.log(f"Lowest declared versions: {', '.join(lowest)}")
+    try:
+        session.install(*lowest, *_group("test"))
+    except nox.command.CommandFailed:
+        session.error(
+            "The lowest declared versions can't be installed here; pip says why above. A package index that still has "
+            f"wheels of them for Python {sys.version_info.major}.{sys.version_info.minor} is needed."
+        )
+    session.install("--no-deps", *(arg for name in PACKAGES for arg in ("-e", f"packages/{name}")))
+    _pytest(session, "python", "tests/unit", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Run the examples in docstrings, READMEs and docs."""
+    python = _checkout(session)
+    sources = [f"packages/{name}/src" for name in PACKAGES]
+    _pytest(session, python, "--doctest-modules", *sources, *session.posargs, success_codes=[0, 5])
+    _pytest(session, python, "tests/packaging/test_readme_examples.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def demo(session: nox.Session) -> None:
+    """Train a small language model on bytes: ``nox -s demo -- --plugin ddp --nproc 2``."""
+    arguments = [*session.posargs]
+    nproc = "2"
+    if "--nproc" in arguments:
+        index = arguments.index("--nproc")
+        if index + 1 == len(arguments):
+            session.error("--nproc needs a number of processes, as in `nox -s demo -- --nproc 2`.")
+        nproc = arguments[index + 1]
+        del arguments[index : index + 2]
+    if "--plugin" not in arguments:
+        arguments = ["--plugin", "ddp", *arguments]
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}")
+    _run(session, _checkout(session), *torchrun, "examples/pretrain_bytes.py", *arguments, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks, or those named: ``nox -s bench -- import_time``."""
+    python = _checkout(session)
+    scripts = {path.stem: path for path in sorted((ROOT / "benchmarks").glob("[!_]*.py"))}
+    unknown = sorted(set(session.posargs) - scripts.keys())
+    if unknown:
+        session.error(f"No benchmark named {', '.join(unknown)}. There are: {', '.join(scripts)}.")
+    for name in session.posargs or scripts:
+        _run(session, python, str(scripts[name]), env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+@nox.parametrize("name", PACKAGES, ids=PACKAGES)
+def build(session: nox.Session, name: str) -> None:
+    """Build a package's source distribution, and its wheel from that, into ``dist/``."""
+    session.install("-c", CONSTRAINTS, "build")
+    session.run("python", "-m", "build", "--outdir", str(ROOT / "dist"), f"packages/{name}", *session.posargs)
+
+
+def _checkout(session: nox.Session) -> str:
+    """Return the Python of the environment that sessions on the checkout share, made anew when its inputs change."""
+    home = ROOT / ".nox" / "checkout"
+    python = str(home / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python"))
+    manifests = [ROOT / "pyproject.toml", Path(CONSTRAINTS), *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+    digest = hashlib.sha256(sys.version.encode() + b"".join(path.read_bytes() for path in manifests)).hexdigest()
+    stamp = home / "installed-from.txt"
+    if stamp.exists() and stamp.read_text(encoding="ascii") == digest:
+        return python
+    shutil.rmtree(home, ignore_errors=True)
+    session.run(sys.executable, "-m", "virtualenv", "--quiet", str(home), external=True)
+    editable = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
+    groups = [*_group("lint"), *_group("types"), *_group("test")]
+    _run(session, python, "-m", "pip", "install", "--quiet", "-c", CONSTRAINTS, *editable, *groups)
+    stamp.write_text(digest, encoding="ascii")
+    return python
+
+
+def _lint(session: nox.Session, python: str) -> None:
+    _run(session, python, "-m", "ruff", "check", ".")
+    _run(session, python, "-m", "ruff", "format", "--check", ".")
+    _run(session, python, "-m", "codespell_lib")
+
+
+def _types(session: nox.Session, python: str) -> None:
+    sources = [f"packages/{name}/src" for name in PACKAGES]
+    _run(session, python, "-m", "mypy", *sources, "noxfile.py")
+
+
+def _pytest(session: nox.Session, python: str, *arguments: str, success_codes: Iterable[int] = (0,)) -> None:
+    command = (python, "-m", "pytest", *arguments)
+    session.run(*command, external=python != "python", success_codes=list(success_codes))
+
+
+def _run(session: nox.Session, python: str, *arguments: str, env: dict[str, str] | None = None) -> None:
+    session.run(python, *arguments, env=env, external=True)
+
+
+def _group(name: str) -> list[str]:
+    """Return the requirements of a dependency group of the root ``pyproject.toml``."""
+    return list(nox.project.dependency_groups(PROJECT, name))
+
+
+def _with_dependencies(name: str) -> list[str]:
+    """Return a package of ours and those of ours that it needs."""
+    needed = [name]
+    for each in needed:
+        dependencies = nox.project.load_toml(ROOT / "packages" / each / "pyproject.toml")["project"]["dependencies"]
+        needed += [own for own in PACKAGES if own not in needed and any(text.startswith(own) for text in dependencies)]
+    return needed
+
+
+def _lowest_versions() -> set[str]:
+    """Return each third party's requirement as a pin of its lowest version."""
+    lowest = set()
+    for name in PACKAGES:
+        for text in nox.project.load_toml(ROOT / "packages" / name / "pyproject.toml")["project"]["dependencies"]:
+            if not text.startswith("booster-"):
+                lowest.add(text.replace(">=", "=="))
+    return lowest
+
+
+def _wheels(session: nox.Session, projects: Iterable[Path]) -> list[str]:
+    """Build the wheels of projects and return their paths."""
+    home = WHEELS / session.name
+    shutil.rmtree(home, ignore_errors=True)
+    for project in projects:
+        session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(home), str(project))
+    return sorted(map(str, home.glob("*.whl")))

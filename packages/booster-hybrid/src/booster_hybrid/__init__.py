@@ -1,0 +1,8 @@
+"""Any product of tensor, pipeline, sequence and data parallelism, as a plugin of Booster."""
+
+from __future__ import annotations
+
+from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig
+from booster_hybrid.plugin import HybridParallelPlugin
+
+__all__ = ["HybridConfig", "HybridParallelPlugin", "PipelineConfig", "SequenceConfig", "TensorConfig"]

@@ -1,0 +1,8 @@
+"""ZeRO stages 1 and 2 with CPU offload, as a plugin of Booster."""
+
+from __future__ import annotations
+
+from booster_zero.config import ZeroConfig
+from booster_zero.plugin import LowLevelZeroPlugin
+
+__all__ = ["LowLevelZeroPlugin", "ZeroConfig"]

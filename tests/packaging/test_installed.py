@@ -1,0 +1,154 @@
+"""What a user sees of wheels installed beside core, and of strangers' broken ones."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRAIN = """
+import sys, torch
+from booster_core import Booster
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+booster = Booster(plugin="ddp")
+model, optimizer, criterion, _, _ = booster.boost(model, optimizer, torch.nn.MSELoss())
+before = [parameter.detach().clone() for parameter in model.parameters()]
+loss = criterion(model(torch.ones(2, 4)), torch.zeros(2, 1))
+booster.backward(loss, optimizer)
+optimizer.step()
+assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters()))
+print("trained", type(booster.plugin).__name__)
+"""
+
+
+def stranger(folder, name, distribution, *, hooks=None, body="pass"):
+    """Write a third party's project."""
+    package = distribution.replace("-", "_")
+    class_name = "StrangePlugin"
+    hooks = (
+        hooks
+        or f"""
+        from booster_core import hookimpl
+        from {package}.plugin import {class_name}
+
+        @hookimpl
+        def booster_plugins():
+            return [{class_name}]
+    """
+    )
+    plugin = f"""
+        from booster_core import Plugin
+
+        class {class_name}(Plugin):
+            name = "{name}"
+            {body}
+
+            def configure(self, objects, context):
+                return objects
+    """
+    project = f"""
+        [build-system]
+        requires = ["hatchling"]
+        build-backend = "hatchling.build"
+        [project]
+        name = "{distribution}"
+        version = "3.1"
+        dependencies = ["booster-core"]
+        [project.entry-points."booster.plugins"]
+        {name} = "{package}.hooks"
+    """
+    files = {
+        "pyproject.toml": project,
+        f"src/{package}/__init__.py": "",
+        f"src/{package}/hooks.py": hooks,
+        f"src/{package}/plugin.py": plugin,
+    }
+    for path, text in files.items():
+        (folder / distribution / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / distribution / path).write_text(textwrap.dedent(text))
+    return folder / distribution
+
+
+def test_core_alone_trains_on_one_device_and_says_what_to_install(build_wheel, new_environment):
+    environment = new_environment(build_wheel(ROOT / "packages" / "booster-core"))
+    assert environment.booster("plugins").stdout == "No plugin is installed. Run `pip install booster-ddp`.\n"
+    done = environment.run("-c", TRAIN.replace('plugin="ddp"', ""))
+    assert done.stdout == "trained SingleDevicePlugin\n"
+    done = environment.run("-c", TRAIN, check=False)
+    assert "PluginError: Plugin 'ddp' is in booster-ddp, which is not installed." in done.stderr
+
+
+def test_core_and_ddp_alone_train(core_and_ddp, new_environment):
+    assert new_environment(*core_and_ddp).run("-c", TRAIN).stdout == "trained TorchDDPPlugin\n"
+
+
+def test_a_class_that_is_not_installed_names_its_distribution(core_and_ddp, new_environment):
+    environment = new_environment(*core_and_ddp)
+    environment.run("-c", "from booster_core.plugin import TorchDDPPlugin")
+    done = environment.run("-c", "from booster_core.plugin import GeminiPlugin", check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "GeminiPlugin is in booster-gemini, which is not installed. Run `pip install booster-gemini`.\n"
+    )
+
+
+def test_broken_strangers_are_listed_with_their_causes_and_disturb_nobody(
+    build_wheel, core_and_ddp, new_environment, tmp_path
+):
+    projects = [
+        stranger(tmp_path, "torn", "strange-syntax", hooks="def booster_plugins(:"),
+        stranger(tmp_path, "twin", "strange-first"),
+        stranger(tmp_path, "twin", "strange-second"),
+        stranger(tmp_path, "future", "strange-version", body="api_version = 999"),
+    ]
+    environment = new_environment(*core_and_ddp, *map(build_wheel, projects))
+    lines = environment.booster("plugins").stdout.splitlines()
+    rows = {line.split()[0]: line for line in lines[1:]}
+    assert len(lines) == 1 + 5
+    assert "strange-syntax" in rows["torn"]
+    assert "cannot be loaded: SyntaxError: " in rows["torn"]
+    assert "hooks.py, line 1)" in rows["torn"]
+    for line in lines:
+        if line.startswith("twin"):
+            assert "'twin' is used by" in line
+            assert "strange-first 3.1" in line
+            assert "strange-second 3.1" in line
+    assert "was written for version 999 of the plugin interface" in rows["future"]
+    assert rows["ddp"].split()[1] == "TorchDDPPlugin"
+    assert environment.run("-c", TRAIN).stdout == "trained TorchDDPPlugin\n"
+
+
+def test_listing_plugins_is_quick(core_and_ddp, new_environment):
+    environment = new_environment(*core_and_ddp)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        environment.booster("plugins")
+        times.append(time.perf_counter() - start)
+    # The fastest of five: neighbours on the machine can only slow it down.
+    assert min(times) < 0.3
+
+
+def test_listing_plugins_does_not_import_torch(core_and_ddp, new_environment):
+    environment = new_environment(*core_and_ddp)
+    done = environment.run("-X", "importtime", environment.bin / "booster", "plugins")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert "booster_core.discovery" in imported
+    assert not [name for name in imported if name.split(".")[0] in {"torch", "booster_ddp"}]
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero", "gemini", "hybrid"])
+def test_a_plugin_that_is_not_there_yet_says_so(build_wheel, core_and_ddp, new_environment, name):
+    needed = ["booster-zero"] if name == "hybrid" else []
+    wheels = [build_wheel(ROOT / "packages" / each) for each in (*needed, f"booster-{name}")]
+    environment = new_environment(*core_and_ddp, *wheels)
+    rows = {line.split()[0]: line for line in environment.booster("plugins").stdout.splitlines()}
+    assert rows[name].endswith("not available yet: this version has its interface only")
+    done = environment.run("-c", TRAIN.replace('"ddp"', f'"{name}"'), check=False)
+    assert done.returncode == 1
+    assert f"does not train yet: booster-{name} 0.1 has its interface only. Use plugin='ddp'" in done.stderr

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+
+
+@each_package
+def test_a_wheel_holds_its_sources_types_and_licence_and_nothing_else(build_wheel, package):
+    names = zipfile.ZipFile(build_wheel(package)).namelist()
+    module = package.name.replace("-", "_")
+    info = f"{module}-0.1.0.dist-info"
+    assert f"{module}/py.typed" in names
+    assert f"{info}/licenses/LICENSE" in names
+    sources = {str(path.relative_to(package / "src")) for path in (package / "src").rglob("*") if path.is_file()}
+    sources = {name for name in sources if "__pycache__" not in name}
+    assert {name for name in names if not name.startswith(info)} == sources
+    # core's conformance kit is for plugins' tests; the tests themselves stay in the repository
+    assert not [name for name in names if Path(name).name.startswith(("test_", "conftest"))]
+
+
+@each_package
+def test_metadata_is_what_an_index_shows(build_wheel, package):
+    wheel = zipfile.ZipFile(build_wheel(package))
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = Parser().parsestr(wheel.read(name).decode())
+    assert metadata["Name"] == package.name
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    requires = metadata.get_all("Requires-Dist")
+    assert "torch>=2.10" in requires
+    ours = sorted(text for text in requires if text.startswith("booster-"))
+    expected = {"booster-core": [], "booster-hybrid": ["booster-core<0.2,>=0.1", "booster-zero<0.2,>=0.1"]}
+    assert ours == expected.get(package.name, ["booster-core<0.2,>=0.1"])
+
+
+@each_package
+def test_a_source_distribution_builds_the_same_wheel(build_wheel, package, tmp_path):
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(package)]
+    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = opened.getnames()
+    assert any(name.endswith("/CHANGELOG.md") for name in names)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert zipfile.ZipFile(wheel).namelist() == zipfile.ZipFile(build_wheel(package)).namelist()
+
+
+@each_package
+def test_every_package_has_the_same_shape(package):
+    for name in ("README.md", "CHANGELOG.md", "LICENSE", "changelog.d/README.md"):
+        assert (package / name).is_file(), name
+    assert (package / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()

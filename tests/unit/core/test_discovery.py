@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import booster_core.plugin
+from booster_core import discovery
+from booster_core.errors import PluginError, PluginNotInstalledError
+from booster_core.plugin import API_VERSION, Capability, Plugin
+
+
+def listed(name):
+    return [listing for listing in discovery.installed() if listing.name == name]
+
+
+def test_a_listing_tells_class_distribution_version_and_capabilities(install):
+    install(body="capabilities = Plugin.capabilities - {Capability.CUDA} | {Capability.BF16}")
+    expected = Plugin.capabilities - {Capability.CUDA} | {Capability.BF16}
+    assert listed("acme") == [
+        discovery.PluginListing(
+            name="acme",
+            distribution="booster-acme",
+            version="1.2",
+            entry_point="booster_acme.hooks",
+            class_name="AcmePlugin",
+            capabilities=tuple(sorted(capability.value for capability in expected)),
+        )
+    ]
+
+
+def test_a_listing_imports_nothing_of_the_plugin(install):
+    package = install(files={"__init__.py": "raise SystemExit('imported')"})
+    (listing,) = listed("acme")
+    assert listing.problem is None
+    assert not [name for name in sys.modules if name.startswith(package)]
+
+
+def test_a_listing_does_not_import_torch():
+    code = "import sys; from booster_core import discovery; discovery.installed(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_capabilities_that_need_running_are_unknown(install):
+    install(body="capabilities = frozenset(c for c in Capability)")
+    (listing,) = listed("acme")
+    assert listing.capabilities is None
+    assert listing.problem is None
+
+
+@pytest.mark.parametrize(
+    ("files", "body"),
+    [
+        ({"base.py": "from booster_core import Plugin\nclass Base(Plugin):\n    api_version = 999\n"}, None),
+        ({}, "api_version = 999"),
+        ({}, "api_version: int = _VERSION\n_VERSION = 999"),
+    ],
+    ids=["in a base class", "in the class", "through a constant"],
+)
+def test_another_interface_version_is_read_from_source(install, files, body):
+    files = dict(files)
+    if body is None:
+        files["plugin.py"] = """
+            from .base import Base
+            class AcmePlugin(Base):
+                name = "acme"
+        """
+    elif "_VERSION" in body:
+        files["plugin.py"] = """
+            from booster_core.plugin import Plugin
+            _VERSION = 999
+            class AcmePlugin(Plugin):
+                name: str = "acme"
+                api_version: int = _VERSION
+        """
+    install(files=files, body=body or "pass")
+    assert listed("acme")[0].problem == (
+        f"was written for version 999 of the plugin interface; this booster-core has version {API_VERSION}"
+    )
+
+
+def test_a_reexported_class_is_found(install):
+    install(
+        files={
+            "__init__.py": "from booster_acme.plugin import AcmePlugin as Renamed",
+            "hooks.py": """
+                from booster_core import hookimpl
+                @hookimpl
+                def booster_plugins():
+                    from booster_acme import Renamed
+                    return [Renamed]
+            """,
+        }
+    )
+    assert listed("acme")[0].class_name == "AcmePlugin"
+
+
+@pytest.mark.parametrize("where", ["__init__.py", "hooks.py", "plugin.py"])
+def test_a_syntax_error_is_found_wherever_loading_would_meet_it(install, where):
+    install(files={where: "def broken(:"})
+    assert f"{where}, line 1)" in listed("acme")[0].problem
+    with pytest.raises(PluginError, match=r"Plugin 'acme' \(booster-acme 1\.2\) could not be imported: SyntaxError"):
+        discovery.load("acme")
+
+
+def test_a_missing_module_is_found(install):
+    install(module="booster_acme.absent")
+    assert listed("acme")[0].problem == "No module named 'booster_acme.absent'"
+
+
+def test_an_import_that_is_not_installed_is_found(install):
+    install(files={"plugin.py": "import not_there_at_all\nclass AcmePlugin:\n    name = 'acme'\n"})
+    assert listed("acme")[0].problem == "booster_acme.plugin imports 'not_there_at_all', which is not installed"
+    with pytest.raises(PluginError, match="could not be imported: No module named 'not_there_at_all'") as caught:
+        discovery.load("acme")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_missing_requirement_is_found_and_extras_are_not_required(install):
+    install(requires=["not-there-at-all>=1", "absent-too; extra == 'speed'", "gone; python_version < '3'", "pluggy"])
+    assert listed("acme")[0].problem == "needs not-there-at-all, not installed"
+
+
+def test_a_name_that_differs_from_the_class_is_found(install):
+    install(
+        "acme", files={"plugin.py": "from booster_core import Plugin\nclass AcmePlugin(Plugin):\n    name = 'other'\n"}
+    )
+    assert listed("acme")[0].problem == "its class is named 'other', not 'acme'"
+
+
+def test_a_doubled_name_names_both_distributions(install):
+    install("acme", distribution="booster-one")
+    install("acme", distribution="booster-two")
+    listings = listed("acme")
+    assert {listing.distribution for listing in listings} == {"booster-one", "booster-two"}
+    for listing in listings:
+        assert "booster-one 1.2" in listing.problem
+        assert "booster-two 1.2" in listing.problem
+    with pytest.raises(PluginError, match=r"used by booster-.* and booster-.*Uninstall all but one"):
+        discovery.load("acme")
+
+
+def test_load_returns_the_class_and_imports_no_other(install):
+    install("acme")
+    other = install("other")
+    found = discovery.load("acme")
+    assert issubclass(found, Plugin)
+    assert found.name == "acme"
+    assert not [name for name in sys.modules if name.startswith(other)]
+
+
+def test_an_unknown_name_lists_what_is_installed_and_the_closest(install):
+    install("acme")
+    with pytest.raises(
+        PluginError, match=r"No plugin named 'akme' is installed\. Installed: 'acme'.*Did you mean 'acme'\?"
+    ):
+        discovery.load("akme")
+
+
+@pytest.mark.parametrize(
+    ("files", "body", "message"),
+    [
+        ({"hooks.py": "x = 1"}, "pass", "lists no class: 'booster_acme.hooks' needs a function `booster_plugins`"),
+        ({"plugin.py": "AcmePlugin = int"}, "pass", "lists <class 'int'>, which is not a subclass"),
+        ({"plugin.py": "AcmePlugin = 3"}, "pass", "lists 3, which is not a subclass"),
+        ({"__init__.py": "raise ValueError('bad day')"}, "pass", "could not be imported: ValueError: bad day"),
+        ({"__init__.py": "raise SystemExit(3)"}, "pass", "could not be imported: SystemExit: 3"),
+        ({}, "api_version = 999", "was written for version 999 of the plugin interface"),
+        ({}, "name = 'other'", "lists 0 classes whose `name` is 'acme'; the names there are 'other'"),
+        (
+            {"plugin.py": "from booster_core import Plugin\nclass AcmePlugin(Plugin):\n    name = 'acme'\n"},
+            "pass",
+            "AcmePlugin does not implement `configure`",
+        ),
+        (
+            {
+                "hooks.py": """
+                    from booster_core import hookimpl
+                    @hookimpl
+                    def booster_plugin():
+                        return []
+                """
+            },
+            "pass",
+            "could not be imported: PluginValidationError: unknown hook 'booster_plugin'",
+        ),
+    ],
+    ids=["no hook", "no Plugin", "no class", "raises", "exits", "version", "name", "abstract", "misspelt hook"],
+)
+def test_a_broken_plugin_is_refused_by_name_distribution_and_cause(install, files, body, message):
+    install(files=files, body=body)
+    with pytest.raises(PluginError) as caught:
+        discovery.load("acme")
+    assert "Plugin 'acme' (booster-acme 1.2)" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_broken_plugin_disturbs_no_other(install):
+    install("acme")
+    install("broken", files={"__init__.py": "def broken(:"})
+    install("exits", files={"__init__.py": "raise SystemExit(3)"})
+    assert discovery.load("acme").name == "acme"
+    assert listed("acme")[0].problem is None
+
+
+def test_a_class_is_imported_from_core_by_its_name(install):
+    install("acme")
+    from booster_core.plugin import AcmePlugin
+
+    assert AcmePlugin is discovery.load("acme")
+
+
+def test_a_class_that_only_importing_tells_is_found(install):
+    install(
+        "acme",
+        files={
+            "hooks.py": """
+        from booster_core import hookimpl
+        from booster_acme.plugin import AcmePlugin
+        @hookimpl
+        def booster_plugins():
+            return list((AcmePlugin,))
+    """
+        },
+    )
+    install("broken", files={"__init__.py": "raise ValueError"})
+    assert listed("acme")[0].class_name is None
+    assert booster_core.plugin.AcmePlugin.__module__ == "booster_acme.plugin"
+
+
+@pytest.mark.parametrize(
+    ("class_name", "distribution"),
+    [
+        ("TorchDDPPlugin", "booster-ddp"),
+        ("TorchFSDPPlugin", "booster-fsdp"),
+        ("LowLevelZeroPlugin", "booster-zero"),
+        ("GeminiPlugin", "booster-gemini"),
+        ("HybridParallelPlugin", "booster-hybrid"),
+    ],
+)
+def test_a_class_of_ours_that_is_not_installed_names_its_distribution(monkeypatch, class_name, distribution):
+    monkeypatch.setattr(discovery.importlib_metadata, "entry_points", lambda **_: [])
+    message = f"{class_name} is in {distribution}, which is not installed. Run `pip install {distribution}`."
+    with pytest.raises(ImportError) as caught:
+        getattr(booster_core.plugin, class_name)
+    assert str(caught.value) == message
+    assert isinstance(caught.value, PluginNotInstalledError)
+
+
+def test_a_name_of_ours_that_is_not_installed_names_its_distribution(monkeypatch):
+    monkeypatch.setattr(discovery.importlib_metadata, "entry_points", lambda **_: [])
+    with pytest.raises(PluginError, match=r"Plugin 'zero' is in booster-zero.*Run `pip install booster-zero`"):
+        discovery.load("zero")
+
+
+def test_an_unknown_class_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no installed plugin has such a class"):
+        booster_core.plugin.NobodysPlugin  # noqa: B018 - looking it up is what raises
+
+
+def test_probing_the_module_for_other_names_does_not_look_for_plugins(monkeypatch):
+    monkeypatch.setattr(discovery, "installed", lambda: pytest.fail("looked for plugins"))
+    assert not hasattr(booster_core.plugin, "pytest_plugins")
+    assert not hasattr(booster_core.plugin, "__wrapped__")

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+
+from booster_core import hooks, hookspecs
+from booster_core.discovery import hook_relay, register_hooks, unregister_hooks
+from booster_core.errors import PluginError
+from booster_core.hookspecs import hookimpl, is_implemented
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Return a function that finds the installed hooks anew, so that no test sees another one's."""
+    hooks._manager.cache_clear()
+    yield
+    hooks._manager.cache_clear()
+
+
+class Recorder:
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def after_step(self, metrics):
+        self.seen.append(metrics)
+
+
+def test_a_registered_object_is_called_with_the_arguments_it_names(fresh):
+    recorder = Recorder()
+    register_hooks(recorder)
+    hook_relay().after_step(optimizer=None, metrics={"grad_norm": 1.0})
+    assert recorder.seen == [{"grad_norm": 1.0}]
+
+
+def test_whether_a_hook_is_implemented_follows_registration(fresh):
+    recorder = Recorder()
+    assert not is_implemented(hook_relay().after_step)
+    register_hooks(recorder)
+    assert is_implemented(hook_relay().after_step)
+    assert not is_implemented(hook_relay().after_save)
+    unregister_hooks(recorder)
+    assert not is_implemented(hook_relay().after_step)
+
+
+def test_the_first_answer_wins_where_one_is_wanted(fresh):
+    class Answers:
+        def __init__(self, answer):
+            self.answer = answer
+
+        @hookimpl
+        def storage(self, scheme):
+            return self.answer and (self.answer, scheme)
+
+    for answer in ("old", None):
+        register_hooks(Answers(answer))
+    assert hook_relay().storage(scheme="s3") == ("old", "s3")
+    assert hook_relay().placement_policy(name="mine") is None
+
+
+def test_a_misspelt_hook_is_refused_and_leaves_nothing(fresh):
+    class Misspelt:
+        @hookimpl
+        def after_step(self, optimizer):
+            raise AssertionError
+
+        @hookimpl
+        def after_stepp(self, optimizer):
+            raise AssertionError
+
+    with pytest.raises(PluginError, match=r"cannot be used as hooks: unknown hook 'after_stepp'"):
+        register_hooks(Misspelt())
+    assert not is_implemented(hook_relay().after_step)
+    register_hooks(Recorder())
+
+
+def test_an_unknown_argument_is_refused_and_leaves_nothing(fresh):
+    class Unknown:
+        @hookimpl
+        def after_step(self, optimiser):
+            raise AssertionError
+
+    with pytest.raises(PluginError, match=r"cannot be used as hooks: .*optimiser"):
+        register_hooks(Unknown())
+    assert not is_implemented(hook_relay().after_step)
+
+
+def test_an_object_without_marked_functions_is_refused(fresh):
+    with pytest.raises(PluginError, match=r"no function marked with `booster_core\.hookimpl`"):
+        register_hooks(object())
+
+
+def test_registering_twice_is_refused(fresh):
+    recorder = Recorder()
+    register_hooks(recorder)
+    with pytest.raises(PluginError, match="is registered already"):
+        register_hooks(recorder)
+    assert is_implemented(hook_relay().after_step)
+
+
+def test_unregistering_a_stranger_is_refused(fresh):
+    with pytest.raises(PluginError, match="is not registered as hooks"):
+        unregister_hooks(Recorder())
+
+
+def test_installed_hooks_are_found_and_a_broken_one_is_reported_and_left_out(install, fresh):
+    good = """
+        from booster_core import hookimpl
+        @hookimpl
+        def sharding_policy(model_class):
+            return f"policy of {model_class.__name__}"
+    """
+    install("good", group="booster.hooks", files={"hooks.py": good})
+    install("bad", group="booster.hooks", files={"hooks.py": "raise ValueError('bad day')"})
+    with pytest.warns(UserWarning, match=r"The hooks 'bad' \(booster-bad 1\.2\) are left out.*ValueError: bad day"):
+        relay = hook_relay()
+    assert relay.sharding_policy(model_class=int) == "policy of int"
+
+
+def test_every_specification_has_a_docstring():
+    specs = [value for value in vars(hookspecs).values() if hasattr(value, "booster_spec")]
+    assert len(specs) == 11
+    assert all(spec.__doc__ for spec in specs)

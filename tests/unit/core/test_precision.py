@@ -1,0 +1,143 @@
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from booster_core.booster import Booster
+from booster_core.errors import ConfigError
+from booster_core.precision import LossScaleConfig, PrecisionPolicy
+from booster_core.precision.casting import cast_floating
+from booster_core.precision.loss_scaler import any_nonfinite
+from booster_core.replicated import place_model
+from booster_core.single import SingleDevicePlugin
+from booster_core.testing.models import TinyMLP
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("suffix", ["", "-mixed"])
+def test_policies_by_name(name, dtype, suffix):
+    policy = PrecisionPolicy.parse(name + suffix)
+    assert policy.compute_dtype == dtype
+    assert policy.param_dtype == policy.master_dtype == policy.reduce_dtype == torch.float32
+    assert policy.name == name
+    assert (policy.loss_scale is not None) == (name == "fp16")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: PrecisionPolicy.parse("fp23"), ConfigError, "Unknown precision 'fp23'. Use one of"),
+        (lambda: PrecisionPolicy.parse(16), TypeError, "got `int`"),
+        (lambda: PrecisionPolicy(compute_dtype=torch.int8), ConfigError, "compute_dtype"),
+        (lambda: PrecisionPolicy(loss_scale=LossScaleConfig()), ConfigError, "is for fp16"),
+        (lambda: Booster("cpu", "bf16", SingleDevicePlugin(precision="fp32")), ConfigError, "twice with two answers"),
+        (
+            lambda: Booster("cpu", PrecisionPolicy(param_dtype=torch.bfloat16, compute_dtype=torch.bfloat16)),
+            ConfigError,
+            "no master weights",
+        ),
+    ],
+)
+def test_contradictions_are_refused(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_the_same_answer_twice_is_one_answer():
+    assert Booster("cpu", "bf16", SingleDevicePlugin(precision="bf16-mixed")).precision.name == "bf16"
+
+
+def test_describe_states_every_format():
+    assert PrecisionPolicy.parse("bf16").describe() == {
+        "compute": "bf16",
+        "param": "fp32",
+        "reduce": "fp32",
+        "master": "fp32",
+        "save": "unchanged",
+        "output": "fp32",
+    }
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: object
+
+
+@dataclass
+class Record:
+    values: list
+    name: str = "x"
+
+
+def test_casting_keeps_containers_and_other_objects():
+    other = object()
+    half = torch.ones(2, dtype=torch.bfloat16)
+    value = {"a": Pair(half, other), "b": [Record([half]), torch.ones(2, dtype=torch.int64)], "c": None}
+    cast = cast_floating(value, torch.float32)
+    assert isinstance(cast["a"], Pair)
+    assert cast["a"].left.dtype == torch.float32
+    assert cast["a"].right is other
+    assert isinstance(cast["b"][0], Record)
+    assert cast["b"][0].values[0].dtype == torch.float32
+    assert cast["b"][1] is value["b"][1]
+    assert half.dtype == torch.bfloat16
+    assert value["a"].left is half
+
+
+def test_casting_returns_what_needs_no_cast_itself():
+    value = {"a": torch.ones(2), "b": [torch.ones(1, dtype=torch.int32)]}
+    assert cast_floating(value, torch.float32) is value
+    assert cast_floating(value, None) is value
+
+
+def test_casting_a_transformers_output():
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    output = CausalLMOutputWithPast(logits=torch.ones(2, 3, dtype=torch.bfloat16))
+    cast = cast_floating(output, torch.float32)
+    assert isinstance(cast, CausalLMOutputWithPast)
+    assert cast.logits.dtype == cast["logits"].dtype == torch.float32
+    assert cast.loss is None
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_nonfinite_values_are_found(bad):
+    good = [torch.ones(3), torch.zeros(0), torch.full((2,), 3e38)]
+    assert not any_nonfinite(good)
+    assert not any_nonfinite([])
+    assert any_nonfinite([*good, torch.tensor([1.0, bad])])
+
+
+def test_a_low_precision_model_is_widened_for_mixed_precision_but_not_what_is_frozen():
+    model = TinyMLP().bfloat16()
+    model.first.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(model.second.parameters(), lr=0.1)
+    parameter = model.second.weight
+    place_model(model, optimizer, torch.device("cpu"), PrecisionPolicy.parse("bf16"))
+    assert model.second.weight is parameter
+    assert model.second.weight.dtype == torch.float32
+    assert model.first.weight.dtype == torch.bfloat16
+
+
+def test_nothing_asked_leaves_the_parameters():
+    model = TinyMLP().bfloat16()
+    boosted = Booster("cpu").boost(model)
+    assert boosted.model.unwrap().first.weight.dtype == torch.bfloat16
+
+
+def test_fp32_asked_means_fp32():
+    model = TinyMLP().bfloat16()
+    Booster("cpu", "fp32").boost(model)
+    assert model.first.weight.dtype == torch.float32
+
+
+def test_optimizer_state_follows_the_parameters_format():
+    model = TinyMLP().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    Booster("cpu", "fp32").boost(model, optimizer)
+    assert optimizer.state[model.first.weight]["exp_avg"].dtype == torch.float32
+    optimizer.zero_grad()
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
