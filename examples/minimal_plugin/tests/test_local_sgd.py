@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.testing import run_on_ranks
