@@ -250,9 +250,10 @@ def test_workers_see_the_environment_of_the_test(monkeypatch):
 
 
 def test_warnings_are_errors_where_the_test_says_so():
-    with warnings.catch_warnings(), pytest.raises(RankError, match="UserWarning: careful"):
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run_on_ranks(_warn, 1)
+        with pytest.raises(RankError, match="UserWarning: careful"):
+            run_on_ranks(_warn, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert run_on_ranks(_warn, 1) == [None]

@@ -236,5 +236,5 @@ def test_a_host_that_does_not_exist(port):
 
 
 def test_the_other_ranks_do_not_come(port):
-    with pytest.raises(LaunchError, match="did not start: waited 1 s for ranks 1 and 2 of 3. Check that all 3"):
+    with pytest.raises(LaunchError, match=r"did not start: waited 1 s for ranks 1 and 2 of 3\. Check that all 3"):
         launch(0, 3, "127.0.0.1", port, timeout_seconds=1)

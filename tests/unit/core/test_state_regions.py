@@ -132,7 +132,12 @@ def test_intersection_holds_the_common_elements(data):
 
 @pytest.mark.parametrize(
     ("shape", "box", "contiguous"),
-    [((4, 6), ((1, 3), (0, 6)), True), ((4, 6), ((0, 4), (2, 4)), False), ((4, 6), ((2, 3), (2, 4)), True), ((), (), True)],
+    [
+        ((4, 6), ((1, 3), (0, 6)), True),
+        ((4, 6), ((0, 4), (2, 4)), False),
+        ((4, 6), ((2, 3), (2, 4)), True),
+        ((), (), True),
+    ],
 )
 def test_rows_are_contiguous_and_columns_are_not(shape, box, contiguous):
     assert is_contiguous(shape, box) is contiguous

@@ -82,7 +82,7 @@ class Booster(BoosterIO):
             if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
                 from booster_core.launch import ensure_process_group
 
-                ensure_process_group(self.device)
+                ensure_process_group()
             relay = hook_relay()
             listens = bool(relay.after_step.get_hookimpls())
             coordinator = DistCoordinator()

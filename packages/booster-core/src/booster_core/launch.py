@@ -10,6 +10,8 @@ import atexit
 import os
 import random
 import socket
+import sys
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,10 @@ from booster_core.world import DEFAULT_TIMEOUT_SECONDS, close_world, current_wor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
+
+    from booster_core.world import World
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID")
@@ -260,8 +266,17 @@ def shutdown() -> None:
 
     Collective: none; ranks may end one after the other.
     """
-    atexit.unregister(shutdown)
+    atexit.unregister(_at_exit)
     close_world()
+
+
+def _at_exit() -> None:
+    """Shut down, unless the interpreter ends by an exception that somebody else's excepthook has printed."""
+    monitor = current_world().monitor
+    error = getattr(sys, "last_value", None)
+    if monitor is not None and error is not None and not monitor.is_failing:
+        monitor.report(error, error.__traceback__)
+    shutdown()
 
 
 def local_rank_from_environment() -> int | None:
@@ -300,7 +315,7 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
         _use_device(local_rank)
     _seed_everything(start.seed)
     try:
-        open_world(
+        world = open_world(
             store,
             rank=start.rank,
             world_size=start.world_size,
@@ -312,13 +327,33 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
         close_world()
         msg = f"Rank {start.rank} could not start the process group of backend {backend!r}: {error}"
         raise LaunchError(msg) from error
-    atexit.register(shutdown)
+    atexit.register(_at_exit)
+    _watch(world, store, start.host)
     coordinator = DistCoordinator()
     if verbose:
         coordinator.print_on_master(
             f"Booster: {start.world_size} ranks at {start.host}:{start.port}, backend {backend}, seed {start.seed}"
         )
     return coordinator
+
+
+def _watch(world: World, store: Store, host: str) -> None:
+    """Watch over the ranks, so that one that fails brings all down and the traceback of the first is seen last."""
+    from booster_core.liveness.member import install_excepthook, start_monitor
+
+    hosts = None
+    if world.rank == 0:
+        hosts = [store.get(f"booster/host/{rank}").decode() for rank in range(world.world_size)]
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    world.monitor = start_monitor(world, hosts, host, may_end_process=True, error_file=error_file)
+    if world.monitor is not None:
+        world.at_close.append(install_excepthook(world.monitor))
+    elif world.world_size > 1:
+        msg = (
+            f"Rank {world.rank} could not connect to the monitor on rank 0: if a rank dies, this one waits for it for "
+            f"{world.timeout_seconds:g} s. Check that the hosts accept each other's connections on any port."
+        )
+        warnings.warn(msg, RuntimeWarning, stacklevel=4)
 
 
 def _start_alone(backend: str | None, seed: int | None, timeout_seconds: float, *, verbose: bool) -> DistCoordinator:
@@ -331,7 +366,7 @@ def _start_alone(backend: str | None, seed: int | None, timeout_seconds: float, 
         _seed_everything(seed)
     _use_device(0)
     open_world(HashStore(), rank=0, world_size=1, local_rank=0, backend=backend, timeout_seconds=timeout_seconds)
-    atexit.register(shutdown)
+    atexit.register(_at_exit)
     coordinator = DistCoordinator()
     if verbose:
         coordinator.print_on_master(f"Booster: a single process, backend {backend}, seed {seed}")
@@ -349,7 +384,7 @@ def _choose_backend(backend: str | None) -> str:
         msg = f"`backend` must be a str or None, not {type(backend).__name__}."
         raise TypeError(msg)
     if "nccl" in backend and not has_cuda:
-        msg = f"`backend={backend!r}` needs CUDA, and no CUDA device is available here. Leave `backend` out, or use 'gloo'."
+        msg = f"`backend={backend!r}` needs CUDA, and no CUDA device is here. Leave `backend` out, or use 'gloo'."
         raise ConfigError(msg)
     return backend
 

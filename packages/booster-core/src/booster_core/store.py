@@ -103,7 +103,7 @@ def _open_aside(  # noqa: PLR0913 - of open_store
     url: str, address: str, rank: int, deadline: float, timeout_seconds: float, *, is_server: bool
 ) -> Store:
     """Let torch open its store in a thread of its own, and give up at the deadline."""
-    import torch.distributed as dist
+    from torch.distributed import rendezvous  # type: ignore[attr-defined] # torch does not list it as public
 
     result: dict[str, Any] = {}
 
@@ -111,7 +111,7 @@ def _open_aside(  # noqa: PLR0913 - of open_store
         limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         try:
             # A world size of one keeps the store from waiting for all ranks: a meeting names those that are missing.
-            result["store"], _, _ = next(dist.rendezvous(url, rank, 1, timeout=limit))
+            result["store"], _, _ = next(rendezvous(url, rank, 1, timeout=limit))
         except Exception as error:  # noqa: BLE001 - raised again by who waits
             result["error"] = error
 

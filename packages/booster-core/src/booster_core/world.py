@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] # torch does not list Store
 
+    from booster_core.liveness import Monitor
+
 DEFAULT_TIMEOUT_SECONDS = 600.0
 """How long a collective call waits for missing ranks where nobody said otherwise."""
 
@@ -36,6 +38,7 @@ class World:
         store: The store that all ranks share; ``None`` in a world of one without a process group.
         process_group: The default group that this describes; ``None`` where there is none.
         generation: Counts the groups this process has had; the same on all ranks that open and close in step.
+        monitor: This rank's connection to the monitor, where one runs.
         at_close: Called, last added first, before the group is destroyed.
     """
 
@@ -46,6 +49,7 @@ class World:
     store: Store | None = None
     process_group: ProcessGroup | None = None
     generation: int = 0
+    monitor: Monitor | None = None
     at_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _rendezvous: dict[tuple[int, ...], Rendezvous] = field(default_factory=dict, repr=False)
 
@@ -140,14 +144,21 @@ def open_world(
 def close_world() -> None:
     """Destroy the default process group, if there is one, after what was registered to happen before that.
 
+    When a rank has failed, nothing is destroyed: the process ends anyhow, and destroying may wait for ranks that are
+    gone.
+
     Collective: none; ranks may close one after the other.
     """
     global _world
+    if _world.monitor is not None and _world.monitor.is_failing:
+        return
     closing, _world = _world, World()
     if closing.process_group is not None and closing.is_current:
         for callback in reversed(closing.at_close):
             callback()
     closing.at_close.clear()
+    if closing.monitor is not None:
+        closing.monitor.close()
     if _default_group() is not None:
         import torch.distributed as dist
 

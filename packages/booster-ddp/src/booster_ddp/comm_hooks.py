@@ -17,24 +17,24 @@ from booster_core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch.distributed as dist
     from torch import Tensor
+    from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]  # torch does not list GradBucket
     from torch.nn.parallel import DistributedDataParallel
 
-Hook = Any  # Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]], which torch does not type
+Hook = Any  # Callable[[object, GradBucket], torch.futures.Future[Tensor]], which torch does not type
 
 
-def allreduce(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def allreduce(state: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average in the gradients' own format, as DDP does without a hook."""
     return default_hooks.allreduce_hook(state, bucket)  # type: ignore[arg-type]  # None is the default group
 
 
-def fp16_compress(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def fp16_compress(state: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average in fp16: half the bytes; gradients below 6e-8 are lost."""
     return default_hooks.fp16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
 
-def bf16_compress(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def bf16_compress(state: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average in bf16: half the bytes, three significant digits, on any backend.
 
     torch refuses its hook of this name outside of CUDA, although gloo sums bf16 as well.
@@ -86,7 +86,7 @@ def register_comm_hook(ddp: DistributedDataParallel, hook: str | Callable[..., A
     Reference: Vogels et al. 2019, "PowerSGD" (arXiv:1905.13727).
     """
     if isinstance(hook, str) and hook in _POWER_SGD:
-        state = powerSGD_hook.PowerSGDState(process_group=None) if state is None else state  # type: ignore[arg-type]
+        state = powerSGD_hook.PowerSGDState(process_group=None) if state is None else state
         ddp.register_comm_hook(state, _POWER_SGD[hook])
     else:
         ddp.register_comm_hook(state, _STATELESS[hook] if isinstance(hook, str) else hook)

@@ -20,8 +20,8 @@ class DDPConfig:
     Args:
         broadcast_buffers: Broadcast rank 0's buffers before each forward that is followed by a synchronised backward.
         bucket_cap_mb: Size in MiB of the buckets in which gradients are reduced.
-        find_unused_parameters: Look, in each forward, for parameters that take no part in it. ``None`` does so unless
-            ``static_graph`` is set, so that unused parameters work; ``False`` saves the look.
+        find_unused_parameters: Look, in each forward, for parameters that take no part in it. ``None`` finds out in
+            the first step whether that is needed. Where parameters are unused only in later steps, pass ``True``.
         check_reduction: Kept by torch for old scripts, without an effect there; ``True`` raises.
         gradient_as_bucket_view: Let gradients be views of the buckets, which saves one copy of them.
         static_graph: Promise that each step uses the same parameters in the same way.
@@ -60,8 +60,3 @@ class DDPConfig:
             msg = "`comm_hook_state` has no effect without `comm_hook`. Pass both, or neither."
             raise ConfigError(msg)
         check_comm_hook(self.comm_hook)
-
-    @property
-    def finds_unused_parameters(self) -> bool:
-        """Whether DDP looks for unused parameters in each forward."""
-        return not self.static_graph if self.find_unused_parameters is None else self.find_unused_parameters

@@ -15,6 +15,7 @@ from booster_core.replicated import check_no_masters, place_model
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper
 from booster_ddp.comm_hooks import BY_DTYPE, register_comm_hook
 from booster_ddp.config import DDPConfig
+from booster_ddp.first_step import FirstStep
 from booster_ddp.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class TorchDDPPlugin(Plugin):
     Args:
         broadcast_buffers: See `DDPConfig`, which documents this and the following options.
         bucket_cap_mb: Bucket size in MiB.
-        find_unused_parameters: Look for unused parameters; ``None`` does unless ``static_graph`` is set.
+        find_unused_parameters: Look for unused parameters; ``None`` does where the first step finds some.
         check_reduction: Without effect in torch; ``True`` raises.
         gradient_as_bucket_view: Gradients are views of the buckets.
         static_graph: Each step uses the same parameters in the same way.
@@ -119,11 +120,19 @@ class TorchDDPPlugin(Plugin):
         if self.config.sync_batchnorm:
             convert_sync_batchnorm(original)
         trained = [parameter for parameter in original.parameters() if parameter.requires_grad]
+        model = ModelWrapper(original, precision=context.precision)
+        asked = False if self.config.static_graph else self.config.find_unused_parameters
+        first_step = None
         # DDP refuses a model without gradients; a frozen teacher needs nothing of it.
-        inner = self._wrap(original, context) if trained else original
-        model = ModelWrapper(inner, original, precision=context.precision)
+        if trained and asked is None and objects.optimizer is not None:
+            bucket_bytes = int(self.config.bucket_cap_mb * 2**20)
+            first_step = FirstStep(
+                model, lambda unused: self._wrap(original, context, unused), bucket_bytes=bucket_bytes
+            )
+        elif trained:
+            model.module = self._wrap(original, context, asked is not False)
         optimizer = objects.optimizer and DDPOptimizer(
-            objects.optimizer, original, precision=context.precision, after_step=context.after_step
+            objects.optimizer, model, first_step, precision=context.precision, after_step=context.after_step
         )
         return objects._replace(model=model, optimizer=optimizer)
 
@@ -132,13 +141,20 @@ class TorchDDPPlugin(Plugin):
         inner = model.module
         if isinstance(inner, DistributedDataParallel):
             return inner.no_sync()
+        if isinstance(optimizer, DDPOptimizer) and optimizer.first_step is not None:
+            return optimizer.first_step.no_sync()
         return super().no_sync(model, optimizer)
 
     def describe(self) -> Mapping[str, object]:
         """Return DDP's options and their values."""
         return asdict(self.config)
 
-    def _wrap(self, model: nn.Module, context: BoostContext) -> DistributedDataParallel:
+    def _wrap(
+        self,
+        model: nn.Module,
+        context: BoostContext,
+        find_unused_parameters: bool,  # noqa: FBT001 - DDP's own option
+    ) -> DistributedDataParallel:
         config = self.config
         options: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
         with warnings.catch_warnings():
@@ -149,7 +165,7 @@ class TorchDDPPlugin(Plugin):
                 model,
                 device_ids=[context.device] if context.device.type == "cuda" else None,
                 bucket_cap_mb=config.bucket_cap_mb,
-                find_unused_parameters=config.finds_unused_parameters,
+                find_unused_parameters=find_unused_parameters,
                 gradient_as_bucket_view=config.gradient_as_bucket_view,
                 static_graph=config.static_graph,
                 **options,
@@ -161,42 +177,77 @@ class TorchDDPPlugin(Plugin):
 
 
 class DDPOptimizer(OptimizerWrapper):
-    """An optimizer that refuses gradients which DDP has not averaged.
+    """An optimizer that steps with gradients that are averaged over all ranks, or not at all.
 
     Args:
         optim: The optimizer inside.
-        model: The user's model; parameters frozen now stay out of DDP's reduction for good.
+        model: The boosted model; parameters frozen now stay out of DDP's reduction for good.
+        first_step: The first step, where it has to find out about unused parameters.
         **kwargs: As for `OptimizerWrapper`.
     """
 
-    def __init__(self, optim: Optimizer, model: nn.Module, **kwargs: Any) -> None:
+    def __init__(self, optim: Optimizer, model: ModelWrapper, first_step: FirstStep | None, **kwargs: Any) -> None:
         super().__init__(optim, **kwargs)
-        self._unreduced = {
-            name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad
-        }
+        self.first_step = first_step
+        self._model = model
+        named = dict(model.unwrap().named_parameters())
+        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
+        self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+    def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
+        """Run backward from a loss; see `OptimizerWrapper.backward`.
+
+        Collective: every rank of the world, in step, outside of ``no_sync``.
+        """
+        super().backward(loss, inputs, retain_graph=retain_graph)
+        self._finish_first_step()
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's gradients.
+        """Return the gradients, averaged over all ranks.
 
         Raises:
-            GradientError: If a parameter that was frozen at ``boost`` has one: no other rank knows of it.
+            GradientError: If a parameter has one that DDP has not averaged.
+
+        Collective: every rank of the world before the end of the first step, where a script ran backward by itself.
         """
-        self._check_reduced()
+        self._finish_first_step()
+        self._check_averaged()
         return super().gradients()
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters; see `OptimizerWrapper.step`.
 
         Raises:
-            GradientError: If a parameter that was frozen at ``boost`` has a gradient.
+            GradientError: If a parameter has a gradient that DDP has not averaged.
 
-        Collective: none; every rank must step alike.
+        Collective: as `gradients`; every rank must step alike.
         """
-        self._check_reduced()
+        if closure is None:
+            self._finish_first_step()
+            self._check_averaged()
         return super().step(closure)
 
-    def _check_reduced(self) -> None:
-        unreduced = [name for name, parameter in self._unreduced.items() if parameter.grad is not None]
+    def _finish_first_step(self) -> None:
+        first_step = self.first_step
+        if first_step is None or not first_step.is_due:
+            return
+        if any(parameter.grad is not None for parameter in self._trained.values()):
+            self.first_step = None
+            first_step.finish()
+
+    def _check_averaged(self) -> None:
+        ddp = self._model.module
+        if isinstance(ddp, DistributedDataParallel) and not (ddp.find_unused_parameters or ddp.static_graph):
+            missing = [name for name, parameter in self._trained.items() if parameter.grad is None]
+            # All without a gradient is a step without backward; some is a reduction that DDP could not finish.
+            if missing and len(missing) < len(self._trained):
+                msg = (
+                    f"{len(missing)} parameter(s) took part in the first step but not in this one, so DDP could not "
+                    f"finish averaging: {', '.join(map(repr, missing[:10]))}. "
+                    "Pass `find_unused_parameters=True` to the plugin."
+                )
+                raise GradientError(msg)
+        unreduced = [name for name, parameter in self._frozen.items() if parameter.grad is not None]
         if unreduced:
             msg = (
                 f"{len(unreduced)} parameter(s) that were frozen when `boost` was called have gradients now, which DDP "

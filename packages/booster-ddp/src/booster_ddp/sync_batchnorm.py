@@ -24,8 +24,8 @@ class AnyDeviceSyncBatchNorm(nn.SyncBatchNorm):
         uses_batch = self.training or self.running_mean is None
         if x.device.type == "cuda" or not uses_batch:
             return super().forward(x) if x.device.type == "cuda" else self._normalise_by_running(x)
-        self._check_input_dim(x)  # type: ignore[no-untyped-call]
-        self._check_non_zero_input_channels(x)  # type: ignore[no-untyped-call]
+        self._check_input_dim(x)
+        self._check_non_zero_input_channels(x)
         dims = [0, *range(2, x.dim())]
         shape = [1, -1, *(1 for _ in range(2, x.dim()))]
         wide = x if x.dtype == torch.float64 else x.float()
@@ -69,7 +69,7 @@ def convert_sync_batchnorm(model: nn.Module) -> None:
 
     Collective: none.
     """
-    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     for parent in [converted, *converted.modules()]:
         for name, child in parent.named_children():
             if type(child) is nn.SyncBatchNorm:

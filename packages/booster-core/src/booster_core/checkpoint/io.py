@@ -79,7 +79,7 @@ class CheckpointIO:
 
     # What users call, by way of `Booster` ----------------------------------------------------------------------------
 
-    def save_model(  # noqa: PLR0913 - the arguments of `Booster.save_model`
+    def save_model(
         self,
         adapter: StateAdapter,
         checkpoint: str | Path,
@@ -130,7 +130,7 @@ class CheckpointIO:
         part = ModelPart(adapter, names, max_bytes=max_bytes, file_name=file_name, dtype=dtype, texts=texts)
         self._save("save_model", folder, [part], check=check, use_async=use_async)
 
-    def save_optimizer(  # noqa: PLR0913 - the arguments of `Booster.save_optimizer`
+    def save_optimizer(
         self,
         adapter: StateAdapter,
         checkpoint: str | Path,
@@ -331,7 +331,7 @@ class CheckpointIO:
 
     # What a whole training state is written with ---------------------------------------------------------------------
 
-    def write_folder(  # noqa: PLR0913 - one save, described once
+    def write_folder(
         self,
         name: str,
         folder: Path,
@@ -382,7 +382,7 @@ class CheckpointIO:
                 msg = f"`{option}` has no meaning with `gather_dtensor=False`, which leaves writing to torch. Drop one of them."
                 raise ConfigError(msg)
 
-    def _save(  # noqa: PLR0913 - see `write_folder`
+    def _save(
         self,
         name: str,
         folder: Path,

@@ -234,7 +234,7 @@ class WriteJob:
         cleanup: Called on rank 0 if the job fails.
     """
 
-    def __init__(  # noqa: PLR0913 - a job is put together in one place, from parts that are tested on their own
+    def __init__(
         self,
         plan: JobPlan,
         *,

@@ -11,6 +11,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
+from booster_core.checkpoint.plan import natural_order
 from booster_core.errors import CheckpointError
 from booster_core.state.adapter import ParamGroup
 from booster_core.state.jsonable import decode, encode
@@ -89,7 +92,7 @@ class ModelPart(Part):
         texts: Further files and their content, such as ``config.json``.
     """
 
-    def __init__(  # noqa: PLR0913 - what a user says of a model's files
+    def __init__(
         self,
         adapter: StateAdapter,
         names: FileNames,
@@ -108,6 +111,7 @@ class ModelPart(Part):
         self._owners: dict[str, int] = {}
         self._mine: list[str] = []
 
+    @override
     def owned_shards(self) -> Iterator[TensorShard]:
         for shard in self._adapter.model_shards():
             if shard.is_owner:
@@ -115,12 +119,14 @@ class ModelPart(Part):
         for name in self._mine:
             yield from whole_shards(self._extra_tensors.get(name, {}))
 
+    @override
     def file_dtype(self, shard: TensorShard) -> torch.dtype:
         is_state = any(shard.name in tensors for tensors in self._extra_tensors.values())
         if self._dtype is None or not shard.dtype.is_floating_point or is_state:
             return shard.dtype
         return self._dtype
 
+    @override
     def local_facts(self) -> Any:
         self._extra_tensors = {}
         encoded = {}
@@ -134,6 +140,7 @@ class ModelPart(Part):
         }
         return encoded, shapes
 
+    @override
     def learn(self, facts: Sequence[Any], rank: int) -> None:
         self._extra, self._owners = {}, {}
         for owner, (encoded, _) in enumerate(facts):
@@ -143,6 +150,7 @@ class ModelPart(Part):
                     self._owners[name] = owner
         self._mine = [name for name, owner in self._owners.items() if owner == rank]
 
+    @override
     def learned_specs(self, facts: Any, rank: int) -> list[tuple[str, tuple[int, ...], torch.dtype, int]]:
         return [
             (key, shape, dtype, math.prod(shape))
@@ -151,9 +159,11 @@ class ModelPart(Part):
             for key, shape, dtype in tensors
         ]
 
+    @override
     def values(self) -> dict[str, Any]:
-        return self._extra
+        return dict(sorted(self._extra.items()))
 
+    @override
     def texts(self) -> dict[str, str]:
         return self._texts
 
@@ -180,18 +190,21 @@ class OptimizerInfo:
     shapes: Mapping[str, tuple[int, ...]]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON."""
+        """Return all of it as JSON, ordered by name: the file does not depend on which rank held what."""
         return {
             "format_version": FORMAT_VERSION,
             "param_groups": [
-                {"params": list(group.params), **{key: encode(item, key) for key, item in group.options.items()}}
+                {
+                    "params": sorted(group.params, key=natural_order),
+                    **{key: encode(group.options[key], key) for key in sorted(group.options)},
+                }
                 for group in self.groups
             ],
             "scalars": {
-                name: {state: encode(value, f"{name}/{state}") for state, value in states.items()}
-                for name, states in self.scalars.items()
+                name: {state: encode(states[state], f"{name}/{state}") for state in sorted(states)}
+                for name, states in sorted(self.scalars.items(), key=lambda item: natural_order(item[0]))
             },
-            "param_shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "param_shapes": {name: list(self.shapes[name]) for name in sorted(self.shapes, key=natural_order)},
         }
 
     @classmethod
@@ -281,20 +294,25 @@ class OptimizerPart(Part):
         self._adapter = adapter
         self._info: dict[str, Any] = {}
 
+    @override
     def owned_shards(self) -> Iterator[TensorShard]:
         for shard in self._adapter.optimizer_shards():
             if shard.is_owner:
                 yield shard
 
+    @override
     def local_facts(self) -> Any:
         return OptimizerInfo.of(self._adapter)
 
+    @override
     def learn(self, facts: Sequence[Any], rank: int) -> None:
         del rank
         self._info = OptimizerInfo.merge(facts).to_json()
 
+    @override
     def values(self) -> dict[str, Any]:
         return {} if self.is_divided else {"optimizer": self._info}
 
+    @override
     def texts(self) -> dict[str, str]:
         return {self.names.groups: json.dumps(self._info, indent=1) + "\n"} if self.is_divided else {}

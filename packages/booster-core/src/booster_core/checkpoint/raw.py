@@ -78,7 +78,7 @@ def reserve(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_strided(  # noqa: PLR0913 - a place in a file is six facts
+def read_strided(
     source: int | memoryview, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, out: torch.Tensor
 ) -> None:
     """Copy a box of a row-major tensor in a file, or in memory, to ``out``.
@@ -102,7 +102,7 @@ def read_strided(  # noqa: PLR0913 - a place in a file is six facts
         mapping.close()
 
 
-def write_strided(  # noqa: PLR0913 - a place in a file is six facts
+def write_strided(
     descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, source: torch.Tensor
 ) -> None:
     """Copy ``source`` to a box of a row-major tensor in a file, through a mapping. The file has its space already.
@@ -123,7 +123,7 @@ def write_strided(  # noqa: PLR0913 - a place in a file is six facts
         mapping.close()
 
 
-def write_runs(  # noqa: PLR0913 - a place in a file is six facts
+def write_runs(
     descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, source: torch.Tensor
 ) -> None:
     """Do what `write_strided` does by one plain write for each contiguous run."""
@@ -135,7 +135,7 @@ def write_runs(  # noqa: PLR0913 - a place in a file is six facts
     assert len(values) == box_numel(box) * itemsize, "the source has the box' size"
 
 
-def _map_span(  # noqa: PLR0913 - a place in a file is six facts
+def _map_span(
     descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, protection: int
 ) -> tuple[mmap.mmap, int, tuple[int, ...], Box]:
     """Map the pages that a box touches; return the mapping, and shape and box of the tensor's rows that it shows.

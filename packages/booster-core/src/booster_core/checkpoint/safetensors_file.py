@@ -14,6 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from booster_core.checkpoint.formats import Container, TensorFile
 from booster_core.checkpoint.naming import SAFETENSORS
@@ -64,6 +65,7 @@ class SafetensorsContainer(Container):
 
     suffix = SAFETENSORS
 
+    @override
     def create(self, path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> None:
         head, size = _head(specs, values)
         descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)
@@ -73,6 +75,7 @@ class SafetensorsContainer(Container):
         finally:
             os.close(descriptor)
 
+    @override
     def offsets(self, path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> dict[str, int]:
         del path
         offset = len(_head(specs, values)[0])
@@ -138,6 +141,7 @@ class SafetensorsFile(TensorFile):
         self._content: torch.Tensor | None = None
         self._lock = threading.Lock()
 
+    @override
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         meta, offset = self.tensors[key], self._offsets[key]
         itemsize = meta.dtype.itemsize
@@ -151,6 +155,7 @@ class SafetensorsFile(TensorFile):
         else:
             read_strided(self._descriptor, offset, meta.shape, itemsize, box, out)
 
+    @override
     def close(self) -> None:
         os.close(self._descriptor)
         self._content = None

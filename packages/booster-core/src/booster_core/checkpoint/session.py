@@ -138,7 +138,7 @@ class Session:
 
         Collective: every rank.
         """
-        token, error, made = None, None, list[Path]()
+        token, error, made = "", None, []
         if self.rank == 0:
             try:
                 check()

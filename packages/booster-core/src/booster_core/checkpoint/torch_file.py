@@ -11,6 +11,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from booster_core.checkpoint.formats import Container, TensorFile
 from booster_core.checkpoint.naming import TORCH
@@ -33,6 +34,7 @@ class TorchContainer(Container):
 
     suffix = TORCH
 
+    @override
     def create(self, path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode  # what skip_data's documentation builds on
 
@@ -42,6 +44,7 @@ class TorchContainer(Container):
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(content, path)
 
+    @override
     def offsets(self, path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> dict[str, int]:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -93,9 +96,11 @@ class TorchFile(TensorFile):
             name: TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in self._tensors.items()
         }
 
+    @override
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         out.view(box_shape(box)).copy_(self._tensors[key].detach()[slices_of(box)])
 
+    @override
     def close(self) -> None:
         self._tensors = {}
 

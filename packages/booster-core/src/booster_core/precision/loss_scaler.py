@@ -116,5 +116,5 @@ def any_nonfinite(tensors: Iterable[Tensor]) -> bool:
         return False
     # The largest magnitude is infinite or NaN exactly where some element is; unlike a sum of squares
     # it cannot overflow on gradients that are all finite.
-    norms = torch._foreach_norm(present, float("inf"))
+    norms = torch._foreach_norm(present, float("inf"))  # noqa: SLF001 - the kernel behind torch's clip_grad_norm_
     return not bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter
@@ -52,29 +53,36 @@ class ReplicatedStateAdapter(StateAdapter):
         if self._optimizer is not None:
             self._named_groups()
 
+    @override
     def model_shards(self) -> Iterator[TensorShard]:
         named = NamedTensors.of(self._module)
         yield from balanced_shards(
             ((name, None, tensor) for name, tensor in named.tensors.items()), self._rank, self._world_size
         )
 
+    @override
     def tied_names(self) -> Mapping[str, str]:
         return NamedTensors.of(self._module).aliases
 
+    @override
     def extra_state(self) -> Mapping[str, object]:
         return {name: module.get_extra_state() for name, module in extra_state_modules(self._module).items()}
 
+    @override
     def load_extra_state(self, values: Mapping[str, object]) -> None:
         for name, module in extra_state_modules(self._module).items():
             if name in values:
                 module.set_extra_state(values[name])
 
+    @override
     def optimizer_shards(self) -> Iterator[TensorShard]:
         yield from balanced_shards(self._state_tensors(), self._rank, self._world_size)
 
+    @override
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
         return {name: scalars for name, _, scalars in self._states() if scalars}
 
+    @override
     def param_groups(self) -> Sequence[ParamGroup]:
         groups = []
         for names, group in self._named_groups():
@@ -106,6 +114,7 @@ class ReplicatedStateAdapter(StateAdapter):
                 else:
                     optimizer.state.pop(parameter, None)
 
+    @override
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
         del model, optimizer
         self._masters = set()

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import resource
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _SELF = Path("/proc/self")
 _RESET_PEAK = "5"
+_SAMPLE_SECONDS = 0.001
 
 
 @dataclass
@@ -37,11 +39,16 @@ class MemoryPeak:
 
 
 @contextlib.contextmanager
-def peak_memory() -> Iterator[MemoryPeak]:
+def peak_memory(*, maps_files: bool = False) -> Iterator[MemoryPeak]:
     """Measure the peak of this process' anonymous memory over the block, above what was there before.
 
     The kernel keeps a high-water mark of all resident pages only. File-backed pages are taken off as they stood at the
-    start, or at the end where fewer are left, so that a block which maps files is charged for pages it made its own.
+    start, or at the end where more are there then; pages of files that are mapped and unmapped within the block would
+    be charged to it.
+
+    Args:
+        maps_files: The block maps large files: sample anonymous memory every millisecond instead, which may miss
+            shorter peaks.
 
     Collective: none.
     """
@@ -49,17 +56,42 @@ def peak_memory() -> Iterator[MemoryPeak]:
     (_SELF / "clear_refs").write_text(_RESET_PEAK)
     before = _status()
     peak = MemoryPeak(start_bytes=before["RssAnon"])
+    sampler = _Sampler() if maps_files else None
     try:
         yield peak
     finally:
         after = _status()
-        file_backed = max(
-            before["RssFile"] + before["RssShmem"],
-            after["RssFile"] + after["RssShmem"],
-        )
-        # The mark may lie below the present anonymous pages plus these, because file-backed pages came later.
-        peak.peak_bytes = max(after["VmHWM"] - file_backed, after["RssAnon"], before["RssAnon"]) - before["RssAnon"]
+        if sampler is None:
+            num_file_backed = max(status["RssFile"] + status["RssShmem"] for status in (before, after))
+            highest = after["VmHWM"] - num_file_backed
+        else:
+            highest = sampler.stop()
+        # The mark may lie below the present pages, because file-backed ones came after the peak.
+        peak.peak_bytes = max(highest, after["RssAnon"], before["RssAnon"]) - before["RssAnon"]
         peak.kept_bytes = after["RssAnon"] - before["RssAnon"]
+
+
+class _Sampler:
+    """A thread that remembers the largest anonymous memory that it has seen."""
+
+    def __init__(self) -> None:
+        self._highest_pages = 0
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="memory sampler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """End the thread and return the largest value, in bytes."""
+        self._is_stopped.set()
+        self._thread.join()
+        return self._highest_pages * resource.getpagesize()
+
+    def _sample(self) -> None:
+        with (_SELF / "statm").open() as file:
+            while not self._is_stopped.wait(_SAMPLE_SECONDS):
+                file.seek(0)
+                _, resident, file_backed, *_ = map(int, file.read().split())
+                self._highest_pages = max(self._highest_pages, resident - file_backed)
 
 
 @contextlib.contextmanager

@@ -182,13 +182,14 @@ def _open_group(call: Call) -> None:
     """Open the default process group by the code that `booster_core.launch` uses."""
     from torch.distributed import FileStore  # type: ignore[attr-defined] # torch does not list it as public
 
+    from booster_core.liveness import start_monitor
     from booster_core.world import open_world
 
     if "cuda" in call.backend:
         import torch
 
         torch.cuda.set_device(call.rank % torch.cuda.device_count())
-    open_world(
+    world = open_world(
         FileStore(call.store_file, call.world_size),
         rank=call.rank,
         world_size=call.world_size,
@@ -197,6 +198,8 @@ def _open_group(call: Call) -> None:
         timeout_seconds=call.group_timeout_seconds,
         generation=0,  # the store is new, and workers may have served different numbers of calls
     )
+    hosts = ["localhost"] * call.world_size
+    world.monitor = start_monitor(world, hosts, "localhost", may_end_process=False)
 
 
 def _has_foreign_group() -> bool:

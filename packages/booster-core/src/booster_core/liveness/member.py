@@ -1,0 +1,370 @@
+"""Each rank's end of the monitor: reports this process' failure, and ends it for another's.
+
+The thread here acts whatever the main thread does, also while that sleeps or waits in a collective's C++ code. The main
+thread gets a short time to end by itself first. Nothing is done about exceptions that a script catches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from booster_core.errors import RankFailedError
+from booster_core.liveness.progress import PROGRESS
+from booster_core.liveness.server import Server
+from booster_core.liveness.wire import Lines, Message, encode, notice_vanished_machines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from booster_core.world import World
+
+GRACE_SECONDS = 5.0
+"""How long the main thread may take to end by itself when another rank has failed."""
+
+_DECISION_SECONDS = 4.0
+_TURN_SECONDS = GRACE_SECONDS + 3.0
+_REAPED_SECONDS = 1.0
+_END_SECONDS = 20.0
+_CONNECT_SECONDS = 10.0
+_ASK_SECONDS = 4.0
+_FLUSH_SECONDS = 1.0
+_MAX_TEXT_CHARS = 60_000
+_CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process exited|remote end closed|"
+    r"store that they share has gone away|failed to recv, got 0 bytes|nccl.*remote",
+    re.IGNORECASE,
+)
+
+
+class Monitor:
+    """This process' connection to the monitor.
+
+    Args:
+        rank: This process' rank.
+        connection: A connection to the server.
+        token: What the server expects to hear.
+        server: The server, if it runs in this process.
+        may_end_process: Whether this process ends when another rank fails.
+        error_file: Where torchrun's agent expects the reason of a failure; ``None`` without an agent.
+    """
+
+    def __init__(  # noqa: PLR0913 - the facts of one process
+        self,
+        rank: int,
+        connection: socket.socket,
+        token: str,
+        *,
+        server: Server | None,
+        may_end_process: bool,
+        error_file: str | None,
+    ) -> None:
+        self._rank = rank
+        self._connection = connection
+        self._server = server
+        self._may_end_process = may_end_process
+        self._error_file = error_file
+        self._is_heir = False
+        self._is_closing = False
+        self._failure: Message | None = None
+        self._decided, self._turn, self._answered = threading.Event(), threading.Event(), threading.Event()
+        self._welcomed = threading.Event()
+        self._records: dict[int, Message] = {}
+        self._send_lock, self._speech_lock = threading.Lock(), threading.Lock()
+        self._has_spoken = False
+        self._is_reporting = False
+        self._thread = threading.Thread(target=self._listen, name="booster monitor", daemon=True)
+        self._thread.start()
+        self._send({"type": "hello", "rank": rank, "pid": os.getpid(), "token": token})
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether a rank has failed, so that this process is about to end."""
+        return self._failure is not None or self._is_reporting
+
+    def wait_for_welcome(self) -> bool:
+        """Return whether the server has let this rank in."""
+        return self._welcomed.wait(_CONNECT_SECONDS)
+
+    def ask_progress(self) -> dict[int, Message] | None:
+        """Return every rank's progress record, or ``None`` if the server does not answer.
+
+        Collective: none.
+        """
+        self._answered.clear()
+        self._send({"type": "where"})
+        return dict(self._records) if self._answered.wait(_ASK_SECONDS) else None
+
+    def close(self) -> None:
+        """Say goodbye: this process ends normally, or at least by its own decision."""
+        if self.is_failing:
+            return  # the kernel closes the connection at the very end, which is when the others may go on
+        self._is_closing = True
+        self._send({"type": "bye"})
+        if self._server is not None:
+            self._server.close()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join(timeout=5)
+        self._connection.close()
+
+    def report(self, error: BaseException, trace: TracebackType | None) -> bool:
+        """Report an exception that nobody caught; return whether its traceback is to be printed here, now.
+
+        Waits for the decision whether this is the first failure, and for this process' turn to end.
+
+        Collective: none.
+        """
+        self._is_reporting = True
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        half = _MAX_TEXT_CHARS // 2
+        shortened = text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}"
+        self._send({"type": "failed", "text": shortened, "is_derived": _is_consequence(error)})
+        threading.Thread(target=self._end_after_report, name="booster end", daemon=True).start()
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        self._decided.wait(_DECISION_SECONDS)
+        if self._failure is None:
+            self._write_error_file(f"{type(error).__name__}: {error}", text)
+            return True
+        if self._failure["own"]:
+            self._write_error_file(f"{type(error).__name__}: {error}", text)
+            self._wait_for_turn()
+            return True
+        self._wait_for_turn()
+        self._speak()
+        return False
+
+    def _end_after_report(self) -> None:
+        """End a process that has failed but whose other threads do not let it end."""
+        time.sleep(_END_SECONDS)
+        _end_process()
+
+    def _listen(self) -> None:
+        lines = Lines()
+        while True:
+            try:
+                data = self._connection.recv(65536)
+            except OSError:
+                data = b""
+            for message in lines.feed(data):
+                self._handle(message)
+            if not data:
+                break
+        if not self._is_closing:
+            self._server_is_gone()
+
+    def _handle(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "welcome":
+            self._is_heir = bool(message["is_heir"])
+            self._welcomed.set()
+        elif kind == "where":
+            self._send({"type": "here", "question": message["question"], "record": PROGRESS.record()})
+        elif kind == "progress":
+            self._records = {int(rank): record for rank, record in message["records"].items()}
+            self._answered.set()
+        elif kind == "closing":
+            self._is_closing = True
+        elif kind == "go":
+            self._turn.set()
+        elif kind == "failure" and self._may_end_process:
+            self._learn(message)
+
+    def _server_is_gone(self) -> None:
+        """Rank 0 has ended without a goodbye; if that is news, it is the failure."""
+        self._turn.set()
+        if self._failure is None and self._may_end_process:
+            self._learn(
+                {"rank": 0, "world": None, "host": None, "pid": None, "text": None}
+                | {"speaks": self._is_heir, "waits": False, "own": False}
+            )
+
+    def _learn(self, failure: Message) -> None:
+        """Take note of the failure, and see to it that this process ends."""
+        self._failure = failure
+        if not failure["waits"]:
+            self._turn.set()
+        self._decided.set()
+        if not self._is_reporting:
+            threading.Thread(target=self._end_for_another, name="booster end", daemon=True).start()
+
+    def _end_for_another(self) -> None:
+        """Give the main thread time to end by itself; then end the process."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        self._wait_for_turn()
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        if self._failure is not None and self._failure["rank"] == 0 and self._failure["world"] is None:
+            time.sleep(_REAPED_SECONDS)  # nobody tells when the others are gone, and the heir speaks last
+        if self._is_reporting:
+            return  # it has an exception of its own by now, and ends by that
+        self._speak()
+        _end_process()
+
+    def _wait_for_turn(self) -> None:
+        self._turn.wait(_TURN_SECONDS)
+        if self._error_file is not None and self._failure is not None and not self._failure["speaks"]:
+            time.sleep(_REAPED_SECONDS)  # the agent is to see the end of the process that speaks before this one's
+
+    def _speak(self) -> None:
+        """Print what happened to the rank that failed, if that falls to this process."""
+        failure = self._failure
+        with self._speech_lock:
+            if failure is None or not failure["speaks"] or self._has_spoken:
+                return
+            self._has_spoken = True
+        _flush()
+        text = _obituary(failure)
+        self._write_error_file(text.rstrip().splitlines()[-1], text)
+        # Not through sys.stderr, whose lock the main thread may hold for ever.
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode(errors="replace"))
+
+    def _write_error_file(self, summary: str, text: str) -> None:
+        """Tell torchrun's agent the reason, in the form of torch.distributed.elastic's error files."""
+        if self._error_file is None:
+            return
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(self._error_file).write_text(
+                json.dumps({"message": {"message": summary, "extraInfo": extra}}), encoding="utf-8"
+            )
+
+    def _send(self, message: Message) -> None:
+        # A server that is gone is noticed by the thread that listens to it.
+        with self._send_lock, contextlib.suppress(OSError):
+            self._connection.sendall(encode(message))
+
+
+def start_monitor(
+    world: World, hosts: Sequence[str] | None, address: str, *, may_end_process: bool, error_file: str | None = None
+) -> Monitor | None:
+    """Connect this rank to the monitor, which rank 0 starts.
+
+    Args:
+        world: The world to watch over.
+        hosts: Host names of all ranks, on rank 0; not looked at elsewhere.
+        address: A name of rank 0's host, as rank 0 knows it.
+        may_end_process: Whether this process ends when another rank fails.
+        error_file: Where torchrun's agent expects the reason of a failure.
+
+    Returns:
+        The monitor; ``None`` where a rank could not reach it, and in a world of one.
+
+    Collective: every rank of the world.
+    """
+    PROGRESS.clear()
+    if world.world_size == 1 or world.store is None:
+        return None
+    server = None
+    if world.rank == 0:
+        assert hosts is not None
+        token = secrets.token_hex(16)
+        server = Server(hosts, token, speakers_end_first=error_file is not None)
+        server.start()
+        addresses = ["127.0.0.1"] if len(set(hosts)) == 1 else [address, socket.gethostname()]
+        world.store.set("monitor", json.dumps({"addresses": addresses, "port": server.port, "token": token}))
+    where = json.loads(world.store.get("monitor"))
+    connection = _connect(where["addresses"], where["port"])
+    if connection is None:
+        return None
+    monitor = Monitor(
+        world.rank,
+        connection,
+        where["token"],
+        server=server,
+        may_end_process=may_end_process,
+        error_file=error_file,
+    )
+    if not monitor.wait_for_welcome():
+        monitor.close()
+        return None
+    return monitor
+
+
+def install_excepthook(monitor: Monitor) -> Callable[[], None]:
+    """Report exceptions that nobody catches before the present hook prints them, where it is to.
+
+    Returns:
+        What puts the present hook back.
+
+    Collective: none.
+    """
+    previous = sys.excepthook
+
+    def report_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_to_be_printed = True
+        # Nothing may keep the user's traceback from the screen.
+        with contextlib.suppress(Exception):
+            is_to_be_printed = monitor.report(error, trace)
+        if is_to_be_printed:
+            _flush()
+            previous(kind, error, trace)
+
+    def uninstall() -> None:
+        if sys.excepthook is report_and_print:  # else somebody has wrapped it, and may call it yet
+            sys.excepthook = previous
+
+    sys.excepthook = report_and_print
+    return uninstall
+
+
+def _connect(addresses: Sequence[str], port: int) -> socket.socket | None:
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+            connection.settimeout(None)
+            notice_vanished_machines(connection)
+            return connection
+    return None
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether an exception looks as if another rank's end had caused it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, RankFailedError) or _CONSEQUENCE.search(str(seen)):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def _obituary(failure: Message) -> str:
+    """Say what happened to a rank that cannot say it on this screen."""
+    of = "" if failure["world"] is None else f" of {failure['world']}"
+    where = "" if failure["host"] is None else f" (process {failure['pid']} on {failure['host']})"
+    if failure["text"] is None:
+        return (
+            f"Booster: rank {failure['rank']}{of}{where} died without a traceback: killed by a signal, by the system "
+            "for want of memory, or ended by its own code. All other ranks end.\n"
+        )
+    return f"Booster: rank {failure['rank']}{of}{where} failed; all other ranks end. Its traceback:\n{failure['text']}"
+
+
+def _flush() -> None:
+    """Flush what was printed, unless the main thread is stuck in printing."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    thread.join(_FLUSH_SECONDS)
+
+
+def _end_process() -> NoReturn:
+    _flush()
+    os._exit(1)

@@ -1,0 +1,146 @@
+"""How far this process has come through the calls that all ranks make, and what to say when one does not come along.
+
+The record costs a few attribute writes per call and no communication. Only when a collective has timed out are the
+others' records asked for, through the monitor.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+from booster_core.errors import BoosterError, MissingRanksError
+from booster_core.rendezvous import name_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+_MAX_NAMED = 10
+
+
+class Progress:
+    """The calls that this process has entered and finished."""
+
+    __slots__ = ("counts", "is_finished", "last")
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.last: tuple[str, int] | None = None
+        self.is_finished = True
+
+    def enter(self, name: str) -> int:
+        """Note that the call ``name`` begins, and return how often it has begun."""
+        count = self.counts.get(name, 0) + 1
+        self.counts[name] = count
+        self.last = (name, count)
+        self.is_finished = False
+        return count
+
+    def finish(self, name: str) -> None:
+        """Note that the last call ``name`` has ended."""
+        self.last = (name, self.counts[name])
+        self.is_finished = True
+
+    def clear(self) -> None:
+        """Forget everything: a new process group begins."""
+        self.__init__()  # type: ignore[misc] # the constructor says what nothing is
+
+    def record(self) -> dict[str, Any]:
+        """Return the record in a form that travels."""
+        return {"counts": dict(self.counts), "last": self.last, "finished": self.is_finished}
+
+
+PROGRESS = Progress()
+"""The record of this process; counting starts anew with each process group."""
+
+
+class naming_missing_ranks:  # noqa: N801 - reads as what a with statement does
+    """Context around a call with collectives: if they time out, raise an error that names the ranks that did not come.
+
+    Args:
+        name: The call as the user knows it, such as ``"step"``.
+
+    Raises:
+        MissingRanksError: In place of torch's timeout.
+
+    Collective: none of its own.
+    """
+
+    __slots__ = ("_count", "_name", "_start")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._count = PROGRESS.enter(self._name)
+        self._start = time.monotonic()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            PROGRESS.finish(self._name)
+        elif isinstance(error, RuntimeError) and not isinstance(error, BoosterError) and _TIMEOUT.search(str(error)):
+            seconds = time.monotonic() - self._start
+            raise MissingRanksError(_explain(self._name, self._count, seconds)) from error
+
+
+def _explain(name: str, count: int, seconds: float) -> str:
+    from booster_core.world import current_world
+
+    world = current_world()
+    start = f"`{name}` #{count} timed out after {seconds:.3g} s"
+    records = None if world.monitor is None else world.monitor.ask_progress()
+    if records is None:
+        return (
+            f"{start}: some ranks of {world.world_size} did not reach it, or are too slow; which ones is not known, "
+            "because this run was not started by `booster_core.launch`, or rank 0 has ended."
+        )
+    return describe_progress(start, name, count, records)
+
+
+def describe_progress(start: str, name: str, count: int, records: Mapping[int, Mapping[str, Any]]) -> str:
+    """Say which ranks have not reached call ``count`` of ``name``, and where they are.
+
+    Args:
+        start: Beginning of the sentence.
+        name: The call that timed out.
+        count: Which of the calls of that name.
+        records: What each rank answered: its `Progress.record`, or ``{"gone": how}``.
+
+    Collective: none.
+    """
+    places: dict[str, list[int]] = {}
+    missing = []
+    for rank, record in sorted(records.items()):
+        if record.get("counts", {}).get(name, 0) < count:
+            missing.append(rank)
+            places.setdefault(_place(record), []).append(rank)
+    if not missing:
+        return (
+            f"{start} although every rank has reached it: ranks call different collectives in it, or one is too slow. "
+            "Raise `timeout_seconds` in the launch if it may take that long."
+        )
+    have = "has" if len(missing) == 1 else "have"
+    if len(places) == 1 and len(missing) == 1:
+        details = f" it {next(iter(places))}."
+    else:
+        details = "".join(f" {name_ranks(ranks)} {place};" for place, ranks in list(places.items())[:_MAX_NAMED])
+        details = details.removesuffix(";") + "."
+    return (
+        f"{start}: {name_ranks(missing)} {have} not reached it;{details} "
+        "Every rank must make the same calls in the same order."
+    )
+
+
+def _place(record: Mapping[str, Any]) -> str:
+    """Say where a rank is."""
+    if "gone" in record:
+        return str(record["gone"])
+    last = record.get("last")
+    if last is None:
+        return "made no such call yet"
+    return f"{'last finished' if record['finished'] else 'entered'} `{last[0]}` #{last[1]}"

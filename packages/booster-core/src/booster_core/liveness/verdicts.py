@@ -1,0 +1,135 @@
+"""Which failure came first, who says so, and in which order processes end; pure decisions, without sockets or clocks.
+
+When one rank fails, others soon fail of it: their connections break. The first failure that does not look like such a
+consequence is the primary one. On its own host the failing rank itself prints its traceback; on every other host, and
+where a rank died without a word, the lowest rank that lives speaks for it. Speakers end last, so that nothing is
+printed after them; but under torchrun, whose agent kills the others and reports on the first process that ends, they
+end first. Rank 0 holds the monitor's server and stays until those before it are gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from booster_core.liveness.wire import Message
+
+HOLD_SECONDS = 1.0
+"""How long a failure that looks like a consequence waits for its cause to be reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank runs."""
+
+    host: str
+    pid: int
+
+
+class Verdicts:
+    """The server's view of the run.
+
+    Every method returns the messages to send, as pairs of rank and message; times are seconds on any clock.
+
+    Args:
+        hosts: Host of each rank.
+        speakers_end_first: Whether an agent reports on the first process that ends.
+    """
+
+    def __init__(self, hosts: Sequence[str], *, speakers_end_first: bool) -> None:
+        self._hosts = list(hosts)
+        self._speakers_end_first = speakers_end_first
+        self._places: dict[int, Place] = {}
+        self._alive: set[int] = set()
+        self._gone: dict[int, str] = {}
+        self._held: list[tuple[float, int, str]] = []
+        self._primary: int | None = None
+        self._waiting: set[int] = set()
+        self._first: set[int] = set()
+
+    @property
+    def gone(self) -> dict[int, str]:
+        """How each rank that is no longer connected went."""
+        return dict(self._gone)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether a failure waits for its cause."""
+        return bool(self._held)
+
+    def joined(self, rank: int, pid: int) -> list[tuple[int, Message]]:
+        """A rank has connected; it learns whether it speaks for a lost rank 0."""
+        self._places[rank] = Place(host=self._hosts[rank], pid=pid)
+        self._alive.add(rank)
+        is_heir = rank == next((r for r, host in enumerate(self._hosts) if r and host == self._hosts[rank]), None)
+        return [(rank, {"type": "welcome", "is_heir": is_heir})]
+
+    def failed(self, rank: int, text: str, now: float, *, is_derived: bool) -> list[tuple[int, Message]]:
+        """A rank has raised; ``is_derived`` says that its error looks like a consequence of another's end."""
+        if self._primary is not None:
+            return []  # it has been told
+        if is_derived:
+            self._held.append((now, rank, text))
+            return []
+        return self._decide(rank, text)
+
+    def lost(self, rank: int) -> list[tuple[int, Message]]:
+        """A rank's connection has closed without a goodbye."""
+        if rank not in self._alive:
+            return []
+        self._alive.discard(rank)
+        self._gone[rank] = "has died"
+        if self._primary is not None:
+            return self._turns()
+        held = next((text for _, held_rank, text in self._held if held_rank == rank), None)
+        return self._decide(rank, held)
+
+    def left(self, rank: int) -> list[tuple[int, Message]]:
+        """A rank has said goodbye: it ended normally."""
+        self._alive.discard(rank)
+        self._gone[rank] = "has ended normally"
+        return self._turns() if self._primary is not None else []
+
+    def tick(self, now: float) -> list[tuple[int, Message]]:
+        """Time has passed; a failure whose cause did not show up is a cause itself."""
+        if self._held and self._primary is None and now - self._held[0][0] >= HOLD_SECONDS:
+            _, rank, text = self._held[0]
+            return self._decide(rank, text)
+        return []
+
+    def _decide(self, rank: int, text: str | None) -> list[tuple[int, Message]]:
+        """Make a rank's failure the primary one and tell everyone what to do."""
+        self._primary = rank
+        self._held.clear()
+        place = self._places[rank]
+        speaks_itself = rank in self._alive and text is not None
+        speakers = {rank} if speaks_itself else set()
+        for host in dict.fromkeys(self._hosts):
+            if not (speaks_itself and host == place.host):
+                speakers.update([r for r in sorted(self._alive) if self._hosts[r] == host][:1])
+        others = self._alive - speakers
+        self._first, second = (speakers, others) if self._speakers_end_first else (others, speakers)
+        self._waiting = second | ({0} & self._alive)
+        news = {
+            "type": "failure",
+            "rank": rank,
+            "world": len(self._hosts),
+            "host": place.host,
+            "pid": place.pid,
+            "text": text,
+        }
+        messages = [
+            (r, {**news, "speaks": r in speakers, "waits": r in self._waiting, "own": r == rank})
+            for r in sorted(self._alive)
+        ]
+        return messages + self._turns()
+
+    def _turns(self) -> list[tuple[int, Message]]:
+        """Tell ranks that wait for others to end that these have."""
+        first = self._first & self._alive
+        ready = {r for r in self._waiting if not first - {r}}
+        self._waiting -= ready
+        return [(r, {"type": "go"}) for r in sorted(ready)]

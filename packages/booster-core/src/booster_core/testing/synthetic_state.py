@@ -1,0 +1,208 @@
+"""State adapters over made-up tensors, in every kind of layout that a strategy may have: for testing checkpoints.
+
+A layout says which parts of a tensor lie on which rank. `SyntheticAdapter` holds those parts of tensors whose values
+follow from their names, so that any rank can tell whether what it loaded is right.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from booster_core.state.adapter import ParamGroup, StateAdapter
+from booster_core.state.regions import slices_of
+from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from booster_core.state.adapter import JSONValue, TensorMeta
+
+Part = tuple[Box, "tuple[int, int] | None", bool]
+"""Box, flat range, and whether this rank owns it."""
+
+LAYOUTS = ("replicated", "flat", "chunks", "columns", "fused_rows", "stages", "columns_flat")
+"""What `parts_of` knows: whole tensors everywhere; ZeRO's equal flat ranges; Gemini's chunks that go on over tensors'
+ends; tensor parallel columns; a fused weight's three row blocks; pipeline stages; tensor parallel with ZeRO inside."""
+
+
+def value_of(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the values that the tensor of a name has."""
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    values = torch.randint(0, 100, shape, generator=generator)
+    return (values % 2).bool() if dtype == torch.bool else values.to(torch.float32).to(dtype)
+
+
+def _ranges(numel: int, parts: int, index: int) -> tuple[int, int]:
+    size = -(-numel // parts)
+    return min(size * index, numel), min(size * (index + 1), numel)
+
+
+def parts_of(  # noqa: C901 - one case for each layout
+    layout: str, shape: tuple[int, ...], position: int, start: int, rank: int, world_size: int
+) -> list[Part]:
+    """Return the parts of one tensor that lie on a rank.
+
+    Args:
+        layout: One of `LAYOUTS`.
+        shape: Shape of the tensor.
+        position: Its position in the list of tensors.
+        start: Number of elements of the tensors before it.
+        rank: The rank.
+        world_size: Number of ranks.
+    """
+    whole = full_box(shape)
+    numel = box_numel(whole)
+    if layout == "replicated":
+        return [(whole, None, position % world_size == rank)]
+    if layout == "flat":
+        return [(whole, _ranges(numel, world_size, rank), True)]
+    if layout == "chunks":
+        size, parts = 1000, list[Part]()
+        for chunk in range(start // size, -(-(start + numel) // size) + 1):
+            low, high = (min(max(edge - start, 0), numel) for edge in (chunk * size, (chunk + 1) * size))
+            if low < high and chunk % world_size == rank:
+                parts.append((whole, (low, high), True))
+        return parts or ([(whole, (0, 0), True)] if numel else [(whole, None, rank == 0)])
+    if layout == "stages":
+        return [(whole, None, True)] if position % world_size == rank else []
+    if layout == "fused_rows" and len(shape) > 1 and shape[0] >= 3 * world_size:
+        third = shape[0] // 3
+        blocks = [(0, third), (third, 2 * third), (2 * third, shape[0])]
+        cuts = [(a + _ranges(b - a, world_size, rank)[0], a + _ranges(b - a, world_size, rank)[1]) for a, b in blocks]
+        return [((cut, *whole[1:]), None, True) for cut in cuts]
+    if layout == "columns" and len(shape) > 1:
+        return [((*whole[:-1], _ranges(shape[-1], world_size, rank)), None, True)]
+    if layout == "columns_flat" and len(shape) > 1:
+        # Even ranks hold the left columns, odd ones the right; each side is cut flat between its ranks.
+        sides = min(2, world_size)
+        peers = (world_size - rank % sides + sides - 1) // sides
+        box = (*whole[:-1], _ranges(shape[-1], sides, rank % sides))
+        return [(box, _ranges(box_numel(box), peers, rank // sides), True)]
+    return [(whole, None, rank == world_size - 1)]
+
+
+class SyntheticAdapter(StateAdapter):
+    """Holds parts of made-up tensors.
+
+    Args:
+        tensors: Name, shape and dtype of the model's tensors.
+        layout: One of `LAYOUTS`.
+        rank: The rank.
+        world_size: Number of ranks.
+        is_filled: Start with the right values; with zeros otherwise.
+        states: Names of elementwise optimizer states.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
+        layout: str,
+        rank: int,
+        world_size: int,
+        *,
+        is_filled: bool = True,
+        states: Sequence[str] = ("exp_avg", "master"),
+    ) -> None:
+        self._names = [name for name, _, _ in tensors]
+        self._states = list(states) if is_filled else []
+        self._layout = layout, rank, world_size
+        self._tensors = tensors
+        self._model = self._make(None, is_filled=is_filled)
+        self._optimizer = {state: self._make(state, is_filled=is_filled) for state in self._states}
+        self.scalars: dict[str, dict[str, JSONValue]] = (
+            {name: {"step": 7} for name in self._held()} if is_filled else {}
+        )
+        self.options: dict[str, Any] = {"lr": 0.5 if is_filled else 0.0, "betas": (0.9, 0.99)}
+        self.extra: dict[str, object] = {
+            "block._extra_state": {"scale": torch.full((3,), 2.0), "names": ["a", "b"], "n": 3} if is_filled else None
+        }
+        self.finished: list[tuple[bool, bool]] = []
+
+    def _make(self, state: str | None, *, is_filled: bool) -> list[TensorShard]:
+        layout, rank, world_size = self._layout
+        shards, start = [], 0
+        for position, (name, shape, dtype) in enumerate(self._tensors):
+            kind = dtype if state is None or not dtype.is_floating_point else torch.float32
+            whole = value_of(name if state is None else f"{name}/{state}", shape, kind)
+            for box, flat, is_owner in parts_of(layout, shape, position, start, rank, world_size):
+                data = whole[slices_of(box)].clone() if shape else whole.clone()
+                data = data.reshape(box_shape(box)) if flat is None else data.reshape(-1)[flat[0] : flat[1]].clone()
+                data = data if is_filled else torch.zeros_like(data)
+                shards.append(
+                    TensorShard(
+                        name=name,
+                        global_shape=shape,
+                        dtype=kind,
+                        box=box,
+                        flat=flat,
+                        data=data,
+                        is_owner=is_owner,
+                        state=state,
+                    )
+                )
+            start += whole.numel()
+        return shards
+
+    def _held(self) -> list[str]:
+        return list(dict.fromkeys(shard.name for shard in self._model))
+
+    def wrong(self) -> list[str]:
+        """Return the keys of the tensors of which some value here is not right."""
+        wrong = []
+        for shard in (*self._model, *(shard for shards in self._optimizer.values() for shard in shards)):
+            expected = value_of(shard.key, shard.global_shape, shard.dtype)[slices_of(shard.box)]
+            expected = expected if shard.flat is None else expected.reshape(-1)[slice(*shard.flat)]
+            if not torch.equal(expected.reshape(shard.data.shape).float(), shard.data.float()):
+                wrong.append(shard.key)
+        return wrong
+
+    @override
+    def model_shards(self) -> Iterator[TensorShard]:
+        yield from self._model
+
+    @override
+    def tied_names(self) -> Mapping[str, str]:
+        return {"tied": self._names[0]}
+
+    @override
+    def extra_state(self) -> Mapping[str, object]:
+        return self.extra
+
+    @override
+    def load_extra_state(self, values: Mapping[str, object]) -> None:
+        self.extra = dict(values)
+
+    @override
+    def optimizer_shards(self) -> Iterator[TensorShard]:
+        for shards in self._optimizer.values():
+            yield from shards
+
+    @override
+    def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
+        return self.scalars
+
+    @override
+    def param_groups(self) -> Sequence[ParamGroup]:
+        held = self._held()
+        cut = [name for name in self._names[:2] if name in held], [name for name in self._names[2:] if name in held]
+        return [ParamGroup(params=tuple(names), options=self.options) for names in cut]
+
+    @override
+    def prepare_optimizer_load(
+        self,
+        tensors: Mapping[str, Mapping[str, TensorMeta]],
+        scalars: Mapping[str, Mapping[str, JSONValue]],
+        groups: Sequence[ParamGroup],
+    ) -> None:
+        states = dict.fromkeys(state for entry in tensors.values() for state in entry)
+        self._optimizer = {state: self._make(state, is_filled=False) for state in states}
+        self.scalars = {name: dict(scalars[name]) for name in self._held() if name in scalars}
+        self.options = dict(groups[0].options)
+
+    @override
+    def finish_load(self, *, model: bool, optimizer: bool) -> None:
+        self.finished.append((model, optimizer))

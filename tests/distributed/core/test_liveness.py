@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+LIMIT_SECONDS = 30.0
+"""What Booster promises, from the failure to the end of the last process."""
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from booster_core.coordinator import DistCoordinator
+from booster_core.launch import launch, launch_from_torch
+
+from booster_core.liveness import member
+
+member.GRACE_SECONDS = GRACE or member.GRACE_SECONDS
+what, victim, where = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+if len(sys.argv) > 4:
+    c = launch(int(sys.argv[4]), int(sys.argv[5]), "127.0.0.1", int(sys.argv[6]), verbose=False)
+else:
+    c = launch_from_torch(verbose=False)
+dist.all_reduce(torch.ones(1))
+def tell(*words):
+    # In one piece, or the processes' lines mix.
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+tell("PID", os.getpid())
+
+def innermost_cause():
+    raise ZeroDivisionError("the original error")
+
+def fail():
+    time.sleep(0.5)
+    tell("FAILS", time.time())
+    if what == "raise":
+        innermost_cause()
+    elif what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "exit":
+        os._exit(3)
+    elif what == "hook":
+        sys.excepthook = sys.__excepthook__
+        innermost_cause()
+    elif what == "caught":
+        try:
+            innermost_cause()
+        except ZeroDivisionError:
+            pass
+        c.rendezvous("end")
+        tell("FINE")
+
+def wait():
+    if what == "caught":
+        c.rendezvous("end")
+        tell("FINE")
+    elif where == "collective":
+        dist.all_reduce(torch.ones(1))
+        time.sleep(300)
+    elif where == "sleep":
+        time.sleep(300)
+    elif where == "rendezvous":
+        c.rendezvous("step", timeout_seconds=300)
+    elif where == "loop":
+        while True:
+            sum(range(1000))
+
+fail() if c.rank == victim else wait()
+"""
+
+
+@dataclass
+class Run:
+    codes: list[int]
+    output: str
+    seconds: float
+    pids: list[int]
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A script whose ranks end soon after another's failure, to save the tests' time."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("GRACE or", "0.5 or"))
+    return path
+
+
+@pytest.fixture
+def unhurried_script(tmp_path):
+    """A script as it is, with the time that ranks have to end by themselves."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("GRACE or", "None or"))
+    return path
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _run(commands, cwd):
+    """Run processes that share one screen, until all have ended."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as screen:
+        processes = [
+            subprocess.Popen(command, cwd=cwd, stdout=screen, stderr=subprocess.STDOUT, env=environment)
+            for command in commands
+        ]
+        try:
+            codes = [process.wait(timeout=120) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        end = time.time()
+        screen.seek(0)
+        output = screen.read()
+    words = [line.split() for line in output.splitlines()]
+    pids = [int(line[1]) for line in words if line[:1] == ["PID"]]
+    start = next((float(line[1]) for line in words if line[:1] == ["FAILS"]), end)
+    for pid in pids:
+        assert not _is_alive(pid), output
+    return Run(codes, output, end - start, pids)
+
+
+def run_by_hand(script, num_ranks, what, victim, where):
+    port = _free_port()
+    rest = [what, str(victim), where]
+    commands = [[sys.executable, script, *rest, str(r), str(num_ranks), str(port)] for r in range(num_ranks)]
+    return _run(commands, script.parent)
+
+
+def run_by_torchrun(script, num_ranks, what, victim, where):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return _run([[*command, script, what, str(victim), where]], script.parent)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["collective", "sleep", "rendezvous", "loop"])
+def test_an_exception_ends_all_and_is_seen_last(script, victim, where):
+    run = run_by_hand(script, 2, "raise", victim, where)
+    assert run.codes == [1, 1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert run.output.rstrip().endswith("ZeroDivisionError: the original error"), run.output
+    assert "innermost_cause" in run.output
+    assert run.output.count("Traceback") == 1, run.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["collective", "sleep"])
+def test_torchruns_report_ends_with_the_original_traceback(script, victim, where):
+    run = run_by_torchrun(script, 2, "raise", victim, where)
+    assert run.codes == [1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    report = run.output.partition("Root Cause")[2]
+    assert "innermost_cause" in report, run.output
+    assert f"(local_rank: {victim})" in report, run.output
+    assert report.rstrip().rstrip("=").rstrip().endswith("ZeroDivisionError: the original error"), run.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["collective", "sleep"])
+@pytest.mark.parametrize(("what", "code"), [("kill", -9), ("exit", 3)])
+def test_a_death_without_words_ends_all_and_is_told(script, victim, where, what, code):
+    run = run_by_hand(script, 2, what, victim, where)
+    assert run.codes[victim] == code, run.output
+    assert run.codes[1 - victim] == 1, run.output
+    assert run.seconds < LIMIT_SECONDS
+    last = run.output.rstrip().splitlines()[-1]
+    assert last.startswith(f"Booster: rank {victim}"), run.output
+    assert "died without a traceback" in last
+    assert run.output.count("Traceback") == 0, run.output
+
+
+def test_a_death_without_words_under_torchrun(script):
+    run = run_by_torchrun(script, 2, "kill", 1, "sleep")
+    assert run.codes == [1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert "SIGKILL" in run.output.partition("Root Cause")[2]
+
+
+def test_four_ranks_print_one_traceback(unhurried_script):
+    run = run_by_hand(unhurried_script, 4, "raise", 2, "collective")
+    assert run.codes == [1, 1, 1, 1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert run.output.count("Traceback") == 1, run.output
+    assert run.output.rstrip().endswith("ZeroDivisionError: the original error"), run.output
+
+
+def test_an_excepthook_of_the_script_does_not_hide_a_failure(script):
+    run = run_by_hand(script, 2, "hook", 1, "sleep")
+    assert run.codes == [1, 1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert "ZeroDivisionError: the original error" in run.output
+
+
+def test_an_exception_that_the_script_catches_ends_nothing(script):
+    run = run_by_hand(script, 2, "caught", 1, "-")
+    assert run.codes == [0, 0], run.output
+    assert run.output.count("FINE") == 2
+
+
+def test_an_interrupt_behaves_as_usual(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+        import sys, os, signal, time
+        from booster_core.launch import launch
+        launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]), verbose=False)
+        if sys.argv[1] == "1":
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(300)
+        """)
+    )
+    port = str(_free_port())
+    run = _run([[sys.executable, path, str(rank), port] for rank in range(2)], Path(tmp_path))
+    assert run.codes == [1, -2], run.output
+    assert "KeyboardInterrupt" in run.output

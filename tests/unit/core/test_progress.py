@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+
+from booster_core.errors import MissingRanksError
+from booster_core.liveness.progress import PROGRESS, Progress, describe_progress, naming_missing_ranks
+from booster_core.liveness.wire import Lines, encode
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    PROGRESS.clear()
+    yield
+    PROGRESS.clear()
+
+
+def at(name, count, *, finished, **counts):
+    return {"counts": {name: count, **counts}, "last": [name, count], "finished": finished}
+
+
+def test_calls_are_counted():
+    progress = Progress()
+    assert [progress.enter("step"), progress.enter("step"), progress.enter("backward")] == [1, 2, 1]
+    assert progress.record() == {"counts": {"step": 2, "backward": 1}, "last": ("backward", 1), "finished": False}
+    progress.finish("step")
+    assert progress.record()["last"] == ("step", 2)
+    assert progress.record()["finished"]
+
+
+def test_a_context_notes_beginning_and_end():
+    with naming_missing_ranks("step"):
+        assert PROGRESS.record() == {"counts": {"step": 1}, "last": ("step", 1), "finished": False}
+    assert PROGRESS.is_finished
+
+
+def test_other_errors_pass():
+    with pytest.raises(ValueError, match="timed out"), naming_missing_ranks("step"):
+        raise ValueError("timed out")
+    with pytest.raises(RuntimeError, match="bad shape"), naming_missing_ranks("step"):
+        raise RuntimeError("bad shape")
+
+
+def test_without_a_monitor_the_timeout_is_still_explained():
+    with (
+        pytest.raises(MissingRanksError, match=r"`step` #1 timed out after .* s: some ranks of 1 did not") as caught,
+        naming_missing_ranks("step"),
+    ):
+        raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (
+            {0: at("step", 12, finished=False), 1: at("backward", 11, finished=True, step=11)},
+            "rank 1 has not reached it; it last finished `backward` #11. Every rank must",
+        ),
+        (
+            {0: at("step", 12, finished=False), 1: at("save", 1, finished=False, step=11)},
+            "rank 1 has not reached it; it entered `save` #1.",
+        ),
+        (
+            {0: at("step", 12, finished=False), 1: {"gone": "has ended normally"}},
+            "rank 1 has not reached it; it has ended normally.",
+        ),
+        (
+            {0: at("step", 12, finished=False), 1: {"gone": "does not answer"}, 2: at("step", 11, finished=True)},
+            "ranks 1 and 2 have not reached it; rank 1 does not answer; rank 2 last finished `step` #11.",
+        ),
+        (
+            {0: at("step", 12, finished=False), 1: {"counts": {}, "last": None, "finished": True}},
+            "rank 1 has not reached it; it made no such call yet.",
+        ),
+        (
+            {0: at("step", 12, finished=False), 1: at("step", 13, finished=False)},
+            "although every rank has reached it",
+        ),
+    ],
+)
+def test_where_the_missing_ranks_are(records, words):
+    assert words in describe_progress("`step` #12 timed out after 5 s", "step", 12, records)
+
+
+def test_many_missing_ranks_are_counted():
+    records = {rank: at("step", 11, finished=True) for rank in range(30)}
+    text = describe_progress("`step` #12 timed out after 5 s", "step", 12, records)
+    assert text.count("8, 9 and 20 others") == 2
+    assert "last finished `step` #11" in text
+
+
+def test_messages_survive_being_cut():
+    data = encode({"type": "a", "text": "ä\n"}) + encode({"type": "b"})
+    lines = Lines()
+    messages = [message for byte in data for message in lines.feed(bytes([byte]))]
+    assert messages == [{"type": "a", "text": "ä\n"}, {"type": "b"}]
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\n", b"[1]\n", b"\xff\xfe\n"])
+def test_strangers_are_noticed(data):
+    with pytest.raises(ValueError, match=r"."):
+        Lines().feed(data)

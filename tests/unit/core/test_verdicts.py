@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pytest
+
+from booster_core.liveness.verdicts import HOLD_SECONDS, Verdicts
+
+TEXT = "Traceback of the failure"
+
+
+def verdicts(hosts="aab", *, speakers_end_first=False):
+    run = Verdicts(list(hosts), speakers_end_first=speakers_end_first)
+    for rank in range(len(hosts)):
+        run.joined(rank, 100 + rank)
+    return run
+
+
+def news(messages):
+    return {rank: message for rank, message in messages if message["type"] == "failure"}
+
+
+def turns(messages):
+    return [rank for rank, message in messages if message["type"] == "go"]
+
+
+def test_the_heirs_of_rank_0():
+    run = Verdicts(["a", "a", "a", "b", "b"], speakers_end_first=False)
+    assert [run.joined(rank, 1)[0][1]["is_heir"] for rank in range(5)] == [False, True, False, True, False]
+
+
+def test_an_exception_is_told_to_all():
+    told = news(verdicts().failed(1, TEXT, 0.0, is_derived=False))
+    assert set(told) == {0, 1, 2}
+    assert all(
+        (message["rank"], message["host"], message["pid"], message["text"], message["world"]) == (1, "a", 101, TEXT, 3)
+        for message in told.values()
+    )
+    assert {rank: message["own"] for rank, message in told.items()} == {0: False, 1: True, 2: False}
+
+
+def test_the_failing_rank_speaks_on_its_host_and_the_lowest_rank_on_others():
+    told = news(verdicts("abbcc").failed(2, TEXT, 0.0, is_derived=False))
+    assert [rank for rank, message in told.items() if message["speaks"]] == [0, 2, 3]
+
+
+def test_a_lost_rank_is_spoken_for():
+    told = news(verdicts("aabb").lost(2))
+    assert set(told) == {0, 1, 3}
+    assert [rank for rank, message in told.items() if message["speaks"]] == [0, 3]
+    assert told[0]["text"] is None
+
+
+def test_speakers_end_last():
+    run = verdicts("aaaa")
+    messages = run.failed(2, TEXT, 0.0, is_derived=False)
+    assert {rank: message["waits"] for rank, message in news(messages).items()} == {
+        0: True,  # it holds the server
+        1: False,
+        2: True,
+        3: False,
+    }
+    assert turns(messages) == []
+    assert turns(run.lost(1)) == []
+    assert turns(run.lost(3)) == [0]
+    assert turns(run.lost(0)) == [2]
+
+
+def test_speakers_end_first_where_an_agent_reports():
+    run = verdicts("aaaa", speakers_end_first=True)
+    messages = run.failed(2, TEXT, 0.0, is_derived=False)
+    assert {rank for rank, message in news(messages).items() if message["waits"]} == {0, 1, 3}
+    assert turns(messages) == []
+    assert turns(run.lost(2)) == [0, 1, 3]
+
+
+def test_a_rank_that_waits_for_nobody_goes_at_once():
+    run = verdicts("a")
+    assert turns(run.failed(0, TEXT, 0.0, is_derived=False)) == [0]
+
+
+def test_a_consequence_waits_for_its_cause():
+    run = verdicts()
+    assert run.failed(0, "connection closed", 5.0, is_derived=True) == []
+    assert run.is_holding
+    assert run.tick(5.0 + HOLD_SECONDS / 2) == []
+    told = news(run.failed(1, TEXT, 5.6, is_derived=False))
+    assert told[0]["text"] == TEXT
+    assert not run.is_holding
+
+
+def test_a_consequence_without_a_cause_is_the_failure():
+    run = verdicts()
+    run.failed(0, "connection closed", 5.0, is_derived=True)
+    assert news(run.tick(5.0 + HOLD_SECONDS))[1]["text"] == "connection closed"
+
+
+def test_a_death_is_the_cause_of_a_consequence():
+    run = verdicts()
+    run.failed(0, "connection closed", 5.0, is_derived=True)
+    told = news(run.lost(1))
+    assert (told[0]["rank"], told[0]["text"]) == (1, None)
+
+
+def test_only_the_first_failure_counts():
+    run = verdicts()
+    run.failed(1, TEXT, 0.0, is_derived=False)
+    assert run.failed(0, "another", 0.1, is_derived=False) == []
+    assert news(run.lost(2)) == {}
+
+
+def test_a_goodbye_is_no_death():
+    run = verdicts()
+    assert run.left(1) == []
+    assert run.lost(1) == []
+    assert run.gone == {1: "has ended normally"}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_who_has_left_is_told_nothing(rank):
+    run = verdicts()
+    run.left(rank)
+    assert rank not in news(run.failed(1, TEXT, 0.0, is_derived=False))
