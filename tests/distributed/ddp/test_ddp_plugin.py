@@ -5,13 +5,14 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError, GradientError, MissingRanksError
 from booster_core.testing import RankError, expect_on_ranks, run_on_ranks
 from booster_core.testing.models import TinyMixedBag, TinyMLP
 from booster_ddp import TorchDDPPlugin
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 
 def boost(model, lr=0.1, precision=None, **options):
@@ -66,17 +67,16 @@ def test_compression_hooks_average(hook, relative):
             assert float((ours - expected).abs().max() / expected.abs().max()) < relative
 
 
-def powersgd(batched):
+def powersgd():
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
     state = PowerSGDState(process_group=None, start_powerSGD_iter=2, matrix_approximation_rank=2)
-    pairs = train(steps=6, comm_hook="batched_powersgd" if batched else "powersgd", comm_hook_state=state)
+    pairs = train(steps=6, comm_hook="powersgd", comm_hook_state=state)
     return [ours for ours, _ in pairs], state.iter
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_powersgd_gives_every_rank_the_same_gradients(batched):
-    (first, iterations), (second, _) = run_on_ranks(powersgd, 2, batched)
+def test_powersgd_gives_every_rank_the_same_gradients():
+    (first, iterations), (second, _) = run_on_ranks(powersgd, 2)
     assert iterations >= 4
     for ours, theirs in zip(first, second, strict=True):
         assert torch.equal(ours, theirs)
@@ -182,9 +182,9 @@ def unused_on_one_rank_only():
         for rank in range(dist.get_world_size()):
             for parameter in branches.parameters():
                 parameter.requires_grad_(requires_grad=True)
-            whole = torch.randn(
-                4 * dist.get_world_size(), 8, generator=torch.Generator().manual_seed(step)
-            )[rank :: dist.get_world_size()]
+            whole = torch.randn(4 * dist.get_world_size(), 8, generator=torch.Generator().manual_seed(step))[
+                rank :: dist.get_world_size()
+            ]
             out = branches(whole, rank % 2 == 0).square().mean()
             grads = torch.autograd.grad(out, list(branches.parameters()), allow_unused=True)
             gradients.append([torch.zeros_like(p) if g is None else g for p, g in zip(branches.parameters(), grads)])
@@ -319,9 +319,10 @@ def no_sync_communicates_once():
     optimizer.zero_grad()
     calls = []
     model.module.register_comm_hook(
-        None, lambda _, bucket: (calls.append(1), dist.all_reduce(bucket.buffer(), async_op=True).get_future())[1].then(
+        None,
+        lambda _, bucket: (calls.append(1), dist.all_reduce(bucket.buffer(), async_op=True).get_future())[1].then(
             lambda future: future.value()[0]
-        )
+        ),
     )
     for micro in range(3):
         with booster.no_sync(model) if micro < 2 else contextlib.nullcontext():
