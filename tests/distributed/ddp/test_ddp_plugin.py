@@ -117,7 +117,7 @@ def test_reduce_dtype_and_hook_that_contradict():
 
 
 def options_reach_ddp():
-    booster, model, optimizer = boost(
+    _booster, model, _optimizer = boost(
         TinyMLP(), gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=3, find_unused_parameters=True
     )
     ddp = model.module
@@ -140,7 +140,7 @@ def first_step_decides(unused_on):
     model = TinyMixedBag(unused=False)
     booster, boosted, optimizer = boost(model)
     found = []
-    for step in range(3):
+    for _step in range(3):
         tokens = torch.randint(16, (2, 4))
         hidden = boosted(tokens)
         loss = hidden.mean()
@@ -187,7 +187,9 @@ def unused_on_one_rank_only():
             ]
             out = branches(whole, rank % 2 == 0).square().mean()
             grads = torch.autograd.grad(out, list(branches.parameters()), allow_unused=True)
-            gradients.append([torch.zeros_like(p) if g is None else g for p, g in zip(branches.parameters(), grads)])
+            gradients.append(
+                [torch.zeros_like(p) if g is None else g for p, g in zip(branches.parameters(), grads, strict=True)]
+            )
         for parameter, *parts in zip(branches.parameters(), *gradients, strict=True):
             torch.testing.assert_close(parameter.grad, sum(parts) / len(parts))
         optimizer.step()
@@ -244,8 +246,8 @@ def test_a_frozen_model_is_boosted_without_ddp():
 
 def plain_backward_in_the_first_step():
     torch.manual_seed(0)
-    booster, model, optimizer = boost(TinyMLP())
-    own, whole = batch(0)
+    _booster, model, optimizer = boost(TinyMLP())
+    own, _whole = batch(0)
     model(own).square().mean().backward()
     optimizer.step()
     return torch.cat([p.detach().flatten() for p in model.unwrap().parameters()])

@@ -1,8 +1,8 @@
 """Torch's gradient compression hooks by name.
 
-A hook replaces DDP's all-reduce of a gradient bucket by one that moves fewer bytes. Of torch's hooks the quantising ones
-are not among the names, because they need every tensor on CUDA, nor is batched PowerSGD, which fails in an assertion of
-torch 2.13. Any function that torch's ``register_comm_hook`` takes may be passed instead of a name.
+A hook replaces DDP's all-reduce of a gradient bucket by one that moves fewer bytes. Of torch's hooks the quantising
+ones are not among the names, because they need every tensor on CUDA, nor is batched PowerSGD, which fails in an
+assertion of torch 2.13. Any function that torch's ``register_comm_hook`` takes may be passed instead of a name.
 """
 
 # No postponed annotations here: torch compares those of a hook with the classes themselves.
