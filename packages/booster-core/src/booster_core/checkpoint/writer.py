@@ -15,13 +15,14 @@ from booster_core.errors import CheckpointError
 from booster_core.state.regions import is_contiguous, regions_of, span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
     from booster_core.checkpoint.job import JobPlan
+    from booster_core.checkpoint.plan import TensorSpec
 
 
 class FileWriter:
@@ -51,7 +52,7 @@ class FileWriter:
 
     def write(self, piece: Piece) -> None:
         """Write a piece whose ``data`` is ready (see `Piece.is_ready`)."""
-        descriptor, offsets = self._file(piece.file)
+        descriptor, offsets = self._file(self._plan.homes[piece.part][piece.key])
         itemsize = piece.dtype.itemsize
         values = piece.data.reshape(-1)
         for region in regions_of(piece.box, piece.flat):
@@ -142,7 +143,7 @@ def _send_bucket(bucket: Bucket, group: ProcessGroup, owner: int) -> None:
     import torch.distributed as dist
 
     content = [
-        [piece.file, piece.key, piece.box, piece.flat, piece.data.data_ptr() - bucket.buffer.data_ptr()]
+        [piece.part, piece.key, piece.box, piece.flat, piece.data.data_ptr() - bucket.buffer.data_ptr()]
         for piece in bucket.pieces
     ]
     description = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
@@ -179,7 +180,9 @@ def receive_pieces(
     """
     import torch.distributed as dist
 
-    specs = {(index, spec.key): spec for index, file in enumerate(plan.files) for spec in file.specs}
+    specs = [
+        {spec.key: spec for file in set(homes.values()) for spec in plan.files[file].specs} for homes in plan.homes
+    ]
     buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
     header = torch.zeros(2, dtype=torch.int64)
     failure: Exception | None = None
@@ -205,12 +208,12 @@ def receive_pieces(
         raise failure
 
 
-def _unpack(content: Any, buffer: torch.Tensor, specs: dict[tuple[int, str], Any]) -> Iterator[Piece]:
-    for file, key, box, flat, offset in content:
-        spec = specs[file, key]
+def _unpack(content: Any, buffer: torch.Tensor, specs: Sequence[Mapping[str, TensorSpec]]) -> Iterator[Piece]:
+    for part, key, box, flat, offset in content:
+        spec = specs[part][key]
         values = buffer[offset : offset + (flat[1] - flat[0]) * spec.dtype.itemsize].view(spec.dtype)
         yield Piece(
-            file=file,
+            part=part,
             key=key,
             shape=spec.shape,
             dtype=spec.dtype,
