@@ -26,9 +26,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from booster_core.checkpoint import CheckpointIO
+from booster_core.checkpoint import CheckpointIO, ModelPart, OptimizerPart
+from booster_core.checkpoint.naming import MODEL, OPTIMIZER, FileNames
 from booster_core.checkpoint.raw import as_bytes, pread_into, pwrite_from
 from booster_core.coordinator import DistCoordinator
 from booster_core.launch import launch_from_torch
@@ -116,110 +118,128 @@ def main() -> None:
     )
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
     launch_from_torch()
     torch.set_num_threads(1)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     coordinator = DistCoordinator()
     folder = coordinator.broadcast_object(options.folder or Path(tempfile.mkdtemp(prefix="booster-bench-")))
     try:
-        measure(options.size, options.rounds, folder, coordinator, rank, world_size)
+        Bench(options.size, options.rounds, folder, coordinator).run()
     finally:
         dist.barrier()
-        if rank == 0 and options.folder is None:
+        if coordinator.rank == 0 and options.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
         dist.destroy_process_group()
 
 
-def measure(size: str, rounds: int, folder: Path, coordinator: DistCoordinator, rank: int, world_size: int) -> None:
-    """Run all comparisons."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+class Bench:
+    """What is measured, on one rank.
 
-    model, optimizer = build(size)
-    adapter = ReplicatedStateAdapter(model, optimizer, coordinator)
-    io = CheckpointIO(coordinator)
-    shards = [shard for shard in (*adapter.model_shards(), *adapter.optimizer_shards())]
-    total = sum(shard.data.numel() * shard.data.element_size() for shard in shards)
-    mine = sum(shard.data.numel() * shard.data.element_size() for shard in shards if shard.is_owner)
-    if rank == 0:
-        print(f"{total / _MIB:.0f} MiB of state on {world_size} ranks, {rounds} rounds", flush=True)
-    buffer = torch.zeros(mine, dtype=torch.uint8)
-    starts = coordinator.all_gather_object(mine)
-    first = sum(starts[:rank])
-    raw_file = folder / "raw"
+    Args:
+        size: One of `SIZES`.
+        rounds: How often each thing is timed.
+        folder: Where files go.
+        coordinator: Rank facts.
+    """
 
-    def clean() -> None:
+    def __init__(self, size: str, rounds: int, folder: Path, coordinator: DistCoordinator) -> None:
+        self.rounds = rounds
+        self.folder = folder
+        self.rank = coordinator.rank
+        self.model, self.optimizer = build(size)
+        self.adapter = ReplicatedStateAdapter(self.model, self.optimizer, coordinator)
+        self.io = CheckpointIO(coordinator)
+        shards = [*self.adapter.model_shards(), *self.adapter.optimizer_shards()]
+        self.total = sum(shard.data.nbytes for shard in shards)
+        self.owned = [shard.data for shard in shards if shard.is_owner]
+        mine = sum(data.nbytes for data in self.owned)
+        self.first = sum(coordinator.all_gather_object(mine)[: self.rank])
+        self.buffer = torch.zeros(mine, dtype=torch.uint8)
+        self.files = folder / "model.safetensors", folder / "optimizer.safetensors"
+        if self.rank == 0:
+            print(
+                f"{self.total / _MIB:.0f} MiB of state on {coordinator.world_size} ranks, {rounds} rounds", flush=True
+            )
+
+    def clean(self) -> None:
+        """Delete all files."""
         dist.barrier()
-        if rank == 0:
-            for path in folder.iterdir():
+        if self.rank == 0:
+            for path in self.folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         dist.barrier()
 
-    def write_raw() -> None:
-        descriptor = os.open(raw_file, os.O_CREAT | os.O_WRONLY)
-        pwrite_from(descriptor, as_bytes(buffer), first)
+    def save(self) -> None:
+        """Save with Booster."""
+        self.io.save_model(self.adapter, self.files[0])
+        self.io.save_optimizer(self.adapter, self.files[1])
+
+    def load(self) -> None:
+        """Load with Booster."""
+        self.io.load_model(self.adapter, self.files[0])
+        self.io.load_optimizer(self.adapter, self.files[1])
+
+    def write_raw(self) -> None:
+        """Write the same bytes plainly."""
+        descriptor = os.open(self.folder / "raw", os.O_CREAT | os.O_WRONLY)
+        pwrite_from(descriptor, as_bytes(self.buffer), self.first)
         os.fsync(descriptor)
         os.close(descriptor)
 
-    def save() -> None:
-        io.save_model(adapter, folder / "model.safetensors")
-        io.save_optimizer(adapter, folder / "optimizer.safetensors")
-
-    def state() -> dict[str, object]:
-        return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-
-    def save_dcp() -> None:
-        dcp.save(state(), checkpoint_id=folder / "dcp")
-
-    ours, raw, theirs = in_turns([save, write_raw, save_dcp], rounds, clean)
-    report("speed of saving / of a raw write with the same sync", raw, ours, ">= 0.8")
-    report("time of saving / of DCP", ours, theirs, "<= 0.9")
-
-    save(), write_raw(), save_dcp()
-    whole = torch.empty(total, dtype=torch.uint8)
-
-    def read_raw() -> None:
+    def read_raw(self, memory: torch.Tensor) -> None:
+        """Read the same bytes plainly."""
         position = 0
-        for name in ("model.safetensors", "optimizer.safetensors"):
-            path = folder / name
-            length = min(path.stat().st_size, total - position)
+        for path in self.files:
+            length = min(path.stat().st_size, self.total - position)
             descriptor = os.open(path, os.O_RDONLY)
-            pread_into(descriptor, as_bytes(whole[position : position + length]), 0, path)
+            pread_into(descriptor, as_bytes(memory[position : position + length]), 0, path)
             os.close(descriptor)
             position += length
 
-    def load() -> None:
-        io.load_model(adapter, folder / "model.safetensors")
-        io.load_optimizer(adapter, folder / "optimizer.safetensors")
+    def dcp_state(self) -> dict[str, object]:
+        """Return the state in torch's form."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    def load_dcp() -> None:
-        target = state()
-        dcp.load(target, checkpoint_id=folder / "dcp")
+        return {"model": self.model.state_dict(), "optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
 
-    ours, raw, theirs = in_turns([load, read_raw, load_dcp], rounds)
-    report("speed of loading / of a raw read into memory", raw, ours, ">= 0.8")
-    report("time of loading / of DCP", ours, theirs, "<= 0.5")
-    del whole
+    def save_dcp(self) -> None:
+        """Save with torch."""
+        dcp.save(self.dcp_state(), checkpoint_id=self.folder / "dcp")
 
-    owned = [shard.data for shard in shards if shard.is_owner]
-    copies = [torch.empty_like(data) for data in owned]
+    def load_dcp(self) -> None:
+        """Load with torch."""
+        dcp.load(self.dcp_state(), checkpoint_id=self.folder / "dcp")
 
-    def copy() -> None:
-        for target, data in zip(copies, owned, strict=True):
-            target.copy_(data)
+    def save_in_background(self) -> None:
+        """Save with Booster, and go on."""
+        parts = [
+            ModelPart(self.adapter, FileNames(base=MODEL)),
+            OptimizerPart(self.adapter, FileNames(base=OPTIMIZER)),
+        ]
+        self.io.write_folder("save", self.folder / "background", parts, use_async=True)
 
-    def save_in_background() -> None:
-        io.write_folder("save", folder / "async", parts(), use_async=True)
+    def run(self) -> None:
+        """Run all comparisons."""
+        ours, raw, theirs = in_turns([self.save, self.write_raw, self.save_dcp], self.rounds, self.clean)
+        report("speed of saving / of a raw write with the same sync", raw, ours, ">= 0.8")
+        report("time of saving / of DCP", ours, theirs, "<= 0.9")
+        self.clean()
+        self.save()
+        self.save_dcp()
+        memory = torch.empty(self.total, dtype=torch.uint8)
+        ours, raw, theirs = in_turns([self.load, lambda: self.read_raw(memory), self.load_dcp], self.rounds)
+        report("speed of loading / of a raw read into memory", raw, ours, ">= 0.8")
+        report("time of loading / of DCP", ours, theirs, "<= 0.5")
+        del memory
+        copies = [torch.empty_like(data) for data in self.owned]
 
-    def parts() -> list[object]:
-        from booster_core.checkpoint import ModelPart, OptimizerPart
-        from booster_core.checkpoint.naming import MODEL, OPTIMIZER, FileNames
+        def copy() -> None:
+            for target, data in zip(copies, self.owned, strict=True):
+                target.copy_(data)
 
-        return [ModelPart(adapter, FileNames(base=MODEL)), OptimizerPart(adapter, FileNames(base=OPTIMIZER))]
-
-    blocked, copied = in_turns([save_in_background, copy], rounds, io.wait)
-    report("time blocked by a save in the background / of a copy", blocked, copied, "<= 1.2")
-    io.close()
+        blocked, copied = in_turns([self.save_in_background, copy], self.rounds, self.io.wait)
+        report("time blocked by a save in the background / of a copy", blocked, copied, "<= 1.2")
+        self.io.close()
 
 
 if __name__ == "__main__":

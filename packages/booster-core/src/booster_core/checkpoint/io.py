@@ -34,7 +34,7 @@ from booster_core.checkpoint.session import Route, Session
 from booster_core.checkpoint.source import Source, open_source
 from booster_core.checkpoint.target import check_is_no_folder, target_of
 from booster_core.checkpoint.transformers_names import renamed
-from booster_core.checkpoint.writer import FileWriter, receive_pieces, send_pieces, write_directly
+from booster_core.checkpoint.writer import FileWriter, OneBucket, receive_pieces, send_pieces, write_directly
 from booster_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -502,25 +502,26 @@ class CheckpointIO:
     def _write(self, plan: JobPlan, route: Route, pieces: Iterable[Piece], *, is_shown: bool) -> None:
         session = self._session
         pieces = (piece for piece in pieces if piece.key not in plan.elsewhere[piece.part])
+        bucket = OneBucket(self._bucket_bytes)
         total = plan.total_bytes // (session.world_size if route.is_shared else 1)
         with Progress("Saving", total, is_shown=is_shown and session.rank == 0) as progress:
             if route.is_shared:
                 with FileWriter(plan, one_host=route.one_host, progress=progress.advance) as writer:
-                    write_directly(writer, pieces, self._bucket_bytes)
+                    write_directly(writer, pieces, bucket)
                     writer.sync()
                 return
             group = session.cpu_group()
             if session.rank != 0:
-                send_pieces(pieces, self._bucket_bytes, group, 0)
+                send_pieces(pieces, bucket, group, 0)
                 return
             with FileWriter(plan, progress=progress.advance) as writer:
                 failure: Exception | None = None
                 try:
-                    write_directly(writer, pieces, self._bucket_bytes)
+                    write_directly(writer, pieces, bucket)
                 except Exception as error:  # noqa: BLE001 - the senders have to be heard out first
                     failure = error
                 sources = range(1, session.world_size)
-                receive_pieces(writer if failure is None else None, plan, self._bucket_bytes, group, sources)
+                receive_pieces(writer if failure is None else None, plan, bucket, group, sources)
                 if failure is not None:
                     raise failure
                 writer.sync()

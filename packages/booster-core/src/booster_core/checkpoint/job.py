@@ -163,7 +163,7 @@ def make_plan(
         texts: Further files and their content.
     """
     files: list[PlannedFile] = []
-    homes, texts, last = [], dict(texts), []
+    homes, texts, last = [], dict(sorted(texts.items())), []
     for part, part_specs in zip(parts, specs, strict=True):
         divided = split_into_files(part_specs, part.max_bytes)
         values = part.values()

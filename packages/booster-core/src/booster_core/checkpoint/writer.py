@@ -81,19 +81,30 @@ class FileWriter:
         return self._open[index]
 
 
-def write_directly(writer: FileWriter, pieces: Iterable[Piece], bucket_bytes: int) -> None:
-    """Write pieces from where they lie; those in other memory or of another dtype travel through one bucket.
+class OneBucket:
+    """The only buffer of a save, made when it is first asked for.
+
+    Args:
+        nbytes: Its size.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._buffer: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor:
+        """Return the buffer, shape ``(nbytes,)``, uint8; what it held may be overwritten."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self._nbytes, dtype=torch.uint8)
+        return self._buffer
+
+
+def write_directly(writer: FileWriter, pieces: Iterable[Piece], bucket: OneBucket) -> None:
+    """Write pieces from where they lie; those in other memory or of another dtype travel through the bucket.
 
     Collective: none.
     """
-    bucket: list[torch.Tensor] = []
-
-    def next_buffer() -> torch.Tensor:
-        if not bucket:
-            bucket.append(torch.empty(bucket_bytes, dtype=torch.uint8))
-        return bucket[0]
-
-    for filled in fill_buckets(_others(writer, pieces), next_buffer):
+    for filled in fill_buckets(_others(writer, pieces), bucket.get):
         synchronize_devices()
         for piece in filled.pieces:
             writer.write(piece)
@@ -117,22 +128,21 @@ def synchronize_devices() -> None:
 _DONE, _FAILED = 0, -1
 
 
-def send_pieces(pieces: Iterable[Piece], bucket_bytes: int, group: ProcessGroup, owner: int) -> None:
+def send_pieces(pieces: Iterable[Piece], bucket: OneBucket, group: ProcessGroup, owner: int) -> None:
     """Send pieces to the rank that writes them, one bucket at a time.
 
     Args:
         pieces: This rank's pieces.
-        bucket_bytes: Most bytes of one message, and of memory that this takes.
+        bucket: Holds one message.
         group: A group with a CPU backend, used for nothing else meanwhile.
         owner: World rank of the receiver.
 
     Collective: this rank and the owner, which calls `receive_pieces`.
     """
-    buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
     try:
-        for bucket in fill_buckets(pieces, lambda: buffer):
+        for filled in fill_buckets(pieces, bucket.get):
             synchronize_devices()
-            _send_bucket(bucket, group, owner)
+            _send_bucket(filled, group, owner)
     except Exception:
         _send_header(_FAILED, 0, group, owner)
         raise
@@ -159,7 +169,7 @@ def _send_header(description_bytes: int, bucket_bytes: int, group: ProcessGroup,
 
 
 def receive_pieces(
-    writer: FileWriter | None, plan: JobPlan, bucket_bytes: int, group: ProcessGroup, sources: Iterable[int]
+    writer: FileWriter | None, plan: JobPlan, bucket: OneBucket, group: ProcessGroup, sources: Iterable[int]
 ) -> None:
     """Write the pieces that other ranks send, rank after rank.
 
@@ -168,7 +178,7 @@ def receive_pieces(
     Args:
         writer: The files; ``None`` drops everything.
         plan: The plan.
-        bucket_bytes: Most bytes of one message.
+        bucket: Holds one message; of the size that the senders use.
         group: As in `send_pieces`.
         sources: World ranks of the senders.
 
@@ -183,7 +193,7 @@ def receive_pieces(
     specs = [
         {spec.key: spec for file in set(homes.values()) for spec in plan.files[file].specs} for homes in plan.homes
     ]
-    buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
+    buffer = bucket.get()
     header = torch.zeros(2, dtype=torch.int64)
     failure: Exception | None = None
     for source in sources:
