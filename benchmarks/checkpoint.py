@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from booster_core.checkpoint import CheckpointIO, ModelPart, OptimizerPart
 from booster_core.checkpoint.naming import MODEL, OPTIMIZER, FileNames
@@ -186,13 +187,13 @@ class Bench:
         os.fsync(descriptor)
         os.close(descriptor)
 
-    def read_raw(self, memory: torch.Tensor) -> None:
+    def read_raw(self) -> None:
         """Read the same bytes plainly."""
         position = 0
         for path in self.files:
             length = min(path.stat().st_size, self.total - position)
             descriptor = os.open(path, os.O_RDONLY)
-            pread_into(descriptor, as_bytes(memory[position : position + length]), 0, path)
+            pread_into(descriptor, as_bytes(self.buffer[position : position + length]), 0, path)
             os.close(descriptor)
             position += length
 
@@ -204,11 +205,11 @@ class Bench:
 
     def save_dcp(self) -> None:
         """Save with torch."""
-        dcp.save(self.dcp_state(), checkpoint_id=self.folder / "dcp")
+        dcp_save(self.dcp_state(), checkpoint_id=self.folder / "dcp")
 
     def load_dcp(self) -> None:
         """Load with torch."""
-        dcp.load(self.dcp_state(), checkpoint_id=self.folder / "dcp")
+        dcp_load(self.dcp_state(), checkpoint_id=self.folder / "dcp")
 
     def save_in_background(self) -> None:
         """Save with Booster, and go on."""
@@ -226,11 +227,11 @@ class Bench:
         self.clean()
         self.save()
         self.save_dcp()
-        memory = torch.empty(self.total, dtype=torch.uint8)
-        ours, raw, theirs = in_turns([self.load, lambda: self.read_raw(memory), self.load_dcp], self.rounds)
+        self.buffer = torch.empty(self.total, dtype=torch.uint8)
+        ours, raw, theirs = in_turns([self.load, self.read_raw, self.load_dcp], self.rounds)
         report("speed of loading / of a raw read into memory", raw, ours, ">= 0.8")
         report("time of loading / of DCP", ours, theirs, "<= 0.5")
-        del memory
+        self.buffer = torch.empty(0, dtype=torch.uint8)
         copies = [torch.empty_like(data) for data in self.owned]
 
         def copy() -> None:

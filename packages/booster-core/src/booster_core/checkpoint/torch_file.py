@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from booster_core.checkpoint.formats import Container, TensorFile
-from booster_core.checkpoint.naming import TORCH
+from booster_core.checkpoint.naming import SAFETENSORS, TORCH
 from booster_core.checkpoint.raw import as_bytes, pread_into, read_strided
 from booster_core.errors import CheckpointError
 from booster_core.state.adapter import TensorMeta
@@ -169,10 +169,14 @@ def _load(path: Path, *, is_zip: bool, mode: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # which it then reads, or refuses
-            if mode == "describe":
-                with FakeTensorMode():
-                    return torch.load(path, weights_only=True)
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip and mode == "map")
+            # Not by its path, where torch would go by the name's ending; only mapping takes nothing else.
+            if mode == "map" and is_zip and path.suffix != SAFETENSORS:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            with path.open("rb") as stream:
+                if mode == "describe":
+                    with FakeTensorMode():
+                        return torch.load(stream, weights_only=True)
+                return torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         msg = (
             f"'{path}' holds more than tensors and plain values, and was not loaded: reading such a file can run any "
