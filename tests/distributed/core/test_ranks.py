@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.testing import RankDiedError, RankError, RankTimeoutError, expect_on_ranks, ranks, run_on_ranks
+from booster_core.testing.rank_pool import worker_pids
 
 
 @dataclass
@@ -198,7 +199,7 @@ def test_a_hang_is_ended_with_stacks():
     with pytest.raises(RankTimeoutError, match=r"did not end within 1 s on ranks 1 of 2(.|\n)*in _sleep_on"):
         run_on_ranks(_sleep_on, 2, 1, 60, timeout_seconds=1)
     assert time.monotonic() - start < 20
-    assert run_on_ranks(_pid, 2)[0] in ranks.worker_pids()
+    assert run_on_ranks(_pid, 2)[0] in worker_pids()
 
 
 def test_a_hang_in_a_collective_is_ended_with_stacks():
