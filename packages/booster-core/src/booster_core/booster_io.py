@@ -13,7 +13,7 @@ from booster_core.checkpoint.facts import run_facts
 from booster_core.checkpoint.io import CheckpointIO
 from booster_core.checkpoint.remote import local_source, local_target
 from booster_core.storage import local_path, scheme_of
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -151,7 +151,9 @@ class BoosterIO:
             self._announced("load", "model", checkpoint),
             local_source(self.context.coordinator, checkpoint, "model") as path,
         ):
-            return self.checkpoint_io.load_model(self.state_adapter(model), path, strict, low_cpu_mem_mode, num_threads)
+            return self.checkpoint_io.load_model(
+                self.state_adapter(model), path, strict, low_cpu_mem_mode, num_threads, module=unwrap_model(model)
+            )
 
     load = load_model
 

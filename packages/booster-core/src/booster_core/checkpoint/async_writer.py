@@ -80,7 +80,7 @@ class BackgroundWriter:
         """Whether a job is running."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, name: str, work: Callable[[], None]) -> None:
+    def start(self, name: str, work: Callable[[], object]) -> None:
         """Run ``work`` in a thread. The job before it has been waited for.
 
         Collective: none.
@@ -98,6 +98,14 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=run, name=f"booster {name}")
         self._thread.start()
         atexit.register(self._at_exit)
+
+    def settle(self) -> None:
+        """Wait for the job, if there is one, and leave its error for the next `join`.
+
+        Collective: none.
+        """
+        if self._thread is not None:
+            self._thread.join()
 
     def join(self) -> Exception | None:
         """Wait for the job, if there is one, and return its error, if it has one; then forget both.
