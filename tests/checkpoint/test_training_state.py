@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from booster_core.checkpoint.io import CheckpointIO
+from booster_core.checkpoint.manifest import verify_folder
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.testing import expect_on_ranks, run_on_ranks
@@ -281,3 +283,27 @@ def test_what_was_not_saved_is_not_loaded(kind, message, tmp_path):
     run_on_ranks(save_model_only, 1, str(tmp_path))
     run_on_ranks(load_kinds, 1, str(tmp_path), [])
     expect_on_ranks(CheckpointError, message, load_kinds, 2, str(tmp_path), [kind])
+
+
+def save_through_rank_0(root, use_async):
+    run = Run()
+    run.train(3)
+    run.booster._io = CheckpointIO(DistCoordinator(), shared_filesystem=False)
+    run.save(root, use_async=use_async)
+    run.booster.wait()
+    run.booster._io.close()
+    return run.tensors()
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_rank_0_writes_for_ranks_that_do_not_share_its_disk(use_async, tmp_path):
+    saved = run_on_ranks(save_through_rank_0, 2, str(tmp_path), use_async)
+    verify_folder(tmp_path / "step-00000003")
+    for _, _, tensors, _ in run_on_ranks(resume_plainly, 2, str(tmp_path)):
+        assert all(torch.equal(tensors[name], saved[0][name]) for name in tensors)
+
+
+def resume_plainly(root):
+    run = Run(seed=9)
+    loaded = run.load(root)
+    return loaded.step, loaded.extra, run.tensors(), run.loader.state_dict()
