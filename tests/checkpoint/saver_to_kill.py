@@ -130,5 +130,57 @@ def main(folder, seed, lives):
     shutil.rmtree(folder / "root")
 
 
+OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
+
+
+def die_at(number, root):
+    """Let this process be killed right before its operation of this number on files below a root."""
+    count = 0
+
+    def watch(event, arguments):
+        nonlocal count
+        if event in OPERATIONS and str(root) in str(arguments):
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def kill_at_each_operation(folder):
+    """Kill one process before each of its file operations in turn, over a save that replaces and prunes steps."""
+    found, number, is_killed = [], 0, True
+    while is_killed:
+        number += 1
+        root = folder / "root"
+        shutil.rmtree(root, ignore_errors=True)
+        booster, model, optimizer = make(None)
+
+        def save(step, booster=booster, model=model, optimizer=optimizer, root=root):
+            with torch.no_grad():
+                for tensor in tensors(model, optimizer):
+                    tensor.fill_(step)
+            booster.save_checkpoint(root, step=step, model=model, optimizer=optimizer, extra={"n": step}, keep_last=1)
+
+        save(1)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                die_at(number, root)
+                save(2)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        is_killed = os.WIFSIGNALED(status)
+        step, wrong = look(folder)
+        found.append({"step": step, "wrong": wrong})
+    print(json.dumps({"lives": found, "exit": os.WEXITSTATUS(status)}))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    if sys.argv[2] == "each":
+        WIDTH = 100
+        kill_at_each_operation(Path(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
