@@ -305,7 +305,7 @@ class OptimizerWrapper(Optimizer):
         Collective: every rank of the strategy's mesh, in step.
         """
         if self.loss_scaler is None:
-            result = self.optim.step(closure) if closure is not None else self.optim.step()
+            result = self.update_parameters(closure)
         else:
             if closure is not None:
                 msg = (
@@ -313,12 +313,16 @@ class OptimizerWrapper(Optimizer):
                 )
                 raise GradientError(msg)
             self.unscale_gradients()
-            result = None if self._found_overflow else self.optim.step()
+            result = None if self._found_overflow else self.update_parameters()
             self.loss_scaler.update(overflow=self._found_overflow)
         if self._after_step is not None:
             self._after_step(self, self._metrics())
         self._grad_norm = None
         return result
+
+    def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step the optimizer inside; sharded strategies make gradients ready before and share parameters after."""
+        return self.optim.step(closure) if closure is not None else self.optim.step()
 
     def _metrics(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {"skipped": self._found_overflow}
