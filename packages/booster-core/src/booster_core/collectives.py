@@ -1,0 +1,230 @@
+"""The one door to collectives on flat buffers, each in the form that is fastest for where its tensors lie.
+
+On the CPU, over gloo, torch's reduce-scatter is an all-reduce in disguise, and its gathers copy. There, slices travel
+point to point: straight out of the sender's buffer, and into views of the receiver's. Sums are ours, in rank order and
+in fp32 for narrow formats, so that a result depends neither on timing nor on which elements share a buffer. Elsewhere
+torch's own collectives do the work.
+
+A flat buffer is cut into one slice per rank of the group by ``bounds``: rank ``r`` holds
+``buffer[bounds[r]:bounds[r + 1]]``. Slices may be uneven or empty.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+_REDUCE_TAG, _GATHER_TAG = 7001, 7002
+"""Tags of messages between two ranks, apart from the default 0 of what users send."""
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class Pending:
+    """A collective that has been started. `wait` ends it, and may be called again.
+
+    Args:
+        works: What has to end.
+        finish: Called once after that, on the waiting thread.
+
+    Buffers that take part must be left alone until `wait` has returned; the object keeps them alive.
+    """
+
+    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None, keep: Any = None) -> None:
+        self._works = list(works)
+        self._finish = finish
+        self._keep = keep
+
+    def wait(self) -> None:
+        """Return once the result is there.
+
+        Collective: none; the collective itself was entered when it was started.
+        """
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._keep = None
+
+
+def reduce_scatter(
+    source: Tensor,
+    bounds: Sequence[int],
+    out: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> Pending:
+    """Start summing a flat buffer over ranks, of which each rank receives its slice.
+
+    Args:
+        source: Shape ``(bounds[-1],)``, contiguous; its dtype is the one that travels.
+        bounds: Where slices begin and end, one entry more than ranks.
+        out: This rank's slice of the sum, any floating dtype; written by ``wait``. Narrow formats are summed in fp32.
+        group: The ranks that take part; ``None`` for all.
+        scale: Multiplies the sum.
+        accumulate: Add to ``out`` instead of replacing it.
+
+    Returns:
+        What to wait for before ``out`` is read and ``source`` is written.
+
+    Collective: every rank of ``group``, in the same order among calls of this module.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    own = source[bounds[rank] : bounds[rank + 1]]
+    if size == 1:
+        return Pending(finish=lambda: _sum_into(out, [own], scale=scale, accumulate=accumulate))
+    if source.device.type != "cpu":
+        return _native_reduce_scatter(source, bounds, out, group, scale=scale, accumulate=accumulate)
+    received = source.new_empty((size, own.numel()))
+    works, parts = [], [received[peer] for peer in range(size)]
+    parts[rank] = own
+    # Each rank turns to its next neighbour first, so that no rank is every other's first.
+    for distance in range(1, size):
+        sender, receiver = (rank - distance) % size, (rank + distance) % size
+        if own.numel():
+            works.append(dist.irecv(parts[sender], group=group, group_src=sender, tag=_REDUCE_TAG))
+        theirs = source[bounds[receiver] : bounds[receiver + 1]]
+        if theirs.numel():
+            works.append(dist.isend(theirs, group=group, group_dst=receiver, tag=_REDUCE_TAG))
+    return Pending(works, lambda: _sum_into(out, parts, scale=scale, accumulate=accumulate), keep=source)
+
+
+def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None = None) -> Pending:
+    """Start filling a flat buffer, of which each rank has its own slice, with the slices of the others, in place.
+
+    Args:
+        buffer: Shape ``(bounds[-1],)``, contiguous, any dtype.
+        bounds: Where slices begin and end, one entry more than ranks.
+        group: The ranks that take part; ``None`` for all.
+
+    Collective: every rank of ``group``, in the same order among calls of this module.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size == 1:
+        return Pending()
+    own = buffer[bounds[rank] : bounds[rank + 1]]
+    if buffer.device.type != "cpu":
+        return _native_all_gather(buffer, bounds, group)
+    works = []
+    for distance in range(1, size):
+        sender, receiver = (rank - distance) % size, (rank + distance) % size
+        theirs = buffer[bounds[sender] : bounds[sender + 1]]
+        if theirs.numel():
+            works.append(dist.irecv(theirs, group=group, group_src=sender, tag=_GATHER_TAG))
+        if own.numel():
+            works.append(dist.isend(own, group=group, group_dst=receiver, tag=_GATHER_TAG))
+    return Pending(works, keep=buffer)
+
+
+def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: ProcessGroup | None = None) -> Pending:
+    """Start combining a tensor over ranks, in place and to the same bits on each.
+
+    Args:
+        tensor: Any shape; contiguous.
+        op: A ``torch.distributed.ReduceOp`` that the backend has.
+        group: The ranks that take part; ``None`` for all.
+
+    Collective: every rank of ``group``.
+    """
+    if dist.get_world_size(group) == 1:
+        return Pending()
+    return Pending([dist.all_reduce(tensor, op, group=group, async_op=True)], keep=tensor)
+
+
+def broadcast(tensor: Tensor, group: ProcessGroup | None = None) -> Pending:
+    """Start sending the first rank's tensor to the others of a group, in place.
+
+    Args:
+        tensor: Any shape; contiguous.
+        group: The ranks that take part; ``None`` for all.
+
+    Collective: every rank of ``group``.
+    """
+    if dist.get_world_size(group) == 1:
+        return Pending()
+    return Pending([dist.broadcast(tensor, group=group, group_src=0, async_op=True)], keep=tensor)
+
+
+def all_gather_object(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's small Python object, in rank order.
+
+    Collective: every rank of ``group``.
+    """
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [value]
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _sum_into(out: Tensor, parts: Sequence[Tensor], *, scale: float, accumulate: bool) -> None:
+    """Write or add ``scale`` times the sum of parts, taken in their order; see `reduce_scatter`."""
+    if out.dtype in _NARROW:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        if scale != 1.0:
+            total.mul_(scale)
+        if accumulate:
+            total.add_(out)
+        out.copy_(total)
+        return
+    if accumulate:
+        for part in parts:
+            out.add_(part, alpha=scale)
+        return
+    if len(parts) > 1 and all(part.dtype == out.dtype for part in parts[:2]):
+        torch.add(parts[0], parts[1], out=out)
+        rest = parts[2:]
+    else:
+        out.copy_(parts[0])
+        rest = parts[1:]
+    for part in rest:
+        out.add_(part)
+    if scale != 1.0:
+        out.mul_(scale)
+
+
+def _is_even(bounds: Sequence[int]) -> bool:
+    step = bounds[1] - bounds[0]
+    return all(after - before == step for before, after in zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def _native_reduce_scatter(
+    source: Tensor, bounds: Sequence[int], out: Tensor, group: ProcessGroup | None, *, scale: float, accumulate: bool
+) -> Pending:
+    rank = dist.get_rank(group)
+    own = source.new_empty(bounds[rank + 1] - bounds[rank])
+    if _is_even(bounds):
+        # torch 2.13 renamed it, and warns of the old name; older versions know no other.
+        call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work = call(own, source, group=group, async_op=True)
+    else:
+        slices = [source[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        work = dist.reduce_scatter(own, slices, group=group, async_op=True)
+    return Pending([work], lambda: _sum_into(out, [own], scale=scale, accumulate=accumulate), keep=source)
+
+
+def _native_all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None) -> Pending:
+    rank = dist.get_rank(group)
+    own = buffer[bounds[rank] : bounds[rank + 1]]
+    if _is_even(bounds):
+        call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = call(buffer, own, group=group, async_op=True)
+    else:
+        slices = [buffer[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        work = dist.all_gather(slices, own, group=group, async_op=True)
+    return Pending([work], keep=buffer)
