@@ -11,6 +11,7 @@ A flat buffer is cut into one slice per rank of the group by ``bounds``: rank ``
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,7 +201,7 @@ def _sum_into(out: Tensor, parts: Sequence[Tensor], *, scale: float, accumulate:
 
 def _is_even(bounds: Sequence[int]) -> bool:
     step = bounds[1] - bounds[0]
-    return all(after - before == step for before, after in zip(bounds[:-1], bounds[1:], strict=True))
+    return all(after - before == step for before, after in pairwise(bounds))
 
 
 def _native_reduce_scatter(
@@ -213,7 +214,7 @@ def _native_reduce_scatter(
         call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work = call(own, source, group=group, async_op=True)
     else:
-        slices = [source[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        slices = [source[start:stop] for start, stop in pairwise(bounds)]
         work = dist.reduce_scatter(own, slices, group=group, async_op=True)
     return Pending([work], lambda: _sum_into(out, [own], scale=scale, accumulate=accumulate), keep=source)
 
@@ -225,6 +226,6 @@ def _native_all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGrou
         call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = call(buffer, own, group=group, async_op=True)
     else:
-        slices = [buffer[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        slices = [buffer[start:stop] for start, stop in pairwise(bounds)]
         work = dist.all_gather(slices, own, group=group, async_op=True)
     return Pending([work], keep=buffer)

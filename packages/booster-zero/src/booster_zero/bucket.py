@@ -13,19 +13,19 @@ slice itself, or a copy of it in another format (fp32 masters) or memory (the ho
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from booster_core import collectives
+from booster_core.collectives import Pending
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch import Tensor
 
-    from booster_core.collectives import Pending
     from booster_zero.partition import BucketPlan
     from booster_zero.ranks import ZeroRanks
 
@@ -98,8 +98,8 @@ class Bucket:
         self,
         plan: BucketPlan,
         parameters: Mapping[int, nn.Parameter],
-        format: Format,
-        ranks: ZeroRanks,  # noqa: A002 - the noun for it
+        format: Format,  # noqa: A002 - the noun for it
+        ranks: ZeroRanks,
     ) -> None:
         self.plan = plan
         self.format = format
@@ -163,19 +163,27 @@ class Bucket:
             )
         staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
         pending = collectives.reduce_scatter(source, self.plan.bounds, staged, group, scale=scale)
-        return _Staged(pending, staged, target, accumulate=not is_first)
+
+        def move() -> None:
+            home = staged.to(target.device)
+            if is_first:
+                target.copy_(home)
+            else:
+                target.add_(home)
+
+        return Pending([pending], move)
 
     def drop_gradient(self) -> None:
-        """Forget the gradient. Its memory is kept: asking the system for it anew in each step takes longer than a sum."""
+        """Forget the gradient. Its memory is kept: asking for it anew in each step takes longer than a sum."""
         self.has_gradient = False
         for piece in self.pieces:
             piece.values.grad = None
 
-    def show_gradient(self, used: Sequence[bool]) -> None:
+    def show_gradient(self, used: Mapping[int, bool]) -> None:
         """Let the optimizer see the gradients of parameters that were used; it leaves the others as they are."""
         for piece in self.pieces:
             piece.values.grad = (
-                self.slice_of(self.gradient, piece) if self.gradient is not None and used[piece.index] else None
+                self.slice_of(self.gradient, piece) if self.gradient is not None and used.get(piece.index) else None
             )
 
     def take_working_values(self) -> None:
@@ -196,17 +204,3 @@ class Bucket:
         if self.format.has_copy:
             self.own.copy_(self.values)
         return collectives.all_gather(self.flat, self.plan.bounds, self.ranks.shard_group)
-
-
-class _Staged:
-    """A reduction whose result moves on to another device."""
-
-    def __init__(self, pending: Any, staged: Tensor, target: Tensor, *, accumulate: bool) -> None:
-        self._pending, self._staged, self._target, self._accumulate = pending, staged, target, accumulate
-
-    def wait(self) -> None:
-        self._pending.wait()
-        if self._accumulate:
-            self._target.add_(self._staged.to(self._target.device))
-        else:
-            self._target.copy_(self._staged)

@@ -19,7 +19,8 @@ class ZeroConfig:
     Args:
         stage: 1 shards the optimizer state over the data parallel ranks; 2 shards the gradients as well, also while
             they accumulate under ``no_sync``.
-        max_norm: Clip gradients by this global norm in each step in which ``clip_grad_by_norm`` was not called; 0 does not.
+        max_norm: Clip gradients by this global norm in each step before which ``clip_grad_by_norm`` was not called;
+            0 does not.
         bucket_bytes: Size of the buckets in which gradients are reduced and parameters gathered, in bytes. A parameter
             that is larger has a bucket of its own.
         overlap_communication: Go on with backward while buckets are being reduced.

@@ -1,8 +1,8 @@
 """Whether an optimizer treats every element alike, so that it may step on any slice of a parameter.
 
-torch's own optimizers are declared. Of any other class a probe steps tiny tensors in both ways: a matrix against the same
-numbers flattened and cut in two must agree bit for bit after several steps. Where it does not, or can't be tried, parameters
-stay whole: that is right for every optimizer whose parameters don't influence each other, which is tried out as well.
+torch's own optimizers are declared. Of any other class a probe steps tiny tensors in both ways: a matrix, and the same
+numbers flattened and cut in two, must agree bit for bit after several steps. Where they do not, parameters stay whole:
+that is right for every optimizer whose parameters don't influence each other, which is tried out as well.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _probed(optimizer: Optimizer) -> str:
         together = _run(optimizer, [first, second], [list(grads) for grads in gradients])
     except Exception as cause:
         msg = (
-            f"The optimizer {type(optimizer).__qualname__} could not be tried on parameters of shape {_SHAPE}: {cause}. "
+            f"The optimizer {type(optimizer).__qualname__} could not be tried on a parameter of shape {_SHAPE}: "
+            f"{cause}. "
             "Say whether it treats every element alike: `partition='flat'` if so, else `partition='parameter'`."
         )
         raise ConfigError(msg) from cause
@@ -98,8 +99,8 @@ def _probed(optimizer: Optimizer) -> str:
         raise ConfigError(msg)
     if not (torch.equal(together[0], alone) and torch.equal(together[1], also_alone)):
         msg = (
-            f"The optimizer {type(optimizer).__qualname__} lets one parameter influence the update of another, which needs "
-            "all of them on every rank. Use plugin='ddp'."
+            f"The optimizer {type(optimizer).__qualname__} lets one parameter influence the update of another, "
+            "which needs all of them on every rank. Use plugin='ddp'."
         )
         raise ConfigError(msg)
     try:

@@ -1,4 +1,4 @@
-"""Hosting the user's optimizer over shards: the same object, whose groups list this rank's pieces instead of parameters.
+"""Hosting the user's optimizer: the same object, whose groups list this rank's pieces instead of parameters.
 
 Schedulers hold the optimizer and its groups, so both stay what they are; only the lists under ``"params"``, and the
 state's keys, change.

@@ -137,8 +137,8 @@ class ZeroOptimizer(OptimizerWrapper):
             index = self._index_of.get(id(parameter))
             if index is None:
                 msg = (
-                    f"Parameter {position} of the new group, of shape {tuple(parameter.shape)}, is not one of the boosted "
-                    "model's. Boost the model with all the parameters that it will have."
+                    f"Parameter {position} of the new group, of shape {tuple(parameter.shape)}, is not one of the "
+                    "boosted model's. Boost the model with all the parameters that it will have."
                 )
                 raise ConfigError(msg)
             if index in taken:
@@ -211,8 +211,8 @@ class ZeroOptimizer(OptimizerWrapper):
                 if names
             )
             msg = (
-                f"Parameters took no part in backward, which `unused='raise'` forbids. {listed}. Freeze them, leave them "
-                "out of the optimizer, or pass `unused='zero'`."
+                f"Parameters took no part in backward, which `unused='raise'` forbids. {listed}. Freeze them, leave "
+                "them out of the optimizer, or pass `unused='zero'`."
             )
             raise GradientError(msg)
 
@@ -233,7 +233,11 @@ class ZeroOptimizer(OptimizerWrapper):
         """Clip by the norm over all shards of a replica, each element counted once."""
         group = self.ranks.shard_group or dist.group.WORLD
         return clip_by_norm(
-            self.gradients(), max_norm, norm_type, groups=[group], error_if_nonfinite=error_if_nonfinite
+            self.gradients(),
+            max_norm,
+            norm_type,
+            groups=[] if group is None else [group],
+            error_if_nonfinite=error_if_nonfinite,
         )
 
     def overflow_anywhere(self, overflow: bool) -> bool:  # noqa: FBT001 - as in core

@@ -109,14 +109,14 @@ class LowLevelZeroPlugin(Plugin):
         """Return the policy with working parameters in the compute format, and masters beside them where it is narrow.
 
         Raises:
-            ConfigError: If ``reduce_dtype`` and ``communication_dtype`` differ, or masters are asked for that don't exist.
+            ConfigError: If ``reduce_dtype`` and ``communication_dtype`` differ, or fp32 compute is to have masters.
         """
         wire = self.config.wire_dtype
         if wire is not None:
             if policy.reduce_dtype not in (torch.float32, wire):
                 msg = (
-                    f"`reduce_dtype={policy.reduce_dtype}` of the precision and `communication_dtype={wire}` of the plugin "
-                    "are two answers to one question. Give one of them."
+                    f"`reduce_dtype={policy.reduce_dtype}` of the precision and `communication_dtype={wire}` of the "
+                    "plugin are two answers to one question. Give one of them."
                 )
                 raise ConfigError(msg)
             policy = replace(policy, reduce_dtype=wire)
@@ -161,7 +161,7 @@ class LowLevelZeroPlugin(Plugin):
         return ZeroStateAdapter(model, zero, context.coordinator)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
-        """Return a context in which stage 1 accumulates whole gradients locally; stage 2 reduces each into its shard."""
+        """Return a context in which stage 1 accumulates whole gradients here; stage 2 reduces each into its shard."""
         del model
         if self.config.stage == 1 and isinstance(optimizer, ZeroOptimizer):
             return _paused(optimizer)

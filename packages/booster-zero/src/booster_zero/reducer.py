@@ -309,7 +309,7 @@ class Reducer:
 
         Where the wire is wide enough, the mean over ranks is taken there, at no cost; narrow formats would lose bits.
         """
-        is_wide = bucket.format.wire.itemsize >= 4  # noqa: PLR2004 - bytes of fp32
+        is_wide = bucket.format.wire.itemsize >= 4
         return 1.0 / bucket.ranks.shard_size if is_wide else 1.0
 
     # ---- buffers for full gradients, at most a few, used again and again
@@ -332,4 +332,4 @@ def _hook(reducer: weakref.ref[Reducer], index: int, parameter: nn.Parameter) ->
         if owner is not None:
             owner.on_gradient(index, parameter)
 
-    return parameter.register_post_accumulate_grad_hook(take)
+    return parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
