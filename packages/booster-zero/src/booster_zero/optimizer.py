@@ -202,7 +202,7 @@ class ZeroOptimizer(OptimizerWrapper):
 
     def _raise_for_unused(self, unused: list[int]) -> None:
         every = collectives.all_gather_object(
-            [self.names[index] for index in unused if self.layout.parameters[index].requires_grad]
+            [self.names[index] for index in sorted(unused) if self.layout.parameters[index].requires_grad]
         )
         if any(every):
             listed = "; ".join(
