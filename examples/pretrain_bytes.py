@@ -199,7 +199,7 @@ def evaluate(model: torch.nn.Module, held_out, device: torch.device, max_batches
 
 
 @torch.no_grad()
-def sample(folder: Path, prompt: str = "def ", length: int = 160) -> str:
+def sample(folder: Path, prompt: str = "def ", length: int = 120) -> str:
     """Load the folder as any transformers user would, and return a text that the model continues."""
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     problems = {kind: keys for kind, keys in report.items() if keys}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from booster_core.testing import close_ranks
-from booster_core.testing.ranks import worker_pids
+from booster_core.testing.rank_pool import worker_pids
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""Saved in any layout at any number of ranks, and loaded in any other: the values are the same, and so are the files."""
+"""Saved in any layout at any number of ranks and loaded in any other, values are the same, and so are the files."""
 
 import hashlib
 import itertools
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from booster_core.checkpoint import CheckpointIO
 from booster_core.coordinator import DistCoordinator
 from booster_core.testing import run_on_ranks

@@ -1,7 +1,10 @@
+"""What the conformance kit cannot know: when ranks average, and that averaging each step is plain SGD."""
+
 from __future__ import annotations
 
 import pytest
 import torch
+
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.testing import run_on_ranks
@@ -22,22 +25,13 @@ def weights_of(model):
 def train(rank_samples, plugin, num_steps):
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    booster = Booster(plugin=plugin, mixed_precision=_fp64())
+    booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, optimizer)
     for _ in range(num_steps):
         booster.backward(model(rank_samples).square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return weights_of(model)
-
-
-def _fp64():
-    from booster_core import PrecisionPolicy
-
-    double = torch.float64
-    return PrecisionPolicy(
-        compute_dtype=double, param_dtype=double, reduce_dtype=double, master_dtype=double, output_dtype=double
-    )
 
 
 def train_on_rank(sync_every, num_steps):

@@ -128,6 +128,25 @@ def _stale():
     c.rendezvous("save_model")
 
 
+def _meet_in_a_group_of_ones_own(file):
+    if dist.get_rank() == 1:
+        DistCoordinator()  # ranks need not have looked equally often
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
+    try:
+        c = DistCoordinator()
+        c.rendezvous("step")
+        return c.rank, c.world_size, c.all_gather_object(c.rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_group_that_the_script_made(tmp_path):
+    results = run_on_ranks(_meet_in_a_group_of_ones_own, 2, str(tmp_path / "store"))
+    assert results == [(0, 2, [0, 1]), (1, 2, [0, 1])]
+
+
 def test_facts():
     assert run_on_ranks(_facts, 2) == [(0, 2, 0, True, True, False), (1, 2, 1, False, False, True)]
 

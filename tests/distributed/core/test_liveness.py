@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -48,6 +49,13 @@ def fail():
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "exit":
         os._exit(3)
+    elif what == "fork":
+        if os.fork() == 0:
+            tell("PID", os.getpid())
+            time.sleep(40)
+            os._exit(0)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
     elif what == "hook":
         sys.excepthook = sys.__excepthook__
         innermost_cause()
@@ -116,8 +124,8 @@ def _is_alive(pid):
     return True
 
 
-def _run(commands, cwd):
-    """Run processes that share one screen, until all have ended."""
+def _run(commands, cwd, *, leaves_children=False):
+    """Run processes that share one screen, until all have ended; what they forked, where they do, is ended here."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as screen:
         processes = [
@@ -137,15 +145,18 @@ def _run(commands, cwd):
     pids = [int(line[1]) for line in words if line[:1] == ["PID"]]
     start = next((float(line[1]) for line in words if line[:1] == ["FAILS"]), end)
     for pid in pids:
-        assert not _is_alive(pid), output
+        if leaves_children and _is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+        else:
+            assert not _is_alive(pid), output
     return Run(codes, output, end - start, pids)
 
 
-def run_by_hand(script, num_ranks, what, victim, where):
+def run_by_hand(script, num_ranks, what, victim, where, *, leaves_children=False):
     port = _free_port()
     rest = [what, str(victim), where]
     commands = [[sys.executable, script, *rest, str(r), str(num_ranks), str(port)] for r in range(num_ranks)]
-    return _run(commands, script.parent)
+    return _run(commands, script.parent, leaves_children=leaves_children)
 
 
 def run_by_torchrun(script, num_ranks, what, victim, where):
@@ -188,6 +199,36 @@ def test_a_death_without_words_ends_all_and_is_told(script, victim, where, what,
     assert last.startswith(f"Booster: rank {victim}"), run.output
     assert "died without a traceback" in last
     assert run.output.count("Traceback") == 0, run.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_children_that_live_on_do_not_hide_a_death(script, victim):
+    run = run_by_hand(script, 2, "fork", victim, "sleep", leaves_children=True)
+    assert run.codes[1 - victim] == 1, run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert "died without a traceback" in run.output
+
+
+def test_launching_twice_in_one_process(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+        import sys
+        import torch, torch.distributed as dist
+        from booster_core.launch import launch, shutdown
+        for port in sys.argv[2:]:
+            c = launch(int(sys.argv[1]), 2, "127.0.0.1", int(port), verbose=False, timeout_seconds=60)
+            c.rendezvous("step")
+            assert c.all_gather_object(c.rank) == [0, 1]
+            hook = sys.excepthook
+            shutdown()
+            assert sys.excepthook is not hook
+            assert not dist.is_initialized()
+        """)
+    )
+    ports = [str(_free_port()), str(_free_port())]
+    run = _run([[sys.executable, path, str(rank), *ports] for rank in range(2)], tmp_path)
+    assert run.codes == [0, 0], run.output
 
 
 def test_a_death_without_words_under_torchrun(script):

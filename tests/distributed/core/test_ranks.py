@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.testing import RankDiedError, RankError, RankTimeoutError, expect_on_ranks, ranks, run_on_ranks
+from booster_core.testing.rank_pool import worker_pids
 
 
 @dataclass
@@ -198,7 +199,7 @@ def test_a_hang_is_ended_with_stacks():
     with pytest.raises(RankTimeoutError, match=r"did not end within 1 s on ranks 1 of 2(.|\n)*in _sleep_on"):
         run_on_ranks(_sleep_on, 2, 1, 60, timeout_seconds=1)
     assert time.monotonic() - start < 20
-    assert run_on_ranks(_pid, 2)[0] in ranks.worker_pids()
+    assert run_on_ranks(_pid, 2)[0] in worker_pids()
 
 
 def test_a_hang_in_a_collective_is_ended_with_stacks():
@@ -277,6 +278,29 @@ def _is_alive(pid):
     except ProcessLookupError:
         return False
     return True
+
+
+def test_a_script_can_run_its_own_functions(tmp_path):
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent("""
+        from booster_core.testing import run_on_ranks
+
+        class Answer:
+            pass
+
+        def answer(kind):
+            assert kind is Answer
+            return kind()
+
+        if __name__ == "__main__":
+            assert all(isinstance(result, Answer) for result in run_on_ranks(answer, 2, Answer))
+            print("once")
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "once\n"), done.stderr
 
 
 @pytest.mark.parametrize("end", ["exit", "kill"])

@@ -1,3 +1,5 @@
+from typing import ClassVar
+
 from booster_core.testing.conformance import PluginConformance
 from booster_ddp import TorchDDPPlugin
 
@@ -13,4 +15,4 @@ class TestDDPOverOneRank(PluginConformance):
 
 class TestDDPWithBucketViewsAndSyncBatchNorm(PluginConformance):
     plugin_class = TorchDDPPlugin
-    options = {"gradient_as_bucket_view": True, "sync_batchnorm": True, "bucket_cap_mb": 0.001}
+    options: ClassVar = {"gradient_as_bucket_view": True, "sync_batchnorm": True, "bucket_cap_mb": 0.001}

@@ -2,9 +2,10 @@ import math
 
 import pytest
 import torch
+from torch import nn
+
 from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import global_norm
-from torch import nn
 
 
 def gradients(dtype=torch.float32):

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from booster_core import launch as launching
 from booster_core.errors import ConfigError, LaunchError
 from booster_core.launch import (
     ensure_process_group,
@@ -18,6 +19,7 @@ from booster_core.launch import (
     launch_from_torch,
     shutdown,
 )
+from booster_core.store import _openings
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
 LAUNCHERS = [*TORCHRUN, "MASTER_PORT", "SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"]
@@ -138,7 +140,7 @@ def test_a_variable_that_is_no_integer(monkeypatch, name):
     ],
 )
 def test_wrong_values_are_refused_before_anything_opens(monkeypatch, changes, words):
-    monkeypatch.setattr(launching, "_start", lambda *_, **__: pytest.fail("went on"))
+    monkeypatch.setattr(sys.modules[launch.__module__], "_start", lambda *_, **__: pytest.fail("went on"))
     values = {"rank": 0, "world_size": 2, "host": "localhost", "port": 29500, **changes}
     with pytest.raises(ConfigError, match=words):
         launch(**values)
@@ -216,7 +218,7 @@ def test_port_in_use():
             launch(0, 2, "127.0.0.1", port, timeout_seconds=3)
 
 
-def test_a_stranger_at_the_port(nothing_left_behind):
+def test_a_stranger_at_the_port():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -238,3 +240,31 @@ def test_a_host_that_does_not_exist(port):
 def test_the_other_ranks_do_not_come(port):
     with pytest.raises(LaunchError, match=r"did not start: waited 1 s for ranks 1 and 2 of 3\. Check that all 3"):
         launch(0, 3, "127.0.0.1", port, timeout_seconds=1)
+
+
+def test_two_processes_of_one_rank(port):
+    server = dist.TCPStore("127.0.0.1", port, is_master=True)
+    server.add(f"booster/joined/{next(_openings) + 1}/1", 1)
+    with pytest.raises(LaunchError, match=f"rank 1 has joined the run at 127.0.0.1:{port} already"):
+        launch(1, 2, "127.0.0.1", port, timeout_seconds=5)
+
+
+def test_a_process_that_found_a_stranger_ends():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        call = f"from booster_core.launch import launch; launch(1, 2, '127.0.0.1', {port}, timeout_seconds=1)"
+        done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "did not answer as rank 0" in done.stderr.splitlines()[-1]
+
+
+def test_the_function_is_not_hidden_by_its_module():
+    lines = (
+        "import sys, booster_core.launch",
+        "from booster_core import launch",
+        "assert callable(launch) and callable(booster_core.launch)",
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=60)

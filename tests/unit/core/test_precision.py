@@ -3,6 +3,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+
 from booster_core.booster import Booster
 from booster_core.errors import ConfigError
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
@@ -13,7 +14,9 @@ from booster_core.single import SingleDevicePlugin
 from booster_core.testing.models import TinyMLP
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 @pytest.mark.parametrize("suffix", ["", "-mixed"])
 def test_policies_by_name(name, dtype, suffix):
     policy = PrecisionPolicy.parse(name + suffix)

@@ -1,13 +1,15 @@
 """Index arithmetic: any partition written by one layout and read by another gives the tensor back."""
 
+import itertools
 import math
 
 import pytest
 import torch
-from booster_core.state.regions import intersect, is_contiguous, pack, regions_of, runs_of, slices_of, span_of, unpack
-from booster_core.state.shard import box_numel, box_shape, full_box
 from hypothesis import given
 from hypothesis import strategies as st
+
+from booster_core.state.regions import intersect, is_contiguous, pack, regions_of, runs_of, slices_of, span_of, unpack
+from booster_core.state.shard import box_numel, box_shape, full_box
 
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
 
@@ -32,7 +34,7 @@ def partitions(draw, shape):
             dim = draw(st.sampled_from(dims))
             a, b = box[dim]
             cut = draw(st.integers(a + 1, b - 1))
-            todo += [box[:dim] + ((a, cut),) + box[dim + 1 :], box[:dim] + ((cut, b),) + box[dim + 1 :]]
+            todo += [(*box[:dim], (a, cut), *box[dim + 1 :]), (*box[:dim], (cut, b), *box[dim + 1 :])]
         else:
             done.append(box)
     parts = []
@@ -42,7 +44,7 @@ def partitions(draw, shape):
         if len(cuts) < 2 or draw(st.booleans()):
             parts.append((box, None))
         else:
-            parts += [(box, (a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+            parts += [(box, (a, b)) for a, b in itertools.pairwise(cuts)]
     return parts
 
 
@@ -78,7 +80,7 @@ def test_span_and_runs_name_the_elements_of_a_box(data):
     starts, length = runs_of(shape, box)
     starts = list(starts)
     assert [s + i for s in starts for i in range(length)] == indices
-    assert all(a + length < b for a, b in zip(starts, starts[1:], strict=False)), "touching runs are joined"
+    assert all(a + length < b for a, b in itertools.pairwise(starts)), "touching runs are joined"
 
 
 @given(st.data())

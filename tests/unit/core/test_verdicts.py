@@ -119,3 +119,14 @@ def test_who_has_left_is_told_nothing(rank):
     run = verdicts()
     run.left(rank)
     assert rank not in news(run.failed(1, TEXT, 0.0, is_derived=False))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_who_comes_after_the_failure_is_told_of_it(late):
+    run = Verdicts(["a", "a", "a"], speakers_end_first=False)
+    run.joined(2, 102)
+    run.failed(2, TEXT, 0.0, is_derived=False)
+    messages = run.joined(late, 100)
+    assert news(messages)[late]["text"] == TEXT
+    assert not news(messages)[late]["speaks"]
+    assert turns(messages) == ([0] if late == 0 else [])

@@ -3,11 +3,12 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
+
 from booster_core.errors import ConfigError, GradientError
 from booster_core.precision import DynamicLossScaler, LossScaleConfig, PrecisionPolicy
 from booster_core.testing.models import TinyMixedBag, TinyMLP
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper
-from torch import nn
 
 
 def make(precision=None, **changes):
@@ -34,7 +35,9 @@ def test_model_wrapper_lists_each_parameter_once():
     assert len(list(wrapper.parameters())) == len(list(wrapper.unwrap().parameters()))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["deepcopy", "pickle"]
+)
 def test_wrappers_can_be_copied(copied):
     model, optimizer = make(momentum=0.9)
     model(torch.randn(2, 8)).sum().backward()
@@ -209,7 +212,13 @@ def test_loss_scale_rises_and_falls_within_bounds():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"initial_scale": 0.5}, {"growth_factor": 0.5}, {"backoff_factor": 1.0}, {"growth_interval": 0}, {"max_scale": 1.0}],
+    [
+        {"initial_scale": 0.5},
+        {"growth_factor": 0.5},
+        {"backoff_factor": 1.0},
+        {"growth_interval": 0},
+        {"max_scale": 1.0},
+    ],
 )
 def test_loss_scale_config_refuses(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):

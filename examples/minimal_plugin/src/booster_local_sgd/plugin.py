@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
+
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, BoostContext, Capability, Plugin
+from booster_core.plugin import BoostContext, Boosted, Capability, Plugin
 from booster_core.replicated import check_no_masters, place_model
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from booster_core import PrecisionPolicy
-    from booster_core.state.adapter import StateAdapter
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+    from booster_core import PrecisionPolicy
+    from booster_core.state.adapter import StateAdapter
 
 
 class LocalSGDPlugin(Plugin):

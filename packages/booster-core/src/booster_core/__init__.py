@@ -1,6 +1,6 @@
 """Booster: one call makes a PyTorch training script distributed; the strategy is a plugin.
 
-The names below are imported when they are first used, so that importing this package costs nothing by itself.
+Public names are imported when they are first used, so that importing this package costs next to nothing by itself.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+# The module `launch` and its function share a name: whichever import of the module comes first would hide the function,
+# so it happens here, before the function takes the name. The module is light and imports torch where it uses it.
+from booster_core.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+
 if TYPE_CHECKING:
     from booster_core.booster import Booster
     from booster_core.checkpoint.io import CheckpointIO
     from booster_core.coordinator import DistCoordinator
     from booster_core.hookspecs import hookimpl
-    from booster_core.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
     from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin
     from booster_core.precision import LossScaleConfig, PrecisionPolicy
 
@@ -49,12 +52,8 @@ _HOMES = {
     "Plugin": "booster_core.plugin",
     "PrecisionPolicy": "booster_core.precision",
     "hookimpl": "booster_core.hookspecs",
-    "launch": "booster_core.launch",
-    "launch_from_openmpi": "booster_core.launch",
-    "launch_from_slurm": "booster_core.launch",
-    "launch_from_torch": "booster_core.launch",
 }
-"""Where each public name is defined."""
+"""Where each of the other public names is defined."""
 
 
 def __getattr__(name: str) -> object:

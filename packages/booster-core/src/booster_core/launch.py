@@ -65,7 +65,7 @@ class _Start:
             raise ConfigError(msg)
 
 
-def launch(  # noqa: PLR0913, PLR0917 - the signature that Colossal-AI's users know
+def launch(
     rank: int,
     world_size: int,
     host: str,
@@ -169,7 +169,7 @@ def launch_from_torch(
     return _start(start, verbose=verbose)
 
 
-def launch_from_slurm(  # noqa: PLR0913 - the signature that Colossal-AI's users know
+def launch_from_slurm(
     host: str,
     port: int,
     backend: str | None = None,
@@ -202,7 +202,7 @@ def launch_from_slurm(  # noqa: PLR0913 - the signature that Colossal-AI's users
     )
 
 
-def launch_from_openmpi(  # noqa: PLR0913 - the signature that Colossal-AI's users know
+def launch_from_openmpi(
     host: str,
     port: int,
     backend: str | None = None,
@@ -428,7 +428,7 @@ def _check_not_started(call: str) -> None:
     if world.process_group is not None:
         msg = (
             f"`{call}` was called, but the process group has been started already: this is rank {world.rank} of "
-            f"{world.world_size}. Launch once per process, or call `booster_core.launch.shutdown()` in between."
+            f"{world.world_size}. Launch once per process, or call `shutdown` of booster_core.launch in between."
         )
         raise LaunchError(msg)
 

@@ -25,7 +25,7 @@ _PAUSE_SECONDS = 0.1
 _openings = itertools.count()
 
 
-def open_store(  # noqa: PLR0913 - where, who, and for how long
+def open_store(
     url: str, host: str, port: int, *, rank: int, timeout_seconds: float, is_hosted_elsewhere: bool
 ) -> Store:
     """Open the store of a run.
@@ -87,7 +87,7 @@ def _wait_for_listener(host: str, port: int, deadline: float, rank: int, timeout
         try:
             remaining = max(_PAUSE_SECONDS, min(_PROBE_SECONDS, deadline - time.monotonic()))
             socket.create_connection((host, port), timeout=remaining).close()
-        except OSError as error:  # noqa: PERF203 - each attempt may fail
+        except OSError as error:
             if time.monotonic() + _PAUSE_SECONDS >= deadline:
                 msg = (
                     f"Rank {rank} could not reach rank 0 at {host}:{port} within {timeout_seconds:g} s: {error}. Check "
@@ -99,7 +99,7 @@ def _wait_for_listener(host: str, port: int, deadline: float, rank: int, timeout
             return
 
 
-def _open_aside(  # noqa: PLR0913 - of open_store
+def _open_aside(
     url: str, address: str, rank: int, deadline: float, timeout_seconds: float, *, is_server: bool
 ) -> Store:
     """Let torch open its store in a thread of its own, and give up at the deadline."""

@@ -194,13 +194,12 @@ def _describe_foreign_group(group: Any) -> World:
     local_rank = local_rank_from_environment()
     if local_rank is None:
         local_rank = rank  # one host, as far as anybody has said
-    generation = next(_generations)
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to the store
     return World(
         rank=rank,
         world_size=dist.get_world_size(),
         local_rank=local_rank,
-        store=_below(store, f"booster/{generation}/meet"),
+        # Without a count of its own: a rank need not have looked at every group that came before.
+        store=_below(store, "booster/foreign/meet"),
         process_group=group,
-        generation=generation,
     )

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from booster_core.errors import GradientError
 from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import check_norm_arguments
+from booster_core.liveness import naming_missing_ranks
 from booster_core.precision.casting import cast_floating
 from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
 
@@ -64,6 +65,10 @@ class ModelWrapper(nn.Module):
 
         Collective: as the strategy's forward.
         """
+        with naming_missing_ranks("forward"):
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.precision is None or not self.precision.uses_autocast:
             return self.module(*args, **kwargs)
         with torch.autocast(self._device_type, dtype=self.precision.compute_dtype):
@@ -213,7 +218,8 @@ class OptimizerWrapper(Optimizer):
         if self.loss_scaler is not None:
             self._rescale_gradients()
             loss = loss.float() * self.loss_scaler.scale
-        loss.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        with naming_missing_ranks("backward"):
+            loss.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that this rank holds and steps with."""
@@ -243,11 +249,10 @@ class OptimizerWrapper(Optimizer):
         Collective: every rank of the strategy's mesh, in step; none for replicated strategies.
         """
         check_norm_arguments(max_norm, norm_type)
-        self.unscale_gradients()
-        overflow = self._found_overflow
-        self._grad_norm = self.clip_gradients(
-            max_norm, norm_type, error_if_nonfinite=error_if_nonfinite and not overflow
-        )
+        with naming_missing_ranks("clip_grad_by_norm"):
+            self.unscale_gradients()
+            forbids = error_if_nonfinite and not self._found_overflow
+            self._grad_norm = self.clip_gradients(max_norm, norm_type, error_if_nonfinite=forbids)
         return self._grad_norm
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
@@ -304,16 +309,13 @@ class OptimizerWrapper(Optimizer):
 
         Collective: every rank of the strategy's mesh, in step.
         """
-        if self.loss_scaler is None:
-            result = self.update_parameters(closure)
-        else:
-            if closure is not None:
-                msg = (
-                    "An optimizer that needs a closure can't run under fp16's dynamic loss scale. Use 'bf16' or 'fp32'."
-                )
-                raise GradientError(msg)
+        if closure is not None and self.loss_scaler is not None:
+            msg = "An optimizer that needs a closure can't run under fp16's dynamic loss scale. Use 'bf16' or 'fp32'."
+            raise GradientError(msg)
+        with naming_missing_ranks("step"):
             self.unscale_gradients()
-            result = None if self._found_overflow else self.update_parameters()
+            result = None if self._found_overflow else self.update_parameters(closure)
+        if self.loss_scaler is not None:
             self.loss_scaler.update(overflow=self._found_overflow)
         if self._after_step is not None:
             self._after_step(self, self._metrics())
@@ -366,10 +368,9 @@ def unscaled_gradient(parameter: nn.Parameter, optimizer: Optimizer | None) -> T
     """
     if parameter.grad is None:
         return None
-    scaler = optimizer.loss_scaler if isinstance(optimizer, OptimizerWrapper) else None
-    if scaler is None or optimizer.is_unscaled:
-        return parameter.grad.detach().clone()
-    return parameter.grad.detach() / scaler.scale
+    if isinstance(optimizer, OptimizerWrapper) and optimizer.loss_scaler is not None and not optimizer.is_unscaled:
+        return parameter.grad.detach() / optimizer.loss_scaler.scale
+    return parameter.grad.detach().clone()
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

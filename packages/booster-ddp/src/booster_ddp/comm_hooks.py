@@ -1,25 +1,22 @@
 """Torch's gradient compression hooks by name.
 
-A hook replaces DDP's all-reduce of a gradient bucket by one that moves fewer bytes. torch's quantisation hooks are not
-among the names, because they need every tensor on CUDA and fail on gloo; any function that torch's
-``register_comm_hook`` takes may be passed instead of a name.
+A hook replaces DDP's all-reduce of a gradient bucket by one that moves fewer bytes. Of torch's hooks the quantising
+ones are not among the names, because they need every tensor on CUDA, nor is batched PowerSGD, which fails in an
+assertion of torch 2.13. Any function that torch's ``register_comm_hook`` takes may be passed instead of a name.
 """
 
-from __future__ import annotations
+# No postponed annotations here: torch compares those of a hook with the classes themselves.
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]  # torch does not list GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from booster_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-    from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]  # torch does not list GradBucket
-    from torch.nn.parallel import DistributedDataParallel
 
 Hook = Any  # Callable[[object, GradBucket], torch.futures.Future[Tensor]], which torch does not type
 
@@ -47,10 +44,7 @@ _STATELESS: dict[str, Hook] = {
     "fp16_compress": fp16_compress,
     "bf16_compress": bf16_compress,
 }
-_POWER_SGD: dict[str, Hook] = {
-    "powersgd": powerSGD_hook.powerSGD_hook,
-    "batched_powersgd": powerSGD_hook.batched_powerSGD_hook,
-}
+_POWER_SGD = "powersgd"
 BY_DTYPE = {torch.float16: "fp16_compress", torch.bfloat16: "bf16_compress"}
 """The hook that sums gradients in a format narrower than their own."""
 
@@ -64,7 +58,7 @@ def check_comm_hook(hook: str | Callable[..., Any] | None) -> None:
 
     Collective: none.
     """
-    names = sorted([*_STATELESS, *_POWER_SGD])
+    names = sorted([*_STATELESS, _POWER_SGD])
     if isinstance(hook, str) and hook not in names:
         msg = f"Unknown `comm_hook={hook!r}`. Use one of {', '.join(map(repr, names))}, or a function."
         raise ConfigError(msg)
@@ -85,8 +79,8 @@ def register_comm_hook(ddp: DistributedDataParallel, hook: str | Callable[..., A
     Collective: none, but every rank must register the same.
     Reference: Vogels et al. 2019, "PowerSGD" (arXiv:1905.13727).
     """
-    if isinstance(hook, str) and hook in _POWER_SGD:
+    if hook == _POWER_SGD:
         state = powerSGD_hook.PowerSGDState(process_group=None) if state is None else state
-        ddp.register_comm_hook(state, _POWER_SGD[hook])
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         ddp.register_comm_hook(state, _STATELESS[hook] if isinstance(hook, str) else hook)

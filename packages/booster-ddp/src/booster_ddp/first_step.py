@@ -102,5 +102,7 @@ def _average_bucket(bucket: Sequence[Tensor]) -> None:
         return
     flat = torch.cat([gradient.flatten() for gradient in bucket]).div_(dist.get_world_size())
     dist.all_reduce(flat)
-    for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+    sizes = [gradient.numel() for gradient in bucket]
+    parts: Sequence[Tensor] = flat.split(sizes)  # type: ignore[no-untyped-call]
+    for gradient, part in zip(bucket, parts, strict=True):
         gradient.copy_(part.view_as(gradient))

@@ -60,7 +60,6 @@ class TorchDDPPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
-            Capability.LORA,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
         }
@@ -118,7 +117,7 @@ class TorchDDPPlugin(Plugin):
         original = objects.model
         place_model(original, objects.optimizer, context.device, context.precision)
         if self.config.sync_batchnorm:
-            convert_sync_batchnorm(original)
+            convert_sync_batchnorm(original, context.device.type)
         trained = [parameter for parameter in original.parameters() if parameter.requires_grad]
         model = ModelWrapper(original, precision=context.precision)
         asked = False if self.config.static_graph else self.config.find_unused_parameters

@@ -99,6 +99,14 @@ class BackgroundWriter:
         self._thread.start()
         atexit.register(self._at_exit)
 
+    def settle(self) -> None:
+        """Wait for the job, if there is one, and leave its error for the next `join`.
+
+        Collective: none.
+        """
+        if self._thread is not None:
+            self._thread.join()
+
     def join(self) -> Exception | None:
         """Wait for the job, if there is one, and return its error, if it has one; then forget both.
 

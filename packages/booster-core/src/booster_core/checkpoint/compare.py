@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from booster_core.checkpoint.report import LoadReport
+from booster_core.state.adapter import TensorMeta
 from booster_core.state.jsonable import tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from booster_core.state.adapter import TensorMeta
+    from booster_core.state.adapter import StateAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,14 @@ class Expectation:
     tensors: Mapping[str, TensorMeta]
     aliases: Mapping[str, str]
     extra: tuple[str, ...]
+
+    @classmethod
+    def of(cls, adapter: StateAdapter, extra: tuple[str, ...]) -> Expectation:
+        """Return what lies on this rank."""
+        tensors = {
+            shard.name: TensorMeta(shape=shard.global_shape, dtype=shard.dtype) for shard in adapter.model_shards()
+        }
+        return cls(tensors=tensors, aliases=dict(adapter.tied_names()), extra=extra)
 
     @classmethod
     def merge(cls, parts: Sequence[Expectation]) -> Expectation:

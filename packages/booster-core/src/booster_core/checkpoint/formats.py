@@ -1,8 +1,7 @@
 """What a file of tensors is to the rest: something that can be laid out before its values exist, and read in parts.
 
-`Container` writes, `TensorFile` reads; `booster_core.checkpoint.safetensors_file` and ``torch_file`` implement both. The
-bytes of a tensor are contiguous and row-major in either kind of file, so that values go to their offsets without the
-container's help.
+`Container` writes, `TensorFile` reads; ``safetensors_file`` and ``torch_file`` implement both. The bytes of a tensor
+are contiguous and row-major in either kind of file, so that values go to their offsets without the container's help.
 """
 
 from __future__ import annotations
@@ -107,6 +106,6 @@ def open_tensor_file(path: Path, *, in_memory: bool = False) -> TensorFile:
 
 
 def _has_plausible_header(path: Path) -> bool:
-    """Whether the bytes 8 and 9 open a JSON object, as in a safetensors file whose header length looks like a pickle."""
+    """Whether a JSON object follows 8 bytes, as in a safetensors file whose header length looks like a pickle."""
     with path.open("rb") as file:
         return file.read(9)[8:9] == b"{"

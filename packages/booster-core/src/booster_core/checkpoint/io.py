@@ -7,27 +7,33 @@ what goes where, and how bytes move is in the files beside it.
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_core.checkpoint.async_writer import BackgroundWriter, SnapshotBuffers
-from booster_core.checkpoint.compare import Expectation, compare, misfit
+from booster_core.checkpoint.compare import Expectation, compare
 from booster_core.checkpoint.index import read_json
 from booster_core.checkpoint.job import JobPlan, WriteJob, WrittenFile, local_specs, make_plan, merge_specs, pieces_of
 from booster_core.checkpoint.naming import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
+from booster_core.checkpoint.optimizer_check import (
+    check_same_parameters,
+    check_states,
+    listed_states,
+    read_optimizer_info,
+    states_by_parameter,
+)
 from booster_core.checkpoint.parts import ModelPart, OptimizerInfo, OptimizerPart, Part
 from booster_core.checkpoint.pretrained import pretrained_files
 from booster_core.checkpoint.progress import Progress
 from booster_core.checkpoint.reader import ShardReader
-from booster_core.checkpoint.report import LoadReport, shorten
 from booster_core.checkpoint.scheduler import scheduler_from_json, scheduler_to_json
 from booster_core.checkpoint.session import Route, Session
-from booster_core.checkpoint.source import Source
+from booster_core.checkpoint.source import Source, open_source
+from booster_core.checkpoint.target import check_is_no_folder, target_of
+from booster_core.checkpoint.transformers_names import renamed
 from booster_core.checkpoint.writer import FileWriter, receive_pieces, send_pieces, write_directly
 from booster_core.errors import CheckpointError, ConfigError
-from booster_core.state.adapter import TensorMeta
-from booster_core.state.jsonable import decode, tensor_references
-from booster_core.state.shard import full_box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_core.checkpoint.pieces import Piece
+    from booster_core.checkpoint.report import LoadReport
     from booster_core.coordinator import DistCoordinator
     from booster_core.state.adapter import StateAdapter
 
@@ -119,16 +126,17 @@ class CheckpointIO:
             self._refuse_for_dcp(prefix=prefix, use_async=use_async)
             from booster_core.checkpoint.dcp import save_model_dcp
 
-            save_model_dcp(self._session, self._begin, adapter, Path(checkpoint), dtype)
+            self._begin("save_model")
+            save_model_dcp(self._session, adapter, Path(checkpoint), dtype)
             return
         suffix = SAFETENSORS if use_safetensors else TORCH
         names = FileNames(base=MODEL if use_safetensors else TORCH_MODEL, suffix=suffix, prefix=prefix)
-        folder, max_bytes, file_name, check = _target(
-            checkpoint, names, shard=shard, prefix=prefix, size_per_shard=size_per_shard
-        )
+        target = target_of(checkpoint, names, shard=shard, prefix=prefix, size_per_shard=size_per_shard)
         texts = pretrained_files(module, dtype) if module is not None and shard else {}
-        part = ModelPart(adapter, names, max_bytes=max_bytes, file_name=file_name, dtype=dtype, texts=texts)
-        self._save("save_model", folder, [part], check=check, use_async=use_async)
+        part = ModelPart(
+            adapter, names, max_bytes=target.max_bytes, file_name=target.file_name, dtype=dtype, texts=texts
+        )
+        self._save("save_model", target.folder, [part], check=target.check, use_async=use_async)
 
     def save_optimizer(
         self,
@@ -162,14 +170,13 @@ class CheckpointIO:
             self._refuse_for_dcp(prefix=prefix, use_async=use_async)
             from booster_core.checkpoint.dcp import save_optimizer_dcp
 
-            save_optimizer_dcp(self._session, self._begin, adapter, Path(checkpoint))
+            self._begin("save_optimizer")
+            save_optimizer_dcp(self._session, adapter, Path(checkpoint))
             return
         names = FileNames(base=OPTIMIZER, prefix=prefix)
-        folder, max_bytes, file_name, check = _target(
-            checkpoint, names, shard=shard, prefix=prefix, size_per_shard=size_per_shard
-        )
-        part = OptimizerPart(adapter, names, max_bytes=max_bytes, file_name=file_name)
-        self._save("save_optimizer", folder, [part], check=check, use_async=use_async)
+        target = target_of(checkpoint, names, shard=shard, prefix=prefix, size_per_shard=size_per_shard)
+        part = OptimizerPart(adapter, names, max_bytes=target.max_bytes, file_name=target.file_name)
+        self._save("save_optimizer", target.folder, [part], check=target.check, use_async=use_async)
 
     def load_model(
         self,
@@ -178,6 +185,8 @@ class CheckpointIO:
         strict: bool = True,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
         low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002
         num_threads: int = 1,
+        *,
+        module: nn.Module | None = None,
     ) -> LoadReport:
         """Read a model from any of the forms that `save_model` and Hugging Face libraries write.
 
@@ -192,6 +201,7 @@ class CheckpointIO:
             low_cpu_mem_mode: Read just the parts that this rank holds, straight into place. ``False`` reads whole files
                 into memory first, one after the other, which a disk that is slow at jumping may prefer.
             num_threads: How many parts of a large tensor are read at once.
+            module: The user's own model; tells where transformers' files name tensors differently from its modules.
 
         Returns:
             What was loaded and what was not; the same on every rank.
@@ -206,24 +216,22 @@ class CheckpointIO:
         _check_threads(num_threads)
         self._begin("load_model")
         path, session = Path(checkpoint), self._session
-        with session.together("load_model", path):
-            source = _open_source(path, MODEL, in_memory=not low_cpu_mem_mode)
-            shards = {
-                shard.name: TensorMeta(shape=shard.global_shape, dtype=shard.dtype) for shard in adapter.model_shards()
-            }
-            extra = tuple(adapter.extra_state())
-            local = Expectation(tensors=shards, aliases=dict(adapter.tied_names()), extra=extra)
-        try:
+        with ExitStack() as stack:
+            with session.together("load_model", path):
+                source = stack.enter_context(open_source(path, MODEL, in_memory=not low_cpu_mem_mode))
+                extra = tuple(adapter.extra_state())
+                local = Expectation.of(adapter, extra)
             expected = Expectation.merge(session.coordinator.all_gather_object(local))
-            report, homes = compare(source.tensors, source.values, expected)
+            names = renamed(module, source.tensors, (*expected.tensors, *expected.aliases, *expected.extra))
+            stored = {name: source.tensors[key] for name, key in names.items()}
+            report, found = compare(stored, source.values, expected)
+            homes = {name: names[key] for name, key in found.items()}
             if strict and not report.is_complete:
                 msg = f"'{path}' does not fit the model. {report.problems()} Pass `strict=False` to load what fits."
                 raise CheckpointError(msg)
             with session.together("load_model", path):
                 self._fill("Loading model", source, adapter.model_shards(), homes, num_threads)
-                adapter.load_extra_state(_extra_values(source, extra))
-        finally:
-            source.close()
+                adapter.load_extra_state(source.extra_values(extra))
         # Not inside of `together`: an adapter may communicate here, and then all ranks fail or none.
         adapter.finish_load(model=True, optimizer=False)
         return report
@@ -253,24 +261,21 @@ class CheckpointIO:
         _check_threads(num_threads)
         self._begin("load_optimizer")
         path, session = Path(checkpoint), self._session
-        with session.together("load_optimizer", path):
-            source = _open_source(path, OPTIMIZER, in_memory=not low_cpu_mem_mode)
-            saved = _optimizer_info(source)
-            local = OptimizerInfo.of(adapter)
-        try:
+        with ExitStack() as stack:
+            with session.together("load_optimizer", path):
+                source = stack.enter_context(open_source(path, OPTIMIZER, in_memory=not low_cpu_mem_mode))
+                saved = read_optimizer_info(source)
+                local = OptimizerInfo.of(adapter)
             here = OptimizerInfo.merge(session.coordinator.all_gather_object(local))
-            _check_same_parameters(path, saved, here)
-            states = _states_by_parameter(path, source.tensors, here)
+            check_same_parameters(path, saved, here)
+            states = states_by_parameter(path, source.tensors, here)
             adapter.prepare_optimizer_load(states, saved.scalars, saved.groups)
             with session.together("load_optimizer", path):
-                listed, misfits = _listed_states(adapter, source.tensors)
-            gathered = session.coordinator.all_gather_object((listed, misfits))
-            _check_states(path, source.tensors, gathered)
+                local_states = listed_states(adapter, source.tensors)
+            check_states(path, source.tensors, session.coordinator.all_gather_object(local_states))
             with session.together("load_optimizer", path):
                 homes = {key: key for key in source.tensors}
                 self._fill("Loading optimizer", source, adapter.optimizer_shards(), homes, num_threads)
-        finally:
-            source.close()
         adapter.finish_load(model=False, optimizer=True)
 
     def save_lr_scheduler(self, scheduler: LRScheduler, checkpoint: str | Path) -> None:
@@ -289,7 +294,9 @@ class CheckpointIO:
         """
         path = Path(checkpoint)
         text = json.dumps(scheduler_to_json(scheduler), indent=1) + "\n"
-        self._save("save_lr_scheduler", path.parent, [], texts={path.name: text}, check=lambda: _check_file(path))
+        self._save(
+            "save_lr_scheduler", path.parent, [], texts={path.name: text}, check=lambda: check_is_no_folder(path)
+        )
 
     def load_lr_scheduler(self, scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Read a learning rate scheduler's state.
@@ -379,7 +386,10 @@ class CheckpointIO:
     def _refuse_for_dcp(self, *, prefix: str | None, use_async: bool) -> None:
         for option, is_used in (("use_async=True", use_async), (f"prefix={prefix!r}", prefix is not None)):
             if is_used:
-                msg = f"`{option}` has no meaning with `gather_dtensor=False`, which leaves writing to torch. Drop one of them."
+                msg = (
+                    f"`{option}` has no meaning with `gather_dtensor=False`, which leaves writing to torch. Drop one "
+                    "of them."
+                )
                 raise ConfigError(msg)
 
     def _save(
@@ -428,11 +438,19 @@ class CheckpointIO:
                 undo()
                 raise
 
-        if use_async:
-            self._background.start(name, run)
-        else:
+        if not use_async:
             run()
-        return job.written if not use_async else []
+            return job.written
+
+        def run_in_background() -> None:
+            try:
+                run()
+            finally:
+                session.linger(token)
+
+        session.before_close(self._background.settle)
+        self._background.start(name, run_in_background)
+        return []
 
     def _plan(
         self, name: str, folder: Path, token: str, parts: Sequence[Part], texts: dict[str, str]
@@ -498,152 +516,7 @@ class CheckpointIO:
                     reader.fill(shard, homes[shard.key])
 
 
-def _target(
-    checkpoint: str | Path, names: FileNames, *, shard: bool, prefix: str | None, size_per_shard: int
-) -> tuple[Path, int | None, str | None, Callable[[], None]]:
-    """Return folder, size limit, file name and the check of the path that a user's arguments mean."""
-    path = Path(checkpoint)
-    if shard:
-        if size_per_shard <= 0:
-            msg = f"`size_per_shard={size_per_shard}` is not a size in MiB. The default is 1024."
-            raise ConfigError(msg)
-        return path, size_per_shard * _MIB, None, lambda: _check_folder(path)
-    if prefix is not None:
-        msg = f"`prefix={prefix!r}` names the files of a folder; with `shard=False` the path names the file. Drop one of them."
-        raise ConfigError(msg)
-    other = {SAFETENSORS: (TORCH, ".pt", ".pth", ".ckpt"), TORCH: (SAFETENSORS,)}[names.suffix]
-    if path.suffix in other:
-        wanted = "True" if names.suffix == TORCH else "False"
-        remedy = f"Use a name that ends in '{names.suffix}'"
-        remedy += f", or `use_safetensors={wanted}`." if names.base != OPTIMIZER else "."
-        msg = f"The path '{path}' ends in '{path.suffix}', but a {names.suffix.removeprefix('.')} file would be written. {remedy}"
-        raise ConfigError(msg)
-    return path.parent, None, path.name, lambda: _check_file(path)
-
-
-def _check_folder(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        msg = (
-            f"Checkpoint path '{path}' is a file, but `shard=True` writes a folder. Pass another path or `shard=False`."
-        )
-        raise CheckpointError(msg)
-
-
-def _check_file(path: Path) -> None:
-    if path.is_dir():
-        msg = (
-            f"Checkpoint path '{path}' is a folder, but a file is to be written. Pass a file's path (or `shard=True`)."
-        )
-        raise CheckpointError(msg)
-
-
 def _check_threads(num_threads: int) -> None:
     if num_threads < 1:
         msg = f"`num_threads={num_threads}` is not a number of threads. Use 1 or more."
         raise ConfigError(msg)
-
-
-def _open_source(path: Path, kind: str, *, in_memory: bool) -> Source:
-    return Source(path, kind, in_memory=in_memory)
-
-
-def _extra_values(source: Source, names: Sequence[str]) -> dict[str, Any]:
-    """Return the extra state that modules of this rank wait for, decoded."""
-    import torch
-
-    def read(key: str) -> torch.Tensor:
-        meta = source.tensors[key]
-        tensor = torch.empty(meta.shape, dtype=meta.dtype)
-        if tensor.numel():
-            source.read(key, full_box(meta.shape), tensor.view(-1))
-        return tensor
-
-    found = {}
-    for name in names:
-        if name in source.values:
-            value = source.values[name]
-            found[name] = decode(value, {key: read(key) for key in tensor_references(value)})
-        elif name in source.tensors:
-            found[name] = read(name)
-    return found
-
-
-def _optimizer_info(source: Source) -> OptimizerInfo:
-    """Return parameter groups and other state: from the file itself, or beside the index."""
-    if "optimizer" in source.values:
-        return OptimizerInfo.from_json(source.values["optimizer"], str(source.path))
-    path = source.groups_path
-    if path is None or not path.is_file():
-        msg = f"'{source.path}' holds no optimizer checkpoint: it comes without parameter groups ('param_groups.json')."
-        raise CheckpointError(msg)
-    return OptimizerInfo.from_json(read_json(path), str(path))
-
-
-def _check_same_parameters(path: Path, saved: OptimizerInfo, here: OptimizerInfo) -> None:
-    if len(saved.groups) != len(here.groups):
-        msg = (
-            f"'{path}' has {len(saved.groups)} parameter groups, this optimizer has {len(here.groups)}. Build it alike."
-        )
-        raise CheckpointError(msg)
-    for index, (theirs, ours) in enumerate(zip(saved.groups, here.groups, strict=True)):
-        lacking = [name for name in ours.params if name not in set(theirs.params)]
-        surplus = [name for name in theirs.params if name not in set(ours.params)]
-        if lacking or surplus:
-            parts = [f"It lacks {len(lacking)}: {shorten(lacking)}."] if lacking else []
-            parts += [f"It has {len(surplus)} more: {shorten(surplus)}."] if surplus else []
-            msg = f"'{path}' is of another optimizer: parameter group {index} lists other parameters. {' '.join(parts)}"
-            raise CheckpointError(msg)
-    wrong = [
-        f"{name} ({shape} in the checkpoint, {here.shapes[name]} here)"
-        for name, shape in saved.shapes.items()
-        if name in here.shapes and here.shapes[name] != shape
-    ]
-    if wrong:
-        msg = f"'{path}' is of another model's optimizer: {len(wrong)} parameters have other shapes: {shorten(wrong)}."
-        raise CheckpointError(msg)
-
-
-def _states_by_parameter(
-    path: Path, tensors: Mapping[str, TensorMeta], here: OptimizerInfo
-) -> dict[str, dict[str, TensorMeta]]:
-    """Return what the checkpoint holds by parameter and state name."""
-    members = {name for group in here.groups for name in group.params}
-    states: dict[str, dict[str, TensorMeta]] = {}
-    unknown = []
-    for key, meta in tensors.items():
-        cuts = [index for index, character in enumerate(key) if character == "/" and key[:index] in members]
-        if not cuts:
-            unknown.append(key)
-            continue
-        states.setdefault(key[: cuts[-1]], {})[key[cuts[-1] + 1 :]] = meta
-    if unknown:
-        msg = f"'{path}' holds {len(unknown)} tensors of no parameter of this optimizer: {shorten(unknown)}."
-        raise CheckpointError(msg)
-    return states
-
-
-def _listed_states(adapter: StateAdapter, stored: Mapping[str, TensorMeta]) -> tuple[set[str], dict[str, str]]:
-    """Return which states this rank has room for, and those that do not fit."""
-    listed, misfits = set[str](), {}
-    for shard in adapter.optimizer_shards():
-        listed.add(shard.key)
-        if shard.key in stored:
-            reason = misfit(stored[shard.key], TensorMeta(shape=shard.global_shape, dtype=shard.dtype))
-            if reason is not None:
-                misfits[shard.key] = reason
-    return listed, misfits
-
-
-def _check_states(
-    path: Path, stored: Mapping[str, TensorMeta], gathered: Sequence[tuple[set[str], dict[str, str]]]
-) -> None:
-    listed = set().union(*(entry[0] for entry in gathered))
-    misfits = {key: reason for entry in gathered for key, reason in entry[1].items()}
-    homeless = [key for key in stored if key not in listed]
-    if misfits:
-        shown = [f"{key} ({reason})" for key, reason in misfits.items()]
-        msg = f"'{path}' does not fit this optimizer: {len(misfits)} tensors differ: {shorten(shown)}."
-        raise CheckpointError(msg)
-    if homeless:
-        msg = f"'{path}' holds {len(homeless)} tensors that this optimizer has no place for: {shorten(homeless)}."
-        raise CheckpointError(msg)

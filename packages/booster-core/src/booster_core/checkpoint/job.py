@@ -1,9 +1,9 @@
 """A write job: files whose layout every rank knows, written side by side and committed only when all is on disk.
 
-The phases are plan (collective, `plan_job`), snapshot (only where writing goes on in the background), and `WriteJob.run`,
-which needs no collectives but a way to agree, and so runs in a thread as well. Within it, in torchsnapshot's order: files
-are laid out under temporary names, every rank writes its bytes and syncs them, all agree that they have, and
-only then one rank renames the files and commits what they belong to.
+The phases are plan (collective), snapshot (only where writing goes on in the background), and `WriteJob.run`, which
+needs no collectives but a way to agree, and so runs in a thread as well. Within it, in torchsnapshot's order: files are
+laid out under temporary names, every rank writes its bytes and syncs them, all agree that they have, and only then one
+rank renames the files and commits what they belong to.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def merge_specs(gathered: Sequence[Sequence[tuple[str, tuple[int, ...], Any, int
     ]
     if wrong:
         msg = (
-            f"{len(wrong)} tensors are not owned by exactly one rank in each of their parts: {shorten(wrong)}. Are all ranks "
+            f"{len(wrong)} tensors are not owned by exactly one rank in each of their parts: {shorten(wrong)}. Are "
+            "all ranks "
             "saving the same model, under the plugin that boosted it?"
         )
         raise CheckpointError(msg)
@@ -231,7 +232,6 @@ class WriteJob:
         is_route_shared: Whether all ranks see the folder.
         want_checksums: Compute each file's checksum.
         commit: Called on rank 0 with the list of files when all of them lie under their names.
-        cleanup: Called on rank 0 if the job fails.
     """
 
     def __init__(
@@ -261,7 +261,8 @@ class WriteJob:
         """Write, and commit once every rank has written.
 
         Raises:
-            CheckpointError: If anything failed on any rank. No file has been replaced then, and none is left half-written.
+            CheckpointError: If anything failed on any rank. Until the commit, no file has been replaced then, and none
+                is left half-written.
 
         Collective: every rank, but through ``agree`` only; safe in a background thread if ``agree`` is.
         """
@@ -394,6 +395,7 @@ def as_checkpoint_error(error: Exception, path: Path) -> Exception:
         errno.EACCES: "Permission is denied: check the folder's owner and mode.",
         errno.EPERM: "Permission is denied: check the folder's owner and mode.",
         errno.EROFS: "The file system is read-only: save elsewhere.",
+        errno.EEXIST: "A part of the path is a file, not a folder: pass another path.",
         errno.ENOTDIR: "A part of the path is a file, not a folder: pass another path.",
     }
     where = error.filename or path

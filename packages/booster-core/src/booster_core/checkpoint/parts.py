@@ -159,6 +159,11 @@ class ModelPart(Part):
             for key, shape, dtype in tensors
         ]
 
+    def extra_here(self) -> dict[str, Any]:
+        """Return the extra state that this rank writes, not encoded."""
+        here = self._adapter.extra_state()
+        return {name: here[name] for name in self._mine}
+
     @override
     def values(self) -> dict[str, Any]:
         return dict(sorted(self._extra.items()))
@@ -216,7 +221,10 @@ class OptimizerInfo:
         """
         try:
             if content["format_version"] > FORMAT_VERSION:
-                msg = f"'{where}' has format version {content['format_version']}; this Booster reads up to {FORMAT_VERSION}."
+                msg = (
+                    f"'{where}' has format version {content['format_version']}; this Booster reads up to "
+                    f"{FORMAT_VERSION}."
+                )
                 raise CheckpointError(msg)
             groups = tuple(
                 ParamGroup(

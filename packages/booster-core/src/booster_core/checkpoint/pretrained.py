@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict
     Collective: none.
     """
     files = {}
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
         config = copy.deepcopy(config)
         if hasattr(config, "architectures"):
@@ -34,7 +34,7 @@ def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict
     elif isinstance(config, dict) and hasattr(model, "save_config"):  # diffusers
         content = {**config, "_class_name": type(model).__name__}
         files["config.json"] = json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
-    generation = getattr(model, "generation_config", None)
+    generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string") and getattr(model, "can_generate", lambda: False)():
         files["generation_config.json"] = generation.to_json_string()
     return files

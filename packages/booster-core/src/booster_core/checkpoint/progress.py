@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from typing_extensions import Self
+
 _PATIENCE_SECONDS = 1.0
 
 
@@ -28,7 +30,7 @@ class Progress:
         self._start = time.monotonic()
         self._bar: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

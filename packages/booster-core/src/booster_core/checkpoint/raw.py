@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ _MAX_CALL_BYTES = 1 << 30
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def pwrite_from(descriptor: int, source: memoryview, offset: int) -> None:
@@ -154,7 +154,7 @@ def _map_span(
     return mapping, first - base, (count, *shape[1:]), ((0, count), *box[1:])
 
 
-def _array(memory: memoryview, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray:  # type: ignore[type-arg]
+def _array(memory: memoryview, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray[Any, Any]:
     """Return memory as an array of opaque elements; unaligned memory is fine."""
     kind = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(itemsize, f"V{itemsize}")
     return np.ndarray(shape, dtype=kind, buffer=memory, offset=offset)

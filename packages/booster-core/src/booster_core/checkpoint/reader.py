@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
+    from typing_extensions import Self
+
     from booster_core.state.adapter import TensorMeta
     from booster_core.state.shard import Box, TensorShard
 
@@ -23,7 +25,9 @@ _MIN_THREAD_BYTES = 1 << 20
 class ReadableTensors(Protocol):
     """Something that tensors can be read from in parts."""
 
-    tensors: Mapping[str, TensorMeta]
+    @property
+    def tensors(self) -> Mapping[str, TensorMeta]:
+        """What the tensors are, by name."""
 
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Read a box of a tensor; see `booster_core.checkpoint.formats.TensorFile.read`."""
@@ -57,7 +61,7 @@ class ShardReader:
         self._stages: list[torch.Tensor] = []
         self._progress = progress
 
-    def __enter__(self) -> ShardReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

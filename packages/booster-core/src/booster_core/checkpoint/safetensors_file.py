@@ -6,6 +6,7 @@ because a header is checked in full before the first value is read.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -93,7 +94,10 @@ def _head(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> tuple[bytes
     offset = 0
     for spec in specs:
         if spec.dtype not in DTYPE_NAMES:
-            msg = f"'{spec.key}' has dtype {spec.dtype}, which safetensors files cannot hold. Use `use_safetensors=False`."
+            msg = (
+                f"'{spec.key}' has dtype {spec.dtype}, which safetensors files cannot hold. Use "
+                "`use_safetensors=False`."
+            )
             raise CheckpointError(msg)
         header[spec.key] = {
             "dtype": DTYPE_NAMES[spec.dtype],
@@ -148,7 +152,7 @@ class SafetensorsFile(TensorFile):
         if self._in_memory:
             content = self._whole()
             whole = content[offset - self._start : offset - self._start + math.prod(meta.shape) * itemsize]
-            read_strided(memoryview(whole.numpy()), 0, meta.shape, itemsize, box, out)
+            read_strided(as_bytes(whole), 0, meta.shape, itemsize, box, out)
         elif is_contiguous(meta.shape, box):
             first = offset + span_of(meta.shape, box)[0] * itemsize
             pread_into(self._descriptor, as_bytes(out), first, self.path)
@@ -170,12 +174,16 @@ class SafetensorsFile(TensorFile):
     def _read_header(self) -> tuple[dict[str, Any], int]:
         head = os.pread(self._descriptor, _LENGTH_BYTES, 0)
         if len(head) < _LENGTH_BYTES:
-            msg = f"'{self.path}' has {self._size} bytes: too few for a safetensors file. It is truncated or another kind of file."
+            msg = (
+                f"'{self.path}' has {self._size} bytes: too few for a safetensors file. It is truncated or another "
+                "kind of file."
+            )
             raise CheckpointError(msg)
         length = struct.unpack("<Q", head)[0]
         if length > min(self._size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
             msg = (
-                f"'{self.path}' announces a header of {length} bytes, but has {self._size} bytes. It is truncated, or not "
+                f"'{self.path}' announces a header of {length} bytes, but has {self._size} bytes. It is truncated, or "
+                "not "
                 "a safetensors file."
             )
             raise CheckpointError(msg)
@@ -211,7 +219,10 @@ class SafetensorsFile(TensorFile):
             )
             raise CheckpointError(msg)
         if end - begin != nbytes:
-            msg = f"'{key}' in '{self.path}' has {end - begin} bytes, but shape {shape} of {dtype} takes {nbytes}: damaged."
+            msg = (
+                f"'{key}' in '{self.path}' has {end - begin} bytes, but shape {shape} of {dtype} takes {nbytes}: "
+                "damaged."
+            )
             raise CheckpointError(msg)
         self._offsets[key] = self._start + begin
         return meta
@@ -222,7 +233,7 @@ class SafetensorsFile(TensorFile):
             for key, meta in self.tensors.items()
             if math.prod(meta.shape)
         )
-        for (_, end, key), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
+        for (_, end, key), (begin, _, other) in itertools.pairwise(ranges):
             if begin < end:
                 msg = f"The header of '{self.path}' is damaged: '{key}' and '{other}' share bytes."
                 raise CheckpointError(msg)

@@ -37,7 +37,7 @@ def scheduler_from_json(scheduler: LRScheduler, content: Any, where: str) -> Non
 
 
 def _without_code(value: Any) -> Any:
-    if isinstance(value, dict) and type(value) in (dict,):
+    if type(value) is dict:
         return {key: _without_code(item) for key, item in value.items() if not callable(item)}
     if type(value) in (list, tuple):
         return type(value)(_without_code(item) for item in value)

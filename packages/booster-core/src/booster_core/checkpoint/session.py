@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
     from booster_core.coordinator import DistCoordinator
 
+_LINGER_SECONDS = 10.0
 _WRITE_TIMEOUT_SECONDS = 24 * 3600.0
-"""How long ranks wait for each other's disks. That all take part is known by then, and a rank that dies ends the run."""
+"""How long ranks wait for each other's disks. That all take part is known by then; a rank that dies ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,8 @@ class Session:
         self.coordinator.raise_together(error, name="check the path")
 
         def undo() -> None:
+            with suppress(OSError):
+                self._probe(folder, token).unlink(missing_ok=True)
             for path in made:
                 with suppress(OSError):
                     path.rmdir()
@@ -190,6 +194,33 @@ class Session:
                 raise CheckpointError(msg)
             is_shared = self._shared_filesystem
         return Route(is_shared=is_shared, one_host=one_host)
+
+    def linger(self, token: str) -> None:
+        """Stay, on rank 0, until all ranks have read how a job in the background ended.
+
+        The process of rank 0 may hold the store, and the interpreter may be about to end.
+        """
+        from booster_core.world import current_world
+
+        store = current_world().store
+        if store is None or self.world_size == 1:
+            return
+        key = f"checkpoint/{token}/left"
+        gone = store.add(key, 1)
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while self.rank == 0 and gone < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            gone = store.add(key, 0)
+        if self.rank == 0:
+            store.delete_key(key)
+
+    def before_close(self, callback: Callable[[], None]) -> None:
+        """Have something called before the process group is destroyed, once however often this is called."""
+        from booster_core.world import current_world
+
+        callbacks = current_world().at_close
+        if callback not in callbacks:
+            callbacks.append(callback)
 
     def cpu_group(self) -> ProcessGroup:
         """Return a group of all ranks on the CPU that nothing but checkpoints uses.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,12 @@ from booster_core.checkpoint.index import read_index
 from booster_core.checkpoint.naming import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
 from booster_core.checkpoint.report import shorten
 from booster_core.errors import CheckpointError
+from booster_core.state.jsonable import decode, tensor_references
+from booster_core.state.shard import full_box
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     import torch
 
     from booster_core.state.adapter import TensorMeta
@@ -77,7 +82,8 @@ def _refuse_interrupted(folder: Path) -> None:
     marks = sorted(folder.glob(f".*{INTERRUPTED}"))
     if marks:
         msg = (
-            f"A save into '{folder}' was interrupted while it replaced an older checkpoint ('{marks[0].name}' is left), so "
+            f"A save into '{folder}' was interrupted while it replaced an older checkpoint ('{marks[0].name}' is "
+            "left), so "
             "its files may be of two different saves. Save again, or load another checkpoint."
         )
         raise CheckpointError(msg)
@@ -126,7 +132,10 @@ def _numbered(folder: Path, kind: str, names: list[str]) -> tuple[dict[Path, set
             sets.setdefault((stem, total, suffix), set()).add(int(number))
     if len(sets) > 1:
         described = [f"{stem}-*-of-{total}{suffix}" for stem, total, suffix in sorted(sets)]
-        msg = f"The folder '{folder}' holds several sets of files and no index: {shorten(described)}. Delete the old ones."
+        msg = (
+            f"The folder '{folder}' holds several sets of files and no index: {shorten(described)}. Delete the old "
+            "ones."
+        )
         raise CheckpointError(msg)
     for (stem, total, suffix), numbers in sets.items():
         absent = sorted(set(range(1, int(total) + 1)) - numbers)
@@ -169,7 +178,13 @@ class Source:
         self._home: dict[str, TensorFile] = {}
         self.tensors: dict[str, TensorMeta] = {}
         self.values: dict[str, Any] = {}
+        self.index: Path | None = None
         try:
+            if is_dcp_folder(self.path):
+                from booster_core.checkpoint.dcp_file import DCPFile
+
+                self._add(DCPFile(self.path), None)
+                return
             found, self.index = find_files(self.path, kind)
             for file_path, expected in found.items():
                 self._add(open_tensor_file(file_path, in_memory=in_memory), expected)
@@ -199,7 +214,10 @@ class Source:
         self._files.append(file)
         absent = sorted((expected or set()) - file.tensors.keys() - file.values.keys())
         if absent:
-            msg = f"The index '{self.index}' expects {len(absent)} tensors in '{file.path.name}' that it lacks: {shorten(absent)}."
+            msg = (
+                f"The index '{self.index}' expects {len(absent)} tensors in '{file.path.name}' that it lacks: "
+                f"{shorten(absent)}."
+            )
             raise CheckpointError(msg)
         for key, meta in file.tensors.items():
             if key in self._home and expected is None:
@@ -219,3 +237,38 @@ class Source:
         for file in self._files:
             file.close()
         self._files = []
+
+    def read_whole(self, key: str) -> torch.Tensor:
+        """Return all of a (small) tensor."""
+        import torch
+
+        meta = self.tensors[key]
+        tensor = torch.empty(meta.shape, dtype=meta.dtype)
+        if tensor.numel():
+            self.read(key, full_box(meta.shape), tensor.view(-1))
+        return tensor
+
+    def extra_values(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the extra state of modules, decoded, as far as it is there.
+
+        Args:
+            names: Names of extra state (``layer._extra_state``).
+        """
+        found = {}
+        for name in names:
+            if name in self.values:
+                value = self.values[name]
+                found[name] = decode(value, {key: self.read_whole(key) for key in tensor_references(value)})
+            elif name in self.tensors:
+                found[name] = self.read_whole(name)
+        return found
+
+
+@contextmanager
+def open_source(path: Path, kind: str, *, in_memory: bool = False) -> Iterator[Source]:
+    """Open a checkpoint for the body, in any of its forms; see `Source`."""
+    source = Source(path, kind, in_memory=in_memory)
+    try:
+        yield source
+    finally:
+        source.close()

@@ -8,6 +8,7 @@ the file and accepts plain data only (``weights_only=True``).
 from __future__ import annotations
 
 import pickle
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +55,9 @@ class TorchContainer(Container):
         for name, value in content.items():
             encode(value, name, tensors)
         del values
-        return {spec.key: tensors[spec.key].untyped_storage()._checkpoint_offset for spec in specs}  # type: ignore[attr-defined] # noqa: SLF001 - torch documents the attribute, and no other way
+        # torch's documentation of skip_data names this attribute, and no other way to the offsets.
+        offsets = {spec.key: tensors[spec.key].untyped_storage()._checkpoint_offset for spec in specs}  # noqa: SLF001
+        return {key: int(offset or 0) for key, offset in offsets.items()}
 
 
 def _content(tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +112,9 @@ def _load(path: Path, *, in_memory: bool) -> Any:
     try:
         with path.open("rb") as file:
             is_zip = file.read(2) == b"PK"
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip and not in_memory)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # which it then reads, or refuses
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip and not in_memory)
     except pickle.UnpicklingError as error:
         msg = (
             f"'{path}' holds more than tensors and plain values, and was not loaded: reading such a file can run any "

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
+    from typing_extensions import Self
 
     from booster_core.checkpoint.job import JobPlan
 
@@ -38,7 +39,7 @@ class FileWriter:
         self._progress = progress
         self._open: dict[int, tuple[int, dict[str, int]]] = {}
 
-    def __enter__(self) -> FileWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

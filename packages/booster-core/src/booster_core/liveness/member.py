@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from booster_core.errors import RankFailedError
 from booster_core.liveness.progress import PROGRESS
 from booster_core.liveness.server import Server
-from booster_core.liveness.wire import Lines, Message, encode, notice_vanished_machines
+from booster_core.liveness.wire import Lines, Message, encode, keep_from_children, notice_vanished_machines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ class Monitor:
         error_file: Where torchrun's agent expects the reason of a failure; ``None`` without an agent.
     """
 
-    def __init__(  # noqa: PLR0913 - the facts of one process
+    def __init__(
         self,
         rank: int,
         connection: socket.socket,
@@ -301,10 +301,13 @@ def install_excepthook(monitor: Monitor) -> Callable[[], None]:
 
     Collective: none.
     """
-    previous = sys.excepthook
+    previous, owner = sys.excepthook, os.getpid()
 
     def report_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_to_be_printed = True
+        if os.getpid() != owner:  # a fork, whose errors are its own
+            previous(kind, error, trace)
+            return
         # Nothing may keep the user's traceback from the screen.
         with contextlib.suppress(Exception):
             is_to_be_printed = monitor.report(error, trace)
@@ -326,6 +329,7 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket | None:
             connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
             connection.settimeout(None)
             notice_vanished_machines(connection)
+            keep_from_children(connection)
             return connection
     return None
 

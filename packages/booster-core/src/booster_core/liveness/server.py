@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from booster_core.liveness.verdicts import HOLD_SECONDS, Verdicts
-from booster_core.liveness.wire import Lines, Message, encode, notice_vanished_machines
+from booster_core.liveness.wire import Lines, Message, encode, keep_from_children, notice_vanished_machines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +59,7 @@ class Server:
         self._listener = socket.create_server(("127.0.0.1" if is_one_host else "", 0), backlog=_BACKLOG)
         self._listener.setblocking(False)  # noqa: FBT003 - the socket module's only form
         self.port: int = self._listener.getsockname()[1]
+        keep_from_children(self._listener)
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -71,7 +72,8 @@ class Server:
 
     def close(self) -> None:
         """Tell the members that the server ends normally, and end it."""
-        self._wake_write.send(b"x")
+        with contextlib.suppress(OSError):  # it may have ended already
+            self._wake_write.send(b"x")
         self._thread.join(timeout=5)
 
     def _serve(self) -> None:
@@ -109,6 +111,7 @@ class Server:
             connection, _ = self._listener.accept()
             connection.settimeout(_SEND_SECONDS)
             notice_vanished_machines(connection)
+            keep_from_children(connection)
             self._selector.register(connection, selectors.EVENT_READ, _Link(connection))
 
     def _read(self, link: _Link) -> None:

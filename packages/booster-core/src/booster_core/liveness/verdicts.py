@@ -47,6 +47,7 @@ class Verdicts:
         self._gone: dict[int, str] = {}
         self._held: list[tuple[float, int, str]] = []
         self._primary: int | None = None
+        self._text: str | None = None
         self._waiting: set[int] = set()
         self._first: set[int] = set()
 
@@ -61,11 +62,17 @@ class Verdicts:
         return bool(self._held)
 
     def joined(self, rank: int, pid: int) -> list[tuple[int, Message]]:
-        """A rank has connected; it learns whether it speaks for a lost rank 0."""
+        """A rank has connected; it learns whether it speaks for a lost rank 0, and of a failure before it came."""
         self._places[rank] = Place(host=self._hosts[rank], pid=pid)
         self._alive.add(rank)
         is_heir = rank == next((r for r, host in enumerate(self._hosts) if r and host == self._hosts[rank]), None)
-        return [(rank, {"type": "welcome", "is_heir": is_heir})]
+        welcome: list[tuple[int, Message]] = [(rank, {"type": "welcome", "is_heir": is_heir})]
+        if self._primary is None:
+            return welcome
+        self._first.add(rank)
+        if rank == 0:
+            self._waiting.add(0)
+        return [*welcome, self._news(rank, speaks=False), *self._turns()]
 
     def failed(self, rank: int, text: str, now: float, *, is_derived: bool) -> list[tuple[int, Message]]:
         """A rank has raised; ``is_derived`` says that its error looks like a consequence of another's end."""
@@ -113,19 +120,23 @@ class Verdicts:
         others = self._alive - speakers
         self._first, second = (speakers, others) if self._speakers_end_first else (others, speakers)
         self._waiting = second | ({0} & self._alive)
-        news = {
+        self._text = text
+        return [self._news(r, speaks=r in speakers) for r in sorted(self._alive)] + self._turns()
+
+    def _news(self, to: int, *, speaks: bool) -> tuple[int, Message]:
+        """Return what a rank is told of the failure."""
+        assert self._primary is not None
+        return to, {
             "type": "failure",
-            "rank": rank,
+            "rank": self._primary,
             "world": len(self._hosts),
-            "host": place.host,
-            "pid": place.pid,
-            "text": text,
+            "host": self._places[self._primary].host,
+            "pid": self._places[self._primary].pid,
+            "text": self._text,
+            "speaks": speaks,
+            "waits": to in self._waiting,
+            "own": to == self._primary,
         }
-        messages = [
-            (r, {**news, "speaks": r in speakers, "waits": r in self._waiting, "own": r == rank})
-            for r in sorted(self._alive)
-        ]
-        return messages + self._turns()
 
     def _turns(self) -> list[tuple[int, Message]]:
         """Tell ranks that wait for others to end that these have."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
+import weakref
 from typing import Any
 
 Message = dict[str, Any]
@@ -13,6 +15,7 @@ _MAX_LINE_BYTES = 1 << 20
 _IDLE_SECONDS = 10
 _INTERVAL_SECONDS = 3
 _NUM_PROBES = 3
+_kept_from_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class Lines:
@@ -58,3 +61,21 @@ def notice_vanished_machines(connection: socket.socket) -> None:
         if hasattr(socket, option):  # systems differ
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def keep_from_children(connection: socket.socket) -> None:
+    """Close a socket in processes that this one forks.
+
+    A data loader's worker that outlives its parent would otherwise hold the parent's connection open, and hide its
+    death.
+    """
+    if not _kept_from_children:
+        os.register_at_fork(after_in_child=_close_in_child)
+    _kept_from_children.add(connection)
+
+
+def _close_in_child() -> None:
+    for connection in list(_kept_from_children):
+        with contextlib.suppress(OSError):
+            connection.close()
+    _kept_from_children.clear()

@@ -87,7 +87,8 @@ class StateAdapter(ABC):
         """Yield the tensors of the optimizer's state held here; ``shard.state`` names which state.
 
         Elementwise state (``exp_avg``) has the parameter's global shape; any other has its own, held and owned like a
-        replicated tensor. A parameter's state that is a list of tensors is listed by path: ``"old_dirs/3"``. Master weights, where the run keeps them, are the state ``"master"``.
+        replicated tensor. A parameter's state that is a list of tensors is listed by path: ``"old_dirs/3"``. Master
+        weights, where the run keeps them, are the state ``"master"``.
 
         Collective: none.
         """

@@ -17,12 +17,14 @@ import torch
 from booster_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _DTYPE_PREFIX = "torch."
 
 
-def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
+def encode(  # noqa: C901, PLR0911 - one line for each kind of value
+    value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None
+) -> Any:
     """Return a value as JSON.
 
     Args:
@@ -109,7 +111,7 @@ def _decode_tagged(tag: str, value: dict[str, Any], tensors: Mapping[str, torch.
         if tag in ("$dict", "$counter"):
             pairs = {decode(key): decode(item, tensors) for key, item in inner}
             return Counter(pairs) if tag == "$counter" else pairs
-        decoders = {
+        decoders: dict[str, Callable[[Any], Any]] = {
             "$float": float,
             "$bytes": base64.b64decode,
             "$dtype": _dtype,

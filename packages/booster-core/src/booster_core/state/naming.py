@@ -30,10 +30,13 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def _inner_of(model: nn.Module) -> nn.Module | None:
     unwrap = getattr(model, "unwrap", None)
     if callable(unwrap):
-        return unwrap()  # type: ignore[no-any-return]
+        unwrapped: nn.Module = unwrap()
+        return unwrapped
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        return model.module
-    return getattr(model, "_orig_mod", None)
+        module: nn.Module = model.module
+        return module
+    compiled: nn.Module | None = getattr(model, "_orig_mod", None)
+    return compiled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,6 +90,7 @@ class ReplicatedStateAdapter(StateAdapter):
             groups.append(ParamGroup(params=tuple(names), options=options))
         return groups
 
+    @override
     def prepare_optimizer_load(
         self,
         tensors: Mapping[str, Mapping[str, TensorMeta]],

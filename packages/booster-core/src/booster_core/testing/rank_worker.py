@@ -96,6 +96,7 @@ def main() -> None:
         import torch.distributed
 
         torch.set_num_threads(1)
+        _settle_garbage()
         connection = Connection(connection_fd)
         connection.send_bytes(pickle.dumps(("ready", None)))
         while True:
@@ -151,6 +152,8 @@ def _serve(connection: Connection, call: Call) -> None:
 
 def _load(module: str, file: str, qualname: str) -> Callable[..., Any]:
     """Return the function, from the same file under the same module name as in the parent."""
+    if module == "__main__":
+        module = "__mp_main__"  # as multiprocessing does, so that the script's own start does not run again
     loaded = sys.modules.get(module)
     if loaded is None or not _is_file_of(loaded, file):
         spec = None
@@ -170,8 +173,17 @@ def _load(module: str, file: str, qualname: str) -> Callable[..., Any]:
             except BaseException:
                 del sys.modules[module]
                 raise
+        if module == "__mp_main__":
+            sys.modules["__main__"] = loaded
+        _settle_garbage()
     function: Callable[..., Any] = attrgetter(qualname)(loaded)
     return function
+
+
+def _settle_garbage() -> None:
+    """Spare later collections the objects of imported modules: there are many, and they stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_file_of(module: Any, file: str) -> bool:

@@ -7,65 +7,44 @@ goes wrong comes back with its rank: exceptions with tracebacks, hangs with stac
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import pickle
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from booster_core.testing.rank_pool import (
+    START_SECONDS,
+    Pool,
+    RankDiedError,
+    RankError,
+    RankTimeoutError,
+    Worker,
+    the_pool,
+)
 from booster_core.testing.rank_worker import Call, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from multiprocessing.connection import Connection
 
 MAX_WORLD_SIZE = 8
 """More ranks than this measure the machine's scheduler, not our code."""
 
-_START_SECONDS = 180.0
 _GRACE_SECONDS = 15.0
 _CLEAN_SECONDS = 20.0
 _POLL_SECONDS = 0.2
-_STACK_SECONDS = 2.0
 _MAX_GLOO_THREADS = 100
 """A worker with more is replaced: DDP and DeviceMesh keep groups alive after they are destroyed."""
 _SECONDARY = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote end|timed out waiting|\[.*gloo.*\].*(closed|reset)",
     re.IGNORECASE,
 )
-
-
-class RankError(Exception):
-    """A function raised on some ranks; the message holds every rank's traceback.
-
-    Attributes:
-        rank: The rank that failed first, not counting failures that follow from another rank's.
-        exceptions: The exception of each rank that raised; ``None`` where it could not be pickled.
-    """
-
-    def __init__(self, message: str, rank: int, exceptions: dict[int, BaseException | None]) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.exceptions = exceptions
-
-
-class RankTimeoutError(RankError):
-    """A function did not end in time on some ranks; the message holds their stacks."""
-
-
-class RankDiedError(RankError):
-    """A worker process ended while it ran a function; the message says which, and how."""
 
 
 @dataclass
@@ -76,170 +55,6 @@ class _Outcome:
     failure: Failure | None = None
     death: str | None = None
     stack: str | None = None
-
-
-@dataclass
-class _Worker:
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    stack_file: Path
-
-    def receive(self) -> tuple[str, Any]:
-        """Return the worker's next message; raises EOFError where it has died instead."""
-        try:
-            message: tuple[str, Any] = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - our own child
-        except OSError as error:
-            raise EOFError from error
-        return message
-
-    def kill(self) -> None:
-        """End the worker and whatever it started, and wait for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.connection.close()
-
-    def describe_death(self) -> str:
-        """Say how the worker ended."""
-        try:
-            code = self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return "closed its connection to the test"
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
-
-    def dump_stack(self) -> str:
-        """Return where the worker's threads are."""
-        self.process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + _STACK_SECONDS
-        text = ""
-        while time.monotonic() < deadline:
-            time.sleep(0.05)
-            previous, text = text, self.stack_file.read_text()
-            if text and text == previous:
-                return text
-        return text or "its threads did not answer\n"
-
-
-class _Pool:
-    """The worker processes; worker i is rank i of every call."""
-
-    def __init__(self) -> None:
-        self._owner = os.getpid()
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._life_read, self._life_write = os.pipe()
-        self._workers: list[_Worker | None] = []
-        self._num_started = 0
-        self._num_calls = 0
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers that run."""
-        return [worker.process.pid for worker in self._workers if worker is not None]
-
-    def workers(self, num: int) -> list[_Worker]:
-        """Return ``num`` workers, ready for a call; missing ones are started side by side."""
-        self._workers += [None] * (num - len(self._workers))
-        new = []
-        for rank, worker in enumerate(self._workers[:num]):
-            if worker is None or worker.process.poll() is not None:
-                if worker is not None:
-                    worker.kill()
-                self._workers[rank] = self._start()
-                new.append(rank)
-        deadline = time.monotonic() + _START_SECONDS
-        for rank in new:
-            worker = self._workers[rank]
-            assert worker is not None
-            if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
-                self.close()
-                msg = f"the worker of rank {rank} did not start within {_START_SECONDS:g} s"
-                raise RankTimeoutError(msg, rank, {})
-            try:
-                worker.receive()
-            except EOFError:
-                msg = f"the worker of rank {rank} {worker.describe_death()} while it started"
-                self.retire(rank)
-                raise RankDiedError(msg, rank, {}) from None
-        return [worker for worker in self._workers[:num] if worker is not None]
-
-    def store_file(self) -> str:
-        """Return the name of a file that no other call uses."""
-        self._num_calls += 1
-        return str(Path(self._folder.name) / f"store{self._num_calls}")
-
-    def retire(self, rank: int) -> None:
-        """End a rank's worker; the next call gets a fresh one."""
-        worker = self._workers[rank]
-        if worker is not None:
-            worker.kill()
-            self._workers[rank] = None
-
-    def close(self) -> None:
-        """End all workers and remove their files."""
-        if os.getpid() != self._owner:
-            return  # a fork of the test process: the workers are its parent's
-        workers = [worker for worker in self._workers if worker is not None]
-        for worker in workers:
-            with contextlib.suppress(OSError):
-                worker.connection.send_bytes(pickle.dumps(None))
-        deadline = time.monotonic() + 3
-        for worker in workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
-            worker.kill()
-        self._workers.clear()
-        os.close(self._life_read)
-        os.close(self._life_write)
-        self._folder.cleanup()
-
-    def _start(self) -> _Worker:
-        ours, theirs = Pipe()
-        self._num_started += 1
-        stack_file = Path(self._folder.name) / f"stack{self._num_started}"
-        stack_file.touch()
-        process = subprocess.Popen(  # noqa: S603 - our own worker
-            [
-                sys.executable,
-                "-c",
-                "from booster_core.testing.rank_worker import main; main()",
-                str(theirs.fileno()),
-                str(self._life_read),
-                str(stack_file),
-            ],
-            pass_fds=(theirs.fileno(), self._life_read),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt at the keyboard is the test's; a kill reaches its children
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        theirs.close()
-        return _Worker(process, ours, stack_file)
-
-
-_pool: _Pool | None = None
-
-
-def _the_pool() -> _Pool:
-    global _pool  # noqa: PLW0603 - warm workers are shared by all tests of a process
-    if _pool is None:
-        _pool = _Pool()
-        atexit.register(close_ranks)
-    return _pool
-
-
-def close_ranks() -> None:
-    """End the worker processes, if there are any; the next call starts fresh ones."""
-    global _pool  # noqa: PLW0603 - warm workers are shared by all tests of a process
-    if _pool is not None:
-        atexit.unregister(close_ranks)
-        _pool.close()
-        _pool = None
-
-
-def worker_pids() -> list[int]:
-    """Return the process ids of the warm workers."""
-    return [] if _pool is None else _pool.pids
 
 
 def run_on_ranks(
@@ -388,7 +203,7 @@ def _portable(action: str, message: Any, category: Any, module: Any, line: int) 
 
 def _execute(call: Call, timeout_seconds: float, grace_seconds: float) -> tuple[list[_Outcome], dict[int, list[str]]]:
     """Run a call on its ranks; return each rank's outcome, and what ranks left behind."""
-    pool = _the_pool()
+    pool = the_pool()
     workers = pool.workers(call.world_size)
     store_file = pool.store_file()
     for rank, worker in enumerate(workers):
@@ -406,11 +221,11 @@ def _execute(call: Call, timeout_seconds: float, grace_seconds: float) -> tuple[
     return outcomes, leaks
 
 
-def _collect(workers: list[_Worker], timeout_seconds: float, grace_seconds: float) -> list[_Outcome]:
+def _collect(workers: list[Worker], timeout_seconds: float, grace_seconds: float) -> list[_Outcome]:
     """Wait until each rank has returned, raised, died, or run out of time."""
     outcomes: dict[int, _Outcome] = {}
     loading = set(range(len(workers)))
-    deadline = time.monotonic() + _START_SECONDS
+    deadline = time.monotonic() + START_SECONDS
     while len(outcomes) < len(workers) and time.monotonic() < deadline:
         running = {workers[rank].connection: rank for rank in range(len(workers)) if rank not in outcomes}
         was_loading, num_bad = bool(loading), _num_bad(outcomes)
@@ -433,7 +248,7 @@ def _num_bad(outcomes: dict[int, _Outcome]) -> int:
     return sum(outcome.value is None for outcome in outcomes.values())
 
 
-def _take_message(rank: int, worker: _Worker, loading: set[int], outcomes: dict[int, _Outcome]) -> None:
+def _take_message(rank: int, worker: Worker, loading: set[int], outcomes: dict[int, _Outcome]) -> None:
     """Note what a worker says, or that it has ended."""
     try:
         if worker.process.poll() is not None and not worker.connection.poll(0):
@@ -450,7 +265,7 @@ def _take_message(rank: int, worker: _Worker, loading: set[int], outcomes: dict[
         outcomes[rank] = _Outcome(failure=payload)
 
 
-def _finish(pool: _Pool, workers: list[_Worker], outcomes: list[_Outcome]) -> dict[int, list[str]]:
+def _finish(pool: Pool, workers: list[Worker], outcomes: list[_Outcome]) -> dict[int, list[str]]:
     """Let the ranks clean up; return what each left behind. Workers that can't be cleaned are ended."""
     alive = [rank for rank, outcome in enumerate(outcomes) if outcome.death is None and outcome.stack is None]
     for rank in range(len(workers)):

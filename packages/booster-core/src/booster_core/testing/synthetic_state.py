@@ -41,7 +41,7 @@ def _ranges(numel: int, parts: int, index: int) -> tuple[int, int]:
     return min(size * index, numel), min(size * (index + 1), numel)
 
 
-def parts_of(  # noqa: C901 - one case for each layout
+def parts_of(  # noqa: PLR0911 - one case for each layout
     layout: str, shape: tuple[int, ...], position: int, start: int, rank: int, world_size: int
 ) -> list[Part]:
     """Return the parts of one tensor that lie on a rank.

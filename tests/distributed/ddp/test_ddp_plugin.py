@@ -1,0 +1,352 @@
+"""What DDP's plugin adds to torch's DDP, and that it is torch's DDP underneath."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from booster_core import Booster, PrecisionPolicy
+from booster_core.errors import ConfigError, GradientError, MissingRanksError
+from booster_core.testing import RankError, expect_on_ranks, run_on_ranks
+from booster_core.testing.models import TinyMixedBag, TinyMLP
+from booster_ddp import TorchDDPPlugin
+
+
+def boost(model, lr=0.1, precision=None, **options):
+    booster = Booster("cpu", precision, TorchDDPPlugin(**options))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    boosted = booster.boost(model, torch.optim.SGD(trained, lr=lr) if trained else None)
+    return booster, boosted.model, boosted.optimizer
+
+
+def batch(step, samples=4):
+    """This rank's part of a global batch, and the whole of it."""
+    generator = torch.Generator().manual_seed(step)
+    whole = torch.randn(samples * dist.get_world_size(), 8, generator=generator)
+    return whole[dist.get_rank() :: dist.get_world_size()], whole
+
+
+def train(steps=4, **options):
+    """Gradients by step of the plugin, and of one process on whole batches."""
+    torch.manual_seed(0)
+    reference = TinyMLP()
+    torch.manual_seed(0)
+    booster, model, optimizer = boost(TinyMLP(), **options)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    pairs = []
+    for step in range(steps):
+        own, whole = batch(step)
+        booster.backward(model(own).square().mean(), optimizer)
+        reference(whole).square().mean().backward()
+        pairs.append(
+            (
+                torch.cat([p.grad.flatten() for p in model.unwrap().parameters()]),
+                torch.cat([p.grad.flatten() for p in reference.parameters()]),
+            )
+        )
+        for it in (optimizer, plain):
+            it.step()
+            it.zero_grad()
+    return pairs
+
+
+@pytest.mark.parametrize(
+    ("hook", "relative"),
+    [
+        ("allreduce", 1e-6),
+        ("fp16_compress", 2e-3),  # 11 bits
+        ("bf16_compress", 2e-2),  # 8 bits
+    ],
+)
+def test_compression_hooks_average(hook, relative):
+    for pairs in run_on_ranks(train, 2, comm_hook=hook):
+        for ours, expected in pairs:
+            assert float((ours - expected).abs().max() / expected.abs().max()) < relative
+
+
+def powersgd():
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+    state = PowerSGDState(process_group=None, start_powerSGD_iter=2, matrix_approximation_rank=2)
+    pairs = train(steps=6, comm_hook="powersgd", comm_hook_state=state)
+    return [ours for ours, _ in pairs], state.iter
+
+
+def test_powersgd_gives_every_rank_the_same_gradients():
+    (first, iterations), (second, _) = run_on_ranks(powersgd, 2)
+    assert iterations >= 4
+    for ours, theirs in zip(first, second, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_reduce_dtype_is_brought_about_by_a_hook():
+    policy = PrecisionPolicy(reduce_dtype=torch.bfloat16)
+    for pairs in run_on_ranks(train, 2, steps=3, precision=policy):
+        difference = [float((ours - expected).abs().max() / expected.abs().max()) for ours, expected in pairs]
+        assert difference[0] < 1e-6, "the first step finds out about unused parameters, in fp32"
+        assert all(1e-4 < later < 2e-2 for later in difference[1:]), "later ones sum in bf16"
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
+        ({"comm_hook": "gzip"}, "Unknown `comm_hook='gzip'`. Use one of"),
+        ({"check_reduction": True}, "no effect in torch"),
+        ({"static_graph": True, "find_unused_parameters": True}, "finds unused parameters by itself"),
+        ({"comm_hook_state": object()}, "without `comm_hook`"),
+    ],
+)
+def test_options_are_checked_at_once(options, match):
+    with pytest.raises(ConfigError, match=match):
+        TorchDDPPlugin(**options)
+
+
+def test_hook_that_is_neither_name_nor_function():
+    with pytest.raises(TypeError, match="got `int`"):
+        TorchDDPPlugin(comm_hook=3)
+
+
+def test_reduce_dtype_and_hook_that_contradict():
+    policy = PrecisionPolicy(reduce_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="can't both be had"):
+        Booster("cpu", policy, TorchDDPPlugin(comm_hook="fp16_compress"))
+
+
+def options_reach_ddp():
+    _booster, model, _optimizer = boost(
+        TinyMLP(), gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=3, find_unused_parameters=True
+    )
+    ddp = model.module
+    assert isinstance(ddp, DistributedDataParallel)
+    return (
+        ddp.gradient_as_bucket_view,
+        ddp.broadcast_buffers,
+        ddp.bucket_bytes_cap,
+        ddp.find_unused_parameters,
+        ddp.static_graph,
+    )
+
+
+def test_options_reach_ddp():
+    assert run_on_ranks(options_reach_ddp, 2) == [(True, False, 3 * 2**20, True, False)] * 2
+
+
+def first_step_decides(unused_on):
+    torch.manual_seed(0)
+    model = TinyMixedBag(unused=False)
+    booster, boosted, optimizer = boost(model)
+    found = []
+    for _step in range(3):
+        tokens = torch.randint(16, (2, 4))
+        hidden = boosted(tokens)
+        loss = hidden.mean()
+        if dist.get_rank() in unused_on:
+            loss = boosted(tokens).detach().mean() + model.embedding.weight.sum() * 0.1
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(boosted.module.find_unused_parameters)
+    return found, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_the_first_step_finds_that_all_parameters_are_used():
+    results = run_on_ranks(first_step_decides, 2, ())
+    assert [found for found, _ in results] == [[False] * 3] * 2
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def unused_on_one_rank_only():
+    """Every second rank leaves one branch out, in every step; compare with the same done by hand."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.branches = model
+
+        def forward(self, x, both):
+            return self.branches["a"](x) + (self.branches["b"](x) if both else 0)
+
+    branches = Branches()
+    booster, boosted, optimizer = boost(branches)
+    both = dist.get_rank() % 2 == 0
+    for step in range(3):
+        own, _ = batch(step)
+        booster.backward(boosted(own, both).square().mean(), optimizer)
+        gradients = []
+        for rank in range(dist.get_world_size()):
+            for parameter in branches.parameters():
+                parameter.requires_grad_(requires_grad=True)
+            whole = torch.randn(4 * dist.get_world_size(), 8, generator=torch.Generator().manual_seed(step))[
+                rank :: dist.get_world_size()
+            ]
+            out = branches(whole, rank % 2 == 0).square().mean()
+            grads = torch.autograd.grad(out, list(branches.parameters()), allow_unused=True)
+            gradients.append(
+                [torch.zeros_like(p) if g is None else g for p, g in zip(branches.parameters(), grads, strict=True)]
+            )
+        for parameter, *parts in zip(branches.parameters(), *gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, sum(parts) / len(parts))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert boosted.module.find_unused_parameters
+
+
+def test_a_parameter_unused_on_some_ranks_counts_as_zero_there():
+    run_on_ranks(unused_on_one_rank_only, 2)
+
+
+def becomes_unused_later():
+    torch.manual_seed(0)
+    model = TinyMLP()
+    extra = nn.Linear(8, 4)
+    model.add_module("extra", extra)
+    original = model.forward
+    model.forward = lambda x, use: original(x) + (extra(x) if use else 0)
+    booster, boosted, optimizer = boost(model)
+    for use in (True, True, False):
+        own, _ = batch(0)
+        booster.backward(boosted(own, use).mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_parameter_that_becomes_unused_later_raises_before_the_step():
+    expect_on_ranks(GradientError, "'extra.weight', 'extra.bias'.*find_unused_parameters=True", becomes_unused_later, 2)
+
+
+def unfrozen_after_boost():
+    model = TinyMLP()
+    model.first.requires_grad_(requires_grad=False)
+    booster, boosted, optimizer = boost(model)
+    model.first.requires_grad_(requires_grad=True)
+    booster.backward(boosted(batch(0)[0]).mean(), optimizer)
+    optimizer.step()
+
+
+def test_unfreezing_after_boost_raises_instead_of_training_apart():
+    expect_on_ranks(GradientError, "frozen when `boost` was called.*'first.weight'", unfrozen_after_boost, 2)
+
+
+def frozen_model():
+    model = TinyMLP().requires_grad_(requires_grad=False)
+    _, boosted, optimizer = boost(model)
+    assert optimizer is None
+    return boosted(torch.ones(1, 8)).sum().item()
+
+
+def test_a_frozen_model_is_boosted_without_ddp():
+    assert len(run_on_ranks(frozen_model, 2)) == 2
+
+
+def plain_backward_in_the_first_step():
+    torch.manual_seed(0)
+    _booster, model, optimizer = boost(TinyMLP())
+    own, _whole = batch(0)
+    model(own).square().mean().backward()
+    optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.unwrap().parameters()])
+
+
+def test_backward_without_booster_is_averaged_all_the_same():
+    first, second = run_on_ranks(plain_backward_in_the_first_step, 2)
+    assert torch.equal(first, second)
+
+
+def starts_from_rank_0():
+    torch.manual_seed(dist.get_rank())
+    _, model, _ = boost(TinyMLP())
+    return torch.cat([p.detach().flatten() for p in model.unwrap().parameters()])
+
+
+def test_all_ranks_start_from_rank_0():
+    first, second = run_on_ranks(starts_from_rank_0, 2)
+    assert torch.equal(first, second)
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.conv = nn.Conv1d(3, 5, 3)
+        self.norm = norm
+        self.out = nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.out(self.norm(self.conv(x)).tanh().mean(-1))
+
+
+def sync_batchnorm(momentum):
+    torch.manual_seed(0)
+    reference = Normed(nn.BatchNorm1d(5, momentum=momentum))
+    torch.manual_seed(0)
+    model = Normed(nn.BatchNorm1d(5, momentum=momentum))
+    weight = model.norm.weight
+    booster, boosted, optimizer = boost(model, sync_batchnorm=True)
+    assert model.norm.weight is weight
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        # Unequal shares: the statistics are of samples, not of ranks. Loss weights make the gradients those of a mean.
+        whole = torch.randn(6, 3, 8, generator=generator) * 3 + 5
+        own = whole[:2] if dist.get_rank() == 0 else whole[2:]
+        booster.backward(boosted(own).square().sum() / 6 * dist.get_world_size(), optimizer)
+        reference(whole).square().sum().div(6).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+        for it in (optimizer, plain):
+            it.step()
+            it.zero_grad()
+        torch.testing.assert_close(model.norm.running_mean, reference.norm.running_mean)
+        torch.testing.assert_close(model.norm.running_var, reference.norm.running_var)
+        assert model.norm.num_batches_tracked == reference.norm.num_batches_tracked
+    boosted.eval(), reference.eval()
+    torch.testing.assert_close(boosted(whole), reference(whole))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_sync_batchnorm_equals_batchnorm_of_the_global_batch(momentum):
+    run_on_ranks(sync_batchnorm, 2, momentum)
+
+
+def no_sync_communicates_once():
+    torch.manual_seed(0)
+    booster, model, optimizer = boost(TinyMLP())
+    booster.backward(model(batch(0)[0]).mean(), optimizer)  # the first step builds DDP
+    optimizer.step()
+    optimizer.zero_grad()
+    calls = []
+    model.module.register_comm_hook(
+        None,
+        lambda _, bucket: (calls.append(1), dist.all_reduce(bucket.buffer(), async_op=True).get_future())[1].then(
+            lambda future: future.value()[0]
+        ),
+    )
+    for micro in range(3):
+        with booster.no_sync(model) if micro < 2 else contextlib.nullcontext():
+            booster.backward(model(batch(micro)[0]).mean(), optimizer)
+    return len(calls)
+
+
+def test_no_sync_communicates_once():
+    assert run_on_ranks(no_sync_communicates_once, 2) == [1, 1]
+
+
+def missing_rank():
+    booster, model, optimizer = boost(TinyMLP(), find_unused_parameters=False)
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 1:
+            return
+        booster.backward(model(batch(step)[0]).mean(), optimizer)
+        optimizer.step()
+
+
+def test_a_rank_that_never_calls_backward_is_named():
+    with pytest.raises(RankError) as caught:
+        run_on_ranks(missing_rank, 2, group_timeout_seconds=3)
+    assert isinstance(caught.value.__cause__, MissingRanksError)
+    assert "`backward` #3 timed out" in str(caught.value.__cause__)

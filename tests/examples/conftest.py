@@ -1,0 +1,31 @@
+"""Running the examples as their readers do: as scripts, in processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def run_example(tmp_path):
+    """Run an example in one process, or on several ranks under torchrun, and return what it printed."""
+
+    def run(name, *arguments, nproc=None, timeout=240):
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"] if nproc else []
+        done = subprocess.run(
+            [sys.executable, *launcher, str(EXAMPLES / name), *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        return done.stdout
+
+    return run

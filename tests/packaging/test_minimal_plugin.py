@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "minimal_plugin"
+
+
+def test_a_stranger_passes_the_conformance_kit_from_its_wheel(build_wheel, new_environment):
+    environment = new_environment(build_wheel(ROOT / "packages" / "booster-core"), build_wheel(EXAMPLE))
+    assert "LocalSGDPlugin" in environment.booster("plugins", "--load").stdout
+    done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLE / "tests"), cwd=ROOT)
+    assert " passed" in done.stdout
+    assert "failed" not in done.stdout
+
+
+def test_a_stranger_needs_less_than_a_hundred_lines():
+    sources = [path.read_text() for path in (EXAMPLE / "src").rglob("*.py")]
+    lines = [line for text in sources for line in text.splitlines() if line.strip()]
+    code = []
+    in_docstring = False
+    for line in lines:
+        quotes = line.count('"""')
+        if not in_docstring and quotes == 0 and not line.lstrip().startswith("#"):
+            code.append(line)
+        in_docstring = in_docstring != (quotes == 1)
+    assert len(code) < 100

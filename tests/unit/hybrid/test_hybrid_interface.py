@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from booster_core import Booster, discovery
+from booster_core.errors import ConfigError, PluginError
+from booster_hybrid import HybridParallelPlugin
+
+
+def test_it_is_found_by_name_and_marked_as_not_there_yet():
+    assert discovery.load("hybrid") is HybridParallelPlugin
+    assert not HybridParallelPlugin.available
+
+
+def test_options_reach_the_config():
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=2, zero_stage=1, precision="bf16")
+    assert (plugin.config.tensor.size, plugin.config.pipeline.num_microbatches, plugin.config.zero.stage) == (2, 2, 1)
+    assert plugin.precision.name == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_size": 0}, "The tensor size 0 must be at least 1"),
+        ({"pp_size": 4, "num_microbatches": 2}, "`num_microbatches=2` leaves some of the 4 stages idle"),
+        ({"schedule": "fifo"}, "`schedule='fifo'` is not one of 'gpipe'"),
+        ({"sequence_mode": "none"}, "`mode='none'` is not one of"),
+        ({"sp_size": 2}, "splits over the tensor parallel ranks"),
+        ({"zero_stage": 3}, "`stage=3` is not one of"),
+    ],
+)
+def test_a_wrong_option_is_refused_at_once(options, message):
+    with pytest.raises(ConfigError, match=message):
+        HybridParallelPlugin(**options)
+
+
+def test_a_wrong_precision_is_refused_at_once():
+    with pytest.raises(ConfigError, match="Unknown precision 'int4'"):
+        HybridParallelPlugin(precision="int4")
+
+
+def test_training_says_what_to_use_instead():
+    import torch
+
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(PluginError, match=r"HybridParallelPlugin does not train yet.*Use plugin='ddp' of booster-ddp"):
+        _boost(model)
+
+
+def _boost(model):
+    from booster_core.launch import shutdown
+
+    try:
+        Booster(plugin=HybridParallelPlugin()).boost(model)
+    finally:
+        shutdown()
