@@ -1,7 +1,9 @@
 """ZeRO's step against DDP, ZeroRedundancyOptimizer and one process without communication, on gloo ranks of one thread.
 
-All runs live in the same processes and take turns (A B C D A B C D ...), so that what else the machine does touches all of
-them alike; what counts is the ratio within a turn, of the slower rank's times. ``python benchmarks/zero.py --size 25M``.
+All runs live in the same processes and take turns (A B C D A B C D ...), so that what else the machine does touches
+all of them alike; what counts is the ratio within a turn, of the slower rank's times.
+
+    python benchmarks/zero.py --size 25M --dtype bf16
 """
 
 from __future__ import annotations
@@ -40,17 +42,24 @@ def make_model(size: str, dtype: torch.dtype) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(SIZES[size])
     config = LlamaConfig(
-        **SIZES[size], num_attention_heads=6, num_key_value_heads=6, head_dim=64, use_cache=False, tie_word_embeddings=False
+        **sizes,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        head_dim=64,
+        use_cache=False,
+        tie_word_embeddings=False,
     )
-    model: nn.Module = LlamaForCausalLM(config).to(dtype)
-    return model
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.to(dtype)
 
 
 def make_step(kind: str, size: str, dtype: torch.dtype, stage: int) -> tuple[Callable[[], None], Callable[[], int]]:
     """Return one training step of a kind of run, and a function that tells the bytes of its optimizer state here."""
     model = make_model(size, dtype)
     trained: Any = model
+    optimizer: Any
     if kind == "zero":
         plugin = LowLevelZeroPlugin(stage=stage, master_weights=False)
         booster = Booster("cpu", "bf16" if dtype == torch.bfloat16 else "fp32", plugin)
@@ -78,7 +87,7 @@ def make_step(kind: str, size: str, dtype: torch.dtype, stage: int) -> tuple[Cal
     def state_bytes() -> int:
         inner = optimizer.optim if kind == "redundancy" else optimizer
         return sum(
-            value.numel() * value.element_size()
+            int(value.numel() * value.element_size())
             for state in inner.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from booster_ddp import TorchDDPPlugin
 
 from booster_core.coordinator import DistCoordinator
 from booster_core.single import SingleDevicePlugin
@@ -10,6 +9,7 @@ from booster_core.testing import run_on_ranks
 from booster_core.testing.compare import tolerance_for
 from booster_core.testing.conformance_runs import load_and_train, train_and_save
 from booster_core.testing.training import Training
+from booster_ddp import TorchDDPPlugin
 from booster_zero import LowLevelZeroPlugin
 
 RUNS = {
@@ -36,25 +36,28 @@ PAIRS = [(saved, loaded) for saved in RUNS for loaded in RUNS if not {saved, loa
 
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_a_run_goes_on_under_another_plugin_and_number_of_ranks(saved, loaded, tmp_path):
-    expected = run(train_and_save, saved, str(tmp_path), True)  # noqa: FBT003 - the kit's signature
+    expected = run(train_and_save, saved, str(tmp_path), True)
     assert run(load_and_train, loaded, str(tmp_path)) == pytest.approx(
         expected, rel=tolerance_for(torch.float32).relative
     )
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
-@pytest.mark.parametrize(("saved", "loaded"), [("zero1 x2", "ddp x2"), ("ddp x2", "zero2 x3"), ("whole x2", "zero1 x1")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("zero1 x2", "ddp x2"), ("ddp x2", "zero2 x3"), ("whole x2", "zero1 x1")]
+)
 def test_matrix_optimizers_go_on_too(optimizer, saved, loaded, tmp_path):
-    expected = run(train_and_save, saved, str(tmp_path), False, optimizer=optimizer)  # noqa: FBT003
+    expected = run(train_and_save, saved, str(tmp_path), False, optimizer=optimizer)
     actual = run(load_and_train, loaded, str(tmp_path), optimizer=optimizer)
     assert actual == pytest.approx(expected, rel=tolerance_for(torch.float32).relative)
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("zero1 x2", "zero2 x3"), ("zero2 x3", "ddp x2"), ("ddp x2", "zero1 x2"), ("zero1 x2", "single")]
+    ("saved", "loaded"),
+    [("zero1 x2", "zero2 x3"), ("zero2 x3", "ddp x2"), ("ddp x2", "zero1 x2"), ("zero1 x2", "single")],
 )
 def test_masters_win_over_the_rounded_model(saved, loaded, tmp_path):
-    expected = run(train_and_save, saved, str(tmp_path), True, precision="bf16")  # noqa: FBT003
+    expected = run(train_and_save, saved, str(tmp_path), True, precision="bf16")
     actual = run(load_and_train, loaded, str(tmp_path), precision="bf16")
     assert actual == pytest.approx(expected, rel=tolerance_for(torch.bfloat16).relative)
 
@@ -71,12 +74,9 @@ def masters_after_loading(training, folder, model_first):
                     parameter.add_(1.0)
         model, optimizer, *_ = booster.boost(model, training.make_optimizer(model))
         if load:
-            calls = [
-                lambda: booster.load_model(model, f"{folder}/m"),
-                lambda: booster.load_optimizer(optimizer, f"{folder}/o"),
-            ]
-            for call in calls if model_first else calls[::-1]:
-                call()
+            calls = [(booster.load_model, model, "m"), (booster.load_optimizer, optimizer, "o")]
+            for call, loaded_into, name in calls if model_first else calls[::-1]:
+                call(loaded_into, f"{folder}/{name}")
         else:
             tokens = torch.arange(12).view(2, 6)
             booster.backward(model(tokens).square().mean(), optimizer)

@@ -501,7 +501,11 @@ def narrow(options, precision):
         if optimizer.names[index] == "left.weight":
             masters[piece.start : piece.stop] = piece.values.detach().flatten()
     dist.all_reduce(masters)
-    return {str(p.dtype) for p in net.parameters()}, {str(kind) for kind in kinds}, masters - make_net().left.weight.detach().flatten()
+    return (
+        {str(p.dtype) for p in net.parameters()},
+        {str(kind) for kind in kinds},
+        masters - make_net().left.weight.detach().flatten(),
+    )
 
 
 def test_masters_take_steps_that_bf16_would_round_away():
@@ -540,3 +544,89 @@ def refuses_lbfgs():
 
 def test_lbfgs_is_refused_on_every_rank():
     expect_on_ranks(ConfigError, "LBFGS can't be sharded", refuses_lbfgs, 2)
+
+
+def values_written_by_hand(precision):
+    booster = Booster("cpu", precision, LowLevelZeroPlugin(bucket_bytes=64))
+    net = make_net()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    for step in range(2):
+        booster.backward(loss_of(model, *own_data(step), MICROS[0]), optimizer)
+        if step == 1:
+            with torch.no_grad():
+                net.left.weight.fill_(0.5)
+            model.load_state_dict({**model.state_dict(), "right.weight": torch.full((6, 6), 0.25)})
+        optimizer.step()
+        optimizer.zero_grad()
+    assert bool((net.left.weight == 0.5).all())
+    assert bool((net.right.weight == 0.25).all())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_values_written_into_parameters_stay(precision):
+    run_on_ranks(values_written_by_hand, 2, precision)
+
+
+def other_memory():
+    booster, model, optimizer = boost()
+    booster.backward(loss_of(model, *own_data(), MICROS[0]), optimizer)
+    model.unwrap().left.weight.data = torch.ones(6, 6)
+    optimizer.step()
+
+
+def test_parameters_that_left_their_bucket_are_noticed():
+    expect_on_ranks(ConfigError, "'left.weight' was given other memory after `boost`", other_memory, 2)
+
+
+def state_made_before(optimizer_name):
+    """Parameters named by the user, and state from steps in one process, go on under ZeRO."""
+    net, reference = make_net(), make_net()
+    make = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}[optimizer_name]
+    optimizers = [make(list(each.named_parameters()), lr=0.01) for each in (net, reference)]
+    size = dist.get_world_size()
+    for each, plain in zip((net, reference), optimizers, strict=True):
+        loss_of(each, *data(0, 0, size), MICROS[0] * size).backward()
+        plain.step()
+        plain.zero_grad()
+    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64))
+    model, optimizer, *_ = booster.boost(net, optimizers[0])
+    for step in range(1, 4):
+        booster.backward(loss_of(model, *own_data(step), MICROS[0]), optimizer)
+        loss_of(reference, *data(step, 0, size), MICROS[0] * size).backward()
+        for each in (optimizer, optimizers[1]):
+            each.step()
+            each.zero_grad()
+    held = optimizer.param_groups[0]
+    assert len(held["param_names"]) == len(held["params"])
+    for name, tensor in reference.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_state_made_before_boost_moves_to_the_layout_of_the_first_step(name):
+    run_on_ranks(state_made_before, 2, name)
+
+
+def llama():
+    """A Llama with a tied head under stage 2 and bf16: losses near those of one process, parameters equal on ranks."""
+    from booster_core.testing.models import tiny_llama
+
+    torch.manual_seed(0)
+    net = tiny_llama(tie_word_embeddings=True)
+    booster = Booster("cpu", "bf16", LowLevelZeroPlugin(stage=2, bucket_bytes=5000, max_norm=1.0))
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True))
+    losses = []
+    for step in range(16):
+        tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(step % 2 + 10 * dist.get_rank()))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+
+def test_a_llama_learns():
+    (losses, first), (_, second) = run_on_ranks(llama, 2)
+    assert losses[-1] < losses[0] - 1
+    assert all(torch.equal(first[name], second[name]) for name in first)

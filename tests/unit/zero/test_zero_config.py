@@ -45,5 +45,5 @@ def test_the_communication_format_is_part_of_the_precision():
 
 def test_replicas_are_consecutive_ranks():
     assert sharding_groups(4, 2) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
-    with pytest.raises(ConfigError, match="`replica_size=3` does not divide the world size 4. Use one of 1, 2, 4"):
+    with pytest.raises(ConfigError, match=r"`replica_size=3` does not divide the world size 4\. Use one of 1, 2, 4"):
         sharding_groups(4, 3)

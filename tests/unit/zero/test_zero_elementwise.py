@@ -42,7 +42,7 @@ class NeedsMatrices(Lion):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.dim() != 2:
-                    raise ValueError("matrices only")
+                    raise ValueError
                 p.sub_(p.grad * group["lr"])
 
 

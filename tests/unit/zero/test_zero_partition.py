@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,13 +13,13 @@ def owned_once(plans, expected, world_size):
     """Assert that the ranks' pieces of each parameter cover it, in order and without overlap."""
     seen = {}
     for plan in plans:
-        assert all(low <= high for low, high in zip(plan.bounds[:-1], plan.bounds[1:], strict=True))
+        assert all(low <= high for low, high in pairwise(plan.bounds))
         for slot in plan.slots:
             pieces = [plan.owned(slot, rank) for rank in range(world_size)]
             held = [piece for piece in pieces if piece is not None]
             assert held[0][0] == 0
             assert held[-1][1] == slot.numel
-            assert all(before[1] == after[0] for before, after in zip(held[:-1], held[1:], strict=True))
+            assert all(before[1] == after[0] for before, after in pairwise(held))
             assert len(held) == 1 or slot.numel
             seen[slot.index] = slot.numel
     assert seen == dict(expected)
@@ -28,7 +30,7 @@ def test_flat_plans_cover_every_parameter_once(sizes, world_size, bucket_numel):
     plans = plan_flat(sizes, world_size, bucket_numel)
     owned_once(plans, sizes, world_size)
     for plan in plans:
-        lengths = {high - low for low, high in zip(plan.bounds[:-1], plan.bounds[1:], strict=True)}
+        lengths = {high - low for low, high in pairwise(plan.bounds)}
         assert len(lengths) == 1, "slices are equal"
         assert plan.numel < sum(-(-slot.numel // ALIGNMENT) * ALIGNMENT for slot in plan.slots) + world_size * ALIGNMENT
 

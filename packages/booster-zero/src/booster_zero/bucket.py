@@ -20,6 +20,7 @@ from torch import nn
 
 from booster_core import collectives
 from booster_core.collectives import Pending
+from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -125,6 +126,8 @@ class Bucket:
             place = self.flat[slot.offset : slot.offset + slot.numel]
             place.copy_(source)
             parameter.data = place.view(parameter.shape)
+        self._versions: list[int] = []
+        self.note_versions()
 
     @property
     def is_active(self) -> bool:
@@ -185,6 +188,29 @@ class Bucket:
             piece.values.grad = (
                 self.slice_of(self.gradient, piece) if self.gradient is not None and used.get(piece.index) else None
             )
+
+    def note_versions(self) -> None:
+        """Count the working values as those that the optimizer knows of."""
+        self._versions = [parameter._version for parameter in self.parameters]  # noqa: SLF001 - as autograd does
+
+    def notice_changes(self, names: Mapping[int, str]) -> None:
+        """Take in what somebody else has written into the parameters since the last update, such as loaded values.
+
+        Raises:
+            ConfigError: If a parameter has left the bucket: updates would not reach it any more.
+        """
+        for slot, parameter in zip(self.plan.slots, self.parameters, strict=True):
+            expected = self.flat.data_ptr() + slot.offset * self.flat.element_size()
+            if slot.numel and parameter.data_ptr() != expected:
+                msg = (
+                    f"Parameter '{names[slot.index]}' was given other memory after `boost`, by `.data = ...`, `.to(...)` "
+                    "or the like. Copy values into it in place, for example with `parameter.copy_(values)`."
+                )
+                raise ConfigError(msg)
+        known = self._versions
+        self.note_versions()
+        if self.format.has_copy and known != self._versions:
+            self.take_working_values()
 
     def take_working_values(self) -> None:
         """Bring the optimizer's values up to date with this rank's working values.

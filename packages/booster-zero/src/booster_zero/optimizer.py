@@ -10,6 +10,7 @@ import torch.distributed as dist
 from booster_core import collectives
 from booster_core.errors import ConfigError, GradientError
 from booster_core.gradients.clip import clip_by_norm
+from booster_core.liveness import naming_missing_ranks
 from booster_core.state.naming import NamedTensors
 from booster_core.wrappers import OptimizerWrapper
 from booster_zero.buffers import BufferWatch
@@ -167,7 +168,7 @@ class ZeroOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world; under stage 1's ``no_sync`` none.
         """
-        with self.reducer.guarded():
+        with naming_missing_ranks("reduction of gradients"), self.reducer.guarded():
             super().backward(loss, inputs, retain_graph=retain_graph)
 
     def settle(self) -> None:
@@ -303,8 +304,13 @@ class ZeroOptimizer(OptimizerWrapper):
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
         """Step the optimizer inside on this rank's pieces, then share them.
 
+        Raises:
+            ConfigError: If a parameter was given other memory since it was laid out.
+
         Collective: every rank of the world.
         """
+        for bucket in self.layout.buckets:
+            bucket.notice_changes(self.names)
         if closure is None:
             self.settle()
             result = self.optim.step()
@@ -334,7 +340,9 @@ class ZeroOptimizer(OptimizerWrapper):
         for each in pending:
             each.wait()
         # A graph that was built before the update must not be run backward after it, as everywhere in torch.
-        torch.autograd.graph.increment_version([parameter for bucket in chosen for parameter in bucket.parameters])
+        for bucket in chosen:
+            torch.autograd.graph.increment_version(bucket.parameters)
+            bucket.note_versions()
 
     def _send_buffers(self) -> None:
         if not any(self._changed_buffers):

@@ -13,7 +13,7 @@ from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_core.plugin import Boosted, Capability, Plugin
 from booster_core.precision import PrecisionPolicy
-from booster_core.replicated import check_no_masters
+from booster_core.replicated import check_no_masters, place_model
 from booster_core.wrappers import unscaled_gradient, unwrap_model
 from booster_zero.bucket import Format
 from booster_zero.config import ZeroConfig
@@ -67,7 +67,6 @@ class LowLevelZeroPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
-            Capability.LORA,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
         }
@@ -136,7 +135,7 @@ class LowLevelZeroPlugin(Plugin):
         """
         ranks = self._ranks_of_world()
         model = objects.model
-        model.to(context.device)
+        place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
         agree_on_values(model)
         format_of = self._formats(model, context)
         optimizer = None

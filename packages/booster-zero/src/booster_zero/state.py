@@ -136,6 +136,7 @@ class ZeroStateAdapter(StateAdapter):
             is_taken = any(slot.index in self._taken_as_parameters for slot in bucket.plan.slots)
             if model or is_taken:
                 bucket.take_working_values()
+                bucket.note_versions()
         if optimizer:
             zero.publish(self._buckets_with_masters())
         self._taken_as_parameters = set()
