@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _REDUCE_TAG, _GATHER_TAG = 7001, 7002
 """Tags of messages between two ranks, apart from the default 0 of what users send."""
 
+_BLOCK_NUMEL = 1 << 16
+"""Sums are taken in blocks of this many elements, so that what follows the first pass finds them in the cache."""
+
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -88,18 +91,69 @@ def reduce_scatter(
         return Pending(finish=lambda: _sum_into(out, [own], scale=scale, accumulate=accumulate))
     if source.device.type != "cpu":
         return _native_reduce_scatter(source, bounds, out, group, scale=scale, accumulate=accumulate)
-    received = source.new_empty((size, own.numel()))
-    works, parts = [], [received[peer] for peer in range(size)]
-    parts[rank] = own
+    return reduce_scatter_parts([(0, source)], bounds, out, group, scale=scale, accumulate=accumulate)
+
+
+def reduce_scatter_parts(
+    parts: Sequence[tuple[int, Tensor]],
+    bounds: Sequence[int],
+    out: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> Pending:
+    """Start summing, over ranks, a flat buffer that lies in parts, without putting them together first.
+
+    Args:
+        parts: Where each part begins in the buffer, and its values: 1-D, contiguous, on the CPU, all of one dtype.
+            Parts don't overlap; offsets and lengths are the same on every rank.
+        bounds: Where slices begin and end, one entry more than ranks.
+        out: This rank's slice of the sum, on the CPU; of what no part covers, it keeps what it has.
+        group: The ranks that take part; ``None`` for all.
+        scale: Multiplies the sum.
+        accumulate: Add to ``out`` instead of replacing it.
+
+    Returns:
+        What to wait for before ``out`` is read and the parts are written.
+
+    Collective: every rank of ``group``, in the same order among calls of this module.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    low = bounds[rank]
+    own = _overlaps(parts, low, bounds[rank + 1])
+    received = [part.new_empty((size - 1, part.numel())) for _, part in own]
+    works, sums = [], []
+    for position, (offset, part) in enumerate(own):
+        # In rank order, so that the sum does not depend on who takes it.
+        terms = [part if peer == rank else received[position][peer - (peer > rank)] for peer in range(size)]
+        sums.append((out[offset - low : offset - low + part.numel()], terms))
     # Each rank turns to its next neighbour first, so that no rank is every other's first.
     for distance in range(1, size):
         sender, receiver = (rank - distance) % size, (rank + distance) % size
-        if own.numel():
-            works.append(dist.irecv(parts[sender], group=group, group_src=sender, tag=_REDUCE_TAG))
-        theirs = source[bounds[receiver] : bounds[receiver + 1]]
-        if theirs.numel():
-            works.append(dist.isend(theirs, group=group, group_dst=receiver, tag=_REDUCE_TAG))
-    return Pending(works, lambda: _sum_into(out, parts, scale=scale, accumulate=accumulate), keep=source)
+        works += [dist.irecv(terms[sender], group=group, group_src=sender, tag=_REDUCE_TAG) for _, terms in sums]
+        works += [
+            dist.isend(part, group=group, group_dst=receiver, tag=_REDUCE_TAG)
+            for _, part in _overlaps(parts, bounds[receiver], bounds[receiver + 1])
+        ]
+
+    def add_up() -> None:
+        for target, terms in sums:
+            for start in range(0, target.numel(), _BLOCK_NUMEL):
+                block = slice(start, start + _BLOCK_NUMEL)
+                _sum_into(target[block], [term[block] for term in terms], scale=scale, accumulate=accumulate)
+
+    return Pending(works, add_up, keep=parts)
+
+
+def _overlaps(parts: Sequence[tuple[int, Tensor]], low: int, high: int) -> list[tuple[int, Tensor]]:
+    """Return what of the parts lies in a range of the buffer."""
+    found = []
+    for offset, part in parts:
+        start, stop = max(offset, low), min(offset + part.numel(), high)
+        if start < stop:
+            found.append((start, part[start - offset : stop - offset]))
+    return found
 
 
 def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None = None) -> Pending:

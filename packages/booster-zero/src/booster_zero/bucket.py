@@ -23,12 +23,16 @@ from booster_core.collectives import Pending
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from booster_zero.partition import BucketPlan
+    from booster_zero.partition import BucketPlan, Slot
     from booster_zero.ranks import ZeroRanks
+
+
+_SMALL_NUMEL = 1 << 13
+"""Gradients below this many elements travel together: a message costs more than a copy of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,23 +153,26 @@ class Bucket:
         """Return a piece's part of the gradient, in the shape of the piece's values."""
         return self.slice_of(self.make_gradient(), piece)
 
-    def start_reduction(self, source: Tensor, *, scale: float) -> Pending:
-        """Start adding a full gradient, averaged over the shard group, to this rank's gradient.
+    def start_reduction(self, gradients: Mapping[int, Tensor]) -> Pending:
+        """Start adding full gradients, averaged over the shard group, to this rank's gradient.
 
         Args:
-            source: Shape ``(plan.numel,)``, in the wire format; left alone until the result has been waited for.
-            scale: Multiplies the sum over ranks.
+            gradients: By parameter, flat and in the wire format; zero where there is none. They are only read, and
+                left alone until the result has been waited for.
 
         Collective: the shard group.
         """
         is_first = not self.has_gradient
-        target, group = self.make_gradient(), self.ranks.shard_group
+        target, group, bounds = self.make_gradient(), self.ranks.shard_group, self.plan.bounds
+        scale = 1.0 / self.ranks.shard_size
+        if self.format.device.type == "cpu":
+            parts = self._parts(gradients)
+            return collectives.reduce_scatter_parts(parts, bounds, target, group, scale=scale, accumulate=not is_first)
+        source = self._joined(self.plan.slots, gradients)
         if target.device == source.device:
-            return collectives.reduce_scatter(
-                source, self.plan.bounds, target, group, scale=scale, accumulate=not is_first
-            )
+            return collectives.reduce_scatter(source, bounds, target, group, scale=scale, accumulate=not is_first)
         staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
-        pending = collectives.reduce_scatter(source, self.plan.bounds, staged, group, scale=scale)
+        pending = collectives.reduce_scatter(source, bounds, staged, group, scale=scale)
 
         def move() -> None:
             home = staged.to(target.device)
@@ -175,6 +182,35 @@ class Bucket:
                 target.add_(home)
 
         return Pending([pending], move)
+
+    def _parts(self, gradients: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
+        """Return the bucket's gradient in parts: large ones as they are, runs of small ones joined."""
+        parts: list[tuple[int, Tensor]] = []
+        run: list[Slot] = []
+        for slot in (*self.plan.slots, None):
+            if slot is not None and slot.numel < _SMALL_NUMEL:
+                run.append(slot)
+                continue
+            if run:
+                parts.append((run[0].offset, self._joined(run, gradients)))
+                run = []
+            if slot is not None:
+                part = gradients.get(slot.index)
+                parts.append((slot.offset, self._zeros(slot.numel) if part is None else part))
+        return parts
+
+    def _joined(self, slots: Sequence[Slot], gradients: Mapping[int, Tensor]) -> Tensor:
+        """Return the gradients of neighbouring slots in one tensor; on devices all of the bucket, padding included."""
+        first = slots[0].offset
+        end = self.plan.numel if len(slots) == len(self.plan.slots) else slots[-1].offset + slots[-1].numel
+        joined = self._zeros(end - first)
+        for slot in slots:
+            if slot.index in gradients:
+                joined[slot.offset - first : slot.offset - first + slot.numel] = gradients[slot.index]
+        return joined
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.format.wire, device=self.format.device)
 
     def drop_gradient(self) -> None:
         """Forget the gradient. Its memory is kept: asking for it anew in each step takes longer than a sum."""
@@ -203,8 +239,8 @@ class Bucket:
             expected = self.flat.data_ptr() + slot.offset * self.flat.element_size()
             if slot.numel and parameter.data_ptr() != expected:
                 msg = (
-                    f"Parameter '{names[slot.index]}' was given other memory after `boost`, by `.data = ...`, `.to(...)` "
-                    "or the like. Copy values into it in place, for example with `parameter.copy_(values)`."
+                    f"Parameter '{names[slot.index]}' was given other memory after `boost`, by `.data = ...`, "
+                    "`.to(...)` or the like. Copy values into it in place, for example with `parameter.copy_(values)`."
                 )
                 raise ConfigError(msg)
         known = self._versions

@@ -23,20 +23,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from booster_core.collectives import Pending
     from booster_zero.bucket import Bucket
     from booster_zero.partition import Slot
 
 _MOST_IN_FLIGHT = 2
-"""Buckets that are underway at once. Each holds a full gradient of its size."""
+"""Buckets that are underway at once. Each keeps full gradients of its size alive."""
 
 
 @dataclass
 class _Filling:
     """How far a bucket has come in the present round."""
 
-    buffer: Tensor | None = None
-    """Holds the full gradient in its first elements; it may be longer than the bucket."""
-    arrived: set[int] = field(default_factory=set)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
     missing: int = 0
     is_started: bool = False
 
@@ -74,8 +73,7 @@ class Reducer:
         self._overlap = overlap
         self._place: dict[int, tuple[Bucket, Slot]] = {}
         self._filling: dict[Bucket, _Filling] = {}
-        self._underway: deque[tuple[Any, Tensor]] = deque()
-        self._spare: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._underway: deque[Pending] = deque()
         self._is_open = False
         self._is_guarded = False
         self._has_local = False
@@ -90,7 +88,6 @@ class Reducer:
         """Reduce these buckets from now on, in this order. Not during a round."""
         self.buckets = list(buckets)
         self._place = {slot.index: (bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots}
-        self._spare = {}
         self._unhooked = {
             slot.index: parameter
             for bucket in self.buckets
@@ -149,9 +146,6 @@ class Reducer:
         self._is_open = self._has_local = False
         self._late.clear()
         self.used.clear()
-        for filling in self._filling.values():
-            if filling.buffer is not None:
-                self._give_back(filling.buffer)
         self._filling = {}
         for bucket in self.buckets:
             bucket.drop_gradient()
@@ -232,9 +226,9 @@ class Reducer:
         if filling.is_started:
             self._come_late(index)
             return
-        if self.is_recording and index not in filling.arrived:
+        is_new = index not in filling.gradients
+        if self.is_recording and is_new:
             self.order.append(index)
-        is_new = index not in filling.arrived
         self._take(bucket, filling, slot, parameter)
         filling.missing -= is_new
         self._start_complete()
@@ -255,25 +249,15 @@ class Reducer:
         raise GradientError(msg)
 
     def _take(self, bucket: Bucket, filling: _Filling, slot: Slot, parameter: nn.Parameter) -> None:
-        """Move a parameter's gradient into its bucket's buffer."""
+        """Take a parameter's gradient, without a copy where it has the format that travels."""
         gradient = parameter.grad
         assert gradient is not None, "asked for a gradient that is not there"
-        if filling.buffer is None:
-            filling.buffer = self._borrow(bucket)
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        place = filling.buffer[slot.offset : slot.offset + slot.numel].view(gradient.shape)
         with torch.no_grad():
-            scale = self._scale_before(bucket)
-            if slot.index in filling.arrived:
-                place.add_(gradient, alpha=scale)
-            elif scale != 1.0 and gradient.dtype == place.dtype:
-                torch.mul(gradient, scale, out=place)
-            else:
-                place.copy_(gradient)
-                if scale != 1.0:
-                    place.mul_(scale)
-        filling.arrived.add(slot.index)
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            flat = gradient.to(bucket.format.wire).reshape(-1)
+            before = filling.gradients.get(slot.index)
+            filling.gradients[slot.index] = flat if before is None else before + flat
         self.used.add(slot.index)
         parameter.grad = None
 
@@ -286,44 +270,15 @@ class Reducer:
             self._start(bucket, filling)
 
     def _start(self, bucket: Bucket, filling: _Filling) -> None:
-        buffer = filling.buffer if filling.buffer is not None else self._borrow(bucket)
-        source = buffer[: bucket.plan.numel]
-        for slot in bucket.plan.slots:
-            if slot.index not in filling.arrived:
-                source[slot.offset : slot.offset + slot.numel].zero_()
-        after = 1.0 if self._scale_before(bucket) != 1.0 else 1.0 / bucket.ranks.shard_size
-        filling.buffer, filling.is_started = None, True
-        self._underway.append((bucket.start_reduction(source, scale=after), buffer))
+        gradients, filling.gradients, filling.is_started = filling.gradients, {}, True
+        self._underway.append(bucket.start_reduction(gradients))
         while len(self._underway) > (_MOST_IN_FLIGHT if self._overlap else 0):
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        pending, buffer = self._underway.popleft()
+        pending = self._underway.popleft()
         with torch.no_grad():
             pending.wait()
-        self._give_back(buffer)
-
-    @staticmethod
-    def _scale_before(bucket: Bucket) -> float:
-        """Return what gradients are multiplied by on their way into the buffer.
-
-        Where the wire is wide enough, the mean over ranks is taken there, at no cost; narrow formats would lose bits.
-        """
-        is_wide = bucket.format.wire.itemsize >= 4
-        return 1.0 / bucket.ranks.shard_size if is_wide else 1.0
-
-    # ---- buffers for full gradients, at most a few, used again and again
-
-    def _borrow(self, bucket: Bucket) -> Tensor:
-        key = (bucket.format.wire, bucket.format.device)
-        spare = self._spare.setdefault(key, [])
-        if spare:
-            return spare.pop()
-        longest = max(other.plan.numel for other in self.buckets if (other.format.wire, other.format.device) == key)
-        return torch.zeros(longest, dtype=key[0], device=key[1])
-
-    def _give_back(self, buffer: Tensor) -> None:
-        self._spare.setdefault((buffer.dtype, buffer.device), []).append(buffer)
 
 
 def _hook(reducer: weakref.ref[Reducer], index: int, parameter: nn.Parameter) -> Any:
