@@ -102,6 +102,7 @@ def reduce_scatter_parts(
     *,
     scale: float = 1.0,
     accumulate: bool = False,
+    scratch: Tensor | None = None,
 ) -> Pending:
     """Start summing, over ranks, a flat buffer that lies in parts, without putting them together first.
 
@@ -113,6 +114,8 @@ def reduce_scatter_parts(
         group: The ranks that take part; ``None`` for all.
         scale: Multiplies the sum.
         accumulate: Add to ``out`` instead of replacing it.
+        scratch: 1-D memory of the parts' dtype to receive into, left alone until the result has been waited for: new
+            memory costs as much as a copy. What does not fit is allocated.
 
     Returns:
         What to wait for before ``out`` is read and the parts are written.
@@ -122,7 +125,7 @@ def reduce_scatter_parts(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     low = bounds[rank]
     own = _overlaps(parts, low, bounds[rank + 1])
-    received = [part.new_empty((size - 1, part.numel())) for _, part in own]
+    received = _received(own, size - 1, scratch)
     works, sums = [], []
     for position, (offset, part) in enumerate(own):
         # In rank order, so that the sum does not depend on who takes it.
@@ -144,6 +147,19 @@ def reduce_scatter_parts(
                 _sum_into(target[block], [term[block] for term in terms], scale=scale, accumulate=accumulate)
 
     return Pending(works, add_up, keep=parts)
+
+
+def _received(own: Sequence[tuple[int, Tensor]], senders: int, scratch: Tensor | None) -> list[Tensor]:
+    """Return room for what each sender has of each part."""
+    rooms, used = [], 0
+    for _, part in own:
+        numel = senders * part.numel()
+        if scratch is not None and used + numel <= scratch.numel():
+            rooms.append(scratch[used : used + numel].view(senders, part.numel()))
+            used += numel
+        else:
+            rooms.append(part.new_empty((senders, part.numel())))
+    return rooms
 
 
 def _overlaps(parts: Sequence[tuple[int, Tensor]], low: int, high: int) -> list[tuple[int, Tensor]]:

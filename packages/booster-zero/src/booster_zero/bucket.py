@@ -153,12 +153,18 @@ class Bucket:
         """Return a piece's part of the gradient, in the shape of the piece's values."""
         return self.slice_of(self.make_gradient(), piece)
 
-    def start_reduction(self, gradients: Mapping[int, Tensor]) -> Pending:
+    @property
+    def scratch_numel(self) -> int:
+        """Number of elements that `start_reduction` receives from other ranks."""
+        return (self.ranks.shard_size - 1) * self.values.numel() if self.format.device.type == "cpu" else 0
+
+    def start_reduction(self, gradients: Mapping[int, Tensor], scratch: Tensor) -> Pending:
         """Start adding full gradients, averaged over the shard group, to this rank's gradient.
 
         Args:
             gradients: By parameter, flat and in the wire format; zero where there is none. They are only read, and
                 left alone until the result has been waited for.
+            scratch: Memory in the wire format to receive into; left alone as well.
 
         Collective: the shard group.
         """
@@ -167,7 +173,9 @@ class Bucket:
         scale = 1.0 / self.ranks.shard_size
         if self.format.device.type == "cpu":
             parts = self._parts(gradients)
-            return collectives.reduce_scatter_parts(parts, bounds, target, group, scale=scale, accumulate=not is_first)
+            return collectives.reduce_scatter_parts(
+                parts, bounds, target, group, scale=scale, accumulate=not is_first, scratch=scratch
+            )
         source = self._joined(self.plan.slots, gradients)
         if target.device == source.device:
             return collectives.reduce_scatter(source, bounds, target, group, scale=scale, accumulate=not is_first)

@@ -73,7 +73,8 @@ class Reducer:
         self._overlap = overlap
         self._place: dict[int, tuple[Bucket, Slot]] = {}
         self._filling: dict[Bucket, _Filling] = {}
-        self._underway: deque[Pending] = deque()
+        self._underway: deque[tuple[Pending, Tensor]] = deque()
+        self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._is_open = False
         self._is_guarded = False
         self._has_local = False
@@ -88,6 +89,7 @@ class Reducer:
         """Reduce these buckets from now on, in this order. Not during a round."""
         self.buckets = list(buckets)
         self._place = {slot.index: (bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots}
+        self._spare = {}
         self._unhooked = {
             slot.index: parameter
             for bucket in self.buckets
@@ -271,14 +273,24 @@ class Reducer:
 
     def _start(self, bucket: Bucket, filling: _Filling) -> None:
         gradients, filling.gradients, filling.is_started = filling.gradients, {}, True
-        self._underway.append(bucket.start_reduction(gradients))
+        scratch = self._borrow(bucket)
+        self._underway.append((bucket.start_reduction(gradients, scratch), scratch))
         while len(self._underway) > (_MOST_IN_FLIGHT if self._overlap else 0):
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        pending = self._underway.popleft()
+        pending, scratch = self._underway.popleft()
         with torch.no_grad():
             pending.wait()
+        self._spare.setdefault(scratch.dtype, []).append(scratch)
+
+    def _borrow(self, bucket: Bucket) -> Tensor:
+        """Return memory to receive into, long enough for any bucket; a few pieces serve all of them in turn."""
+        wire = bucket.format.wire
+        spare = self._spare.setdefault(wire, [])
+        if spare:
+            return spare.pop()
+        return torch.empty(max(each.scratch_numel for each in self.buckets if each.format.wire == wire), dtype=wire)
 
 
 def _hook(reducer: weakref.ref[Reducer], index: int, parameter: nn.Parameter) -> Any:
