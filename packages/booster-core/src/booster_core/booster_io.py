@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from booster_core.checkpoint.io import CheckpointIO
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,7 +139,7 @@ class BoosterIO:
         self._check_module(model, "load_model")
         with self._announced("load", "model", checkpoint):
             return self.checkpoint_io.load_model(
-                self.state_adapter(model), checkpoint, strict, low_cpu_mem_mode, num_threads
+                self.state_adapter(model), checkpoint, strict, low_cpu_mem_mode, num_threads, module=unwrap_model(model)
             )
 
     load = load_model
