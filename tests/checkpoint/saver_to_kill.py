@@ -61,7 +61,8 @@ def live(rank, folder, life, use_async):
             root, step=step, model=model, optimizer=optimizer, extra={"n": step}, keep_last=2, use_async=use_async
         )
         if rank == 0 and not use_async:
-            (folder / "saved").write_text(str(step))
+            with (folder / "saved").open("a") as notes:  # one short append, which a kill cannot cut in two
+                notes.write(f"{step}\n")
 
 
 def wait_for(paths):
@@ -104,6 +105,7 @@ def look(folder):
 def main(folder, seed, lives):
     chance = random.Random(seed)
     found = []
+    (folder / "saved").write_text("0\n")
     for life in range(lives):
         use_async = life % 3 == 2
         pids = []
@@ -121,7 +123,7 @@ def main(folder, seed, lives):
         kill(pids, victims)
         left = [path.name for path in (folder / "root").glob(".*")] if (folder / "root").exists() else []
         step, wrong = look(folder)
-        saved = int((folder / "saved").read_text()) if (folder / "saved").exists() else 0
+        saved = int((folder / "saved").read_text().split()[-1])
         found.append({"step": step, "saved": saved, "wrong": wrong, "left": left, "victims": len(victims)})
     booster, model, optimizer = make(None)
     booster.save_checkpoint(folder / "root", step=LAST, model=model, optimizer=optimizer, keep_last=1)
