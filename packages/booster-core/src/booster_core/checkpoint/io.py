@@ -330,15 +330,18 @@ class CheckpointIO:
         with self._session.together("load_lr_scheduler", path):
             scheduler_from_json(scheduler, read_json(path), str(path))
 
-    def wait(self) -> None:
+    def wait(self, name: str = "wait") -> None:
         """Wait until a save that goes on in the background has ended.
+
+        Args:
+            name: What the user called; appears in messages.
 
         Raises:
             CheckpointError: If it failed, on any rank.
 
         Collective: every rank.
         """
-        self._begin("wait")
+        self._begin(name)
 
     def close(self) -> None:
         """Wait, and give back the memory that snapshots are kept in.

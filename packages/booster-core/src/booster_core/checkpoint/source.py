@@ -233,6 +233,10 @@ class Source:
         """Read a box of a tensor into ``out``; see `TensorFile.read`."""
         self._home[key].read(key, box, out)
 
+    def home_of(self, key: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._home[key].path
+
     def close(self) -> None:
         """Let go of the files."""
         for file in self._files:
