@@ -259,14 +259,28 @@ def test_backward_without_booster_is_averaged_all_the_same():
 
 
 def starts_from_rank_0():
-    torch.manual_seed(dist.get_rank())
-    _, model, _ = boost(TinyMLP())
-    return torch.cat([p.detach().flatten() for p in model.unwrap().parameters()])
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = TinyMLP()
+    model.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    for name, dtype in (("mask", torch.bool), ("phase", torch.complex64), ("count", torch.int64)):
+        model.register_buffer(name, torch.full((3,), rank, dtype=dtype))
+    model.register_buffer("empty", torch.zeros(0))
+    boosted, *_ = Booster("cpu", None, TorchDDPPlugin(find_unused_parameters=True)).boost(model)
+    assert isinstance(boosted.module, DistributedDataParallel)
+    torch.manual_seed(rank)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    model.mask.fill_(bool(rank)), model.phase.fill_(rank), model.count.fill_(rank)
+    _, boosted, _ = boost(model)
+    return {name: tensor.clone() for name, tensor in boosted.state_dict().items()}
 
 
 def test_all_ranks_start_from_rank_0():
     first, second = run_on_ranks(starts_from_rank_0, 2)
-    assert torch.equal(first, second)
+    for name, tensor in first.items():
+        assert torch.equal(second[name], tensor), name
+    assert not first["mask"].any()
 
 
 class Normed(nn.Module):

@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from booster_core.checkpoint.facts import run_facts
 from booster_core.checkpoint.io import CheckpointIO
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.checkpoint.remote import local_source, local_target
+from booster_core.storage import local_path, scheme_of
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, unwrap_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_core.checkpoint.report import LoadReport
+    from booster_core.checkpoint.training_state import LoadedCheckpoint, TrainingState
+    from booster_core.ema import ExponentialAverage
     from booster_core.plugin import BoostContext, Plugin
     from booster_core.state.adapter import StateAdapter
 
@@ -77,6 +82,7 @@ class BoosterIO:
         Args:
             model: The model that `boost` returned, or a plain one that every rank holds whole.
             checkpoint: A file, or with ``shard=True`` a folder. Folders are made as needed; older files are replaced.
+                A URL (``s3://bucket/model``) is written through a local temporary folder.
             shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
             gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
             prefix: Put into the file names of a folder, as Hugging Face's ``variant``.
@@ -95,10 +101,14 @@ class BoosterIO:
         """
         self._check_module(model, "save_model")
         boosted = self._boosted_model(model)
-        with self._announced("save", "model", checkpoint):
+        coordinator = self.context.coordinator
+        with (
+            self._announced("save", "model", checkpoint),
+            local_target(coordinator, checkpoint, "save_model", use_async=use_async) as path,
+        ):
             self.checkpoint_io.save_model(
                 self.state_adapter(model),
-                checkpoint,
+                path,
                 shard,
                 gather_dtensor,
                 prefix or None,
@@ -137,9 +147,12 @@ class BoosterIO:
         Collective: every rank of the world.
         """
         self._check_module(model, "load_model")
-        with self._announced("load", "model", checkpoint):
+        with (
+            self._announced("load", "model", checkpoint),
+            local_source(self.context.coordinator, checkpoint, "model") as path,
+        ):
             return self.checkpoint_io.load_model(
-                self.state_adapter(model), checkpoint, strict, low_cpu_mem_mode, num_threads
+                self.state_adapter(model), path, strict, low_cpu_mem_mode, num_threads, module=unwrap_model(model)
             )
 
     load = load_model
@@ -173,9 +186,13 @@ class BoosterIO:
         Collective: every rank of the world.
         """
         adapter = self._adapter_of(optimizer, "save_optimizer")
-        with self._announced("save", "optimizer", checkpoint):
+        coordinator = self.context.coordinator
+        with (
+            self._announced("save", "optimizer", checkpoint),
+            local_target(coordinator, checkpoint, "save_optimizer", use_async=use_async) as path,
+        ):
             self.checkpoint_io.save_optimizer(
-                adapter, checkpoint, shard, gather_dtensor, prefix or None, size_per_shard, use_async
+                adapter, path, shard, gather_dtensor, prefix or None, size_per_shard, use_async
             )
 
     def load_optimizer(
@@ -201,8 +218,11 @@ class BoosterIO:
         Collective: every rank of the world.
         """
         adapter = self._adapter_of(optimizer, "load_optimizer")
-        with self._announced("load", "optimizer", checkpoint):
-            self.checkpoint_io.load_optimizer(adapter, checkpoint, low_cpu_mem_mode, num_threads)
+        with (
+            self._announced("load", "optimizer", checkpoint),
+            local_source(self.context.coordinator, checkpoint, "optimizer") as path,
+        ):
+            self.checkpoint_io.load_optimizer(adapter, path, low_cpu_mem_mode, num_threads)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Write a learning rate scheduler's state as JSON.
@@ -212,8 +232,11 @@ class BoosterIO:
 
         Collective: every rank of the world.
         """
-        with self._announced("save", "lr_scheduler", checkpoint):
-            self.checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+        with (
+            self._announced("save", "lr_scheduler", checkpoint),
+            local_target(self.context.coordinator, checkpoint, "save_lr_scheduler") as path,
+        ):
+            self.checkpoint_io.save_lr_scheduler(lr_scheduler, path)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Read a learning rate scheduler's state.
@@ -223,8 +246,158 @@ class BoosterIO:
 
         Collective: every rank of the world.
         """
-        with self._announced("load", "lr_scheduler", checkpoint):
-            self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+        with (
+            self._announced("load", "lr_scheduler", checkpoint),
+            local_source(self.context.coordinator, checkpoint, "lr_scheduler") as path,
+        ):
+            self.checkpoint_io.load_lr_scheduler(lr_scheduler, path)
+
+    def save_checkpoint(
+        self,
+        root: str | Path,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        dataloader: Any = None,
+        extra: Any = None,
+        keep_last: int | None = None,
+        use_async: bool = False,
+        size_per_shard: int = 1024,
+    ) -> None:
+        """Write everything that a run needs to go on as if it had never stopped, into ``root/step-00000100``.
+
+        Besides what is passed, these are part of it: the loss scale, and the random states of Python, NumPy and
+        torch (CPU and this rank's CUDA device) on every rank. Gradients are not: save between steps. A step appears
+        complete or not at all, and the file ``root/latest`` moves to it last, so that a kill at any instant leaves
+        the step before loadable. One run at a time saves into a root.
+
+        ``root/step-00000100/model`` is a folder as Hugging Face libraries load it.
+
+        Args:
+            root: The folder of all steps, or a URL (``s3://bucket/run``): written to a local temporary folder first.
+            step: Number of steps taken so far. A step that exists is replaced.
+            model: The model that `boost` returned, or a plain one that every rank holds whole.
+            optimizer: The optimizer that `boost` returned.
+            lr_scheduler: One scheduler, or several.
+            dataloader: The loader that `boost` or `prepare_dataloader` returned; its position in the global order of
+                samples is saved.
+            extra: Your own JSON values and tensors, in dicts and lists; those of rank 0 are saved.
+            keep_last: Remove all but this many steps up to this one, after it is safe.
+            use_async: Copy the values, return, and write in the background; see `save_model`.
+            size_per_shard: Largest size of a file of tensors in MiB.
+
+        Raises:
+            TypeError: If ``model`` or ``optimizer`` are not what `boost` returned.
+            ConfigError: If an argument is out of range, or differs between ranks.
+            CheckpointError: If something cannot be saved (it is named), or can't be written.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank of the world.
+        """
+        from booster_core.checkpoint.training_state import save_training_state
+
+        with self._announced("save", "checkpoint", root):
+            save_training_state(
+                self.checkpoint_io,
+                self.context.coordinator,
+                lambda: self._training_state("save_checkpoint", model, optimizer, lr_scheduler, dataloader),
+                root,
+                step=step,
+                extra=extra,
+                keep_last=keep_last,
+                use_async=use_async,
+                size_per_shard=size_per_shard,
+                timeout_seconds=self.context.timeout_seconds,
+            )
+
+    def load_checkpoint(
+        self,
+        root: str | Path,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        dataloader: Any = None,
+        step: int | str = "latest",
+        strict: bool = True,
+        verify: bool = True,
+        num_threads: int = 1,
+    ) -> LoadedCheckpoint:
+        """Read what `save_checkpoint` wrote, under any plugin and with any number of ranks.
+
+        The step is checked against its manifest before anything is changed. Random states come back rank by rank; with
+        another number of ranks, rank ``r`` takes those of rank ``r % saved``. A data loader goes on at the sample after
+        the last one that was handed out, whatever the number of ranks.
+
+        Args:
+            root: The folder of all steps, or a URL.
+            model: As passed to `save_checkpoint`, like the arguments that follow; what is left out is not loaded.
+            optimizer: The optimizer.
+            lr_scheduler: The schedulers, in the same order.
+            dataloader: The loader, over the same data set.
+            step: A step, or ``"latest"``.
+            strict: Raise unless model and checkpoint hold the same tensors.
+            verify: Compare the checksum of each file that is read, once among the ranks that share a disk. It costs
+                one more read, at the speed of memory where the files fit there. Sizes are compared in any case.
+            num_threads: How many parts of a large tensor are read at once.
+
+        Returns:
+            The step, the ``extra`` values, and what was loaded of the model.
+
+        Raises:
+            TypeError: If ``model`` or ``optimizer`` are not what `boost` returned.
+            CheckpointError: If there is no such step (see `has_checkpoint`), it is damaged (the newest one that is
+                whole is named), or does not fit.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank of the world.
+        """
+        from booster_core.checkpoint.training_state import load_training_state
+
+        with self._announced("load", "checkpoint", root):
+            return load_training_state(
+                self.checkpoint_io,
+                self.context.coordinator,
+                lambda: self._training_state("load_checkpoint", model, optimizer, lr_scheduler, dataloader),
+                root,
+                step=step,
+                strict=strict,
+                verify=verify,
+                num_threads=num_threads,
+                timeout_seconds=self.context.timeout_seconds,
+            )
+
+    def has_checkpoint(self, root: str | Path) -> bool:
+        """Return whether there is a step to load below ``root``, the same on every rank.
+
+        A script that resumes by itself says ``if booster.has_checkpoint(root): booster.load_checkpoint(root, ...)``. A
+        step that is there but damaged counts: loading it raises, instead of training from nothing.
+
+        Collective: every rank of the world.
+        """
+        from booster_core.checkpoint.training_state import has_training_state
+
+        return has_training_state(self.context.coordinator, root)
+
+    def ema(self, model: nn.Module, decay: float = 0.999) -> ExponentialAverage:
+        """Return a moving average of a model's weights: ``update()`` it after each step; see `ExponentialAverage`.
+
+        Args:
+            model: The model that `boost` returned, or a plain one that every rank holds whole.
+            decay: Weight of the old average in each update.
+
+        Raises:
+            TypeError: If ``model`` is not a module.
+            ConfigError: If ``decay`` is out of range.
+
+        Collective: none; made on every rank.
+        """
+        from booster_core.ema import ExponentialAverage
+
+        self._check_module(model, "ema")
+        return ExponentialAverage(model, decay, lambda: self.state_adapter(model), self.checkpoint_io)
 
     def wait(self) -> None:
         """Wait until a save that goes on in the background has ended.
@@ -250,6 +423,37 @@ class BoosterIO:
         msg = f"`Booster.{call}` needs the optimizer returned by `Booster.boost`; got `{type(optimizer).__name__}`."
         raise TypeError(msg)
 
+    def _training_state(
+        self,
+        call: str,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None,
+        dataloader: Any,
+    ) -> TrainingState:
+        """Return everything that makes up a training state, from what a user passes."""
+        from booster_core.checkpoint.pretrained import pretrained_files
+        from booster_core.checkpoint.training_part import TrainingObjects
+        from booster_core.checkpoint.training_state import TrainingState
+
+        self._check_module(model, call)
+        boosted = self._boosted_model(model)
+        dtype = None if boosted is None else self.context.precision.save_dtype
+        schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else (lr_scheduler,)
+        return TrainingState(
+            model=self.state_adapter(model),
+            optimizer=None if optimizer is None else self._adapter_of(optimizer, call),
+            objects=TrainingObjects(
+                device=self.context.device,
+                schedulers=tuple(scheduler for scheduler in schedulers if scheduler is not None),
+                loss_scaler=getattr(optimizer, "loss_scaler", None),
+                dataloader=dataloader,
+            ),
+            texts=pretrained_files(model if boosted is None else boosted.unwrap(), dtype),
+            dtype=dtype,
+            facts=run_facts(self.plugin, self.context),
+        )
+
     def _check_module(self, model: Any, call: str) -> None:
         if not isinstance(model, nn.Module):
             msg = f"`Booster.{call}` needs a torch.nn.Module; got `{type(model).__name__}`."
@@ -261,7 +465,8 @@ class BoosterIO:
     @contextlib.contextmanager
     def _announced(self, verb: str, kind: str, checkpoint: str | Path) -> Iterator[None]:
         """Call the hooks before and after a save or load."""
-        hooks, path = self.context.hooks, Path(checkpoint)
+        hooks = self.context.hooks
+        path = checkpoint if scheme_of(checkpoint) else Path(local_path(checkpoint))
         before, after = (getattr(hooks, f"{moment}_{verb}") for moment in ("before", "after"))
         before(kind=kind, checkpoint=path)
         yield

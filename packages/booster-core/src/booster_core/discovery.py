@@ -15,17 +15,17 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import importlib_metadata
-from packaging.requirements import InvalidRequirement, Requirement
 
 from booster_core.errors import PluginError, PluginNotInstalledError
 from booster_core.hooks import distribution_of, hook_relay, new_manager, register_hooks, unregister_hooks
 from booster_core.plugin import API_VERSION, Plugin
-from booster_core.plugin_source import ClassFacts, PluginSource, SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from importlib_metadata import EntryPoint
+
+    from booster_core.plugin_source import ClassFacts, PluginSource
 
 __all__ = [
     "PluginListing",
@@ -86,6 +86,8 @@ def installed() -> list[PluginListing]:
 
     Collective: none.
     """
+    from booster_core.plugin_source import PluginSource
+
     source = PluginSource()
     by_name = _entry_points_by_name()
     return [_listing(entry, by_name[name], source) for name in sorted(by_name) for entry in by_name[name]]
@@ -174,6 +176,8 @@ def _entry_points_by_name() -> dict[str, list[EntryPoint]]:
 
 
 def _listing(entry: EntryPoint, namesakes: list[EntryPoint], source: PluginSource) -> PluginListing:
+    from booster_core.plugin_source import SourceError
+
     facts: ClassFacts | None = None
     problem: str | None = None
     try:
@@ -208,6 +212,8 @@ def _listing(entry: EntryPoint, namesakes: list[EntryPoint], source: PluginSourc
 
 def _missing_requirements(entry: EntryPoint) -> list[str]:
     """Return the names of distributions that the entry point's requires and that are not installed, extras left out."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
     missing = []
     for text in (entry.dist.requires if entry.dist else None) or []:
         try:

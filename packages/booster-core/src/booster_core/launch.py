@@ -300,6 +300,11 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
         timeout_seconds=start.timeout_seconds,
         is_hosted_elsewhere=is_hosted_elsewhere,
     )
+    if is_hosted_elsewhere:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch does not list it as public
+
+        # torchrun's store outlives the ranks: a restarted run would find the addresses of the one that died.
+        store = PrefixStore(f"booster/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store.set(f"booster/host/{start.rank}", socket.gethostname())
     meet_at_launch(
         store,

@@ -45,7 +45,7 @@ class Capability(enum.Enum):
     FP16 = "fp16"
     """Trains with compute in fp16 under a dynamic loss scale."""
     LORA = "lora"
-    """Trains adapters made by `Booster.enable_lora`."""
+    """Trains low-rank adapters beside a frozen base."""
     PIPELINE = "pipeline"
     """Has `PipelinePlugin.execute_pipeline`, and may need it."""
     DATA_PARALLEL = "data_parallel"

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch import nn
     from torch.optim import Optimizer
@@ -37,7 +39,7 @@ def check_no_masters(policy: PrecisionPolicy, plugin_name: str) -> PrecisionPoli
 def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy) -> None:
     """Bring a model, and the state that its optimizer may have already, to a device and to the policy's format.
 
-    Parameters stay the same objects, so optimizer and scheduler keep their hold on them. Under autocast only
+    The optimizer keeps its hold on the parameters, also where a device asks for new objects. Under autocast only
     parameters that are trained change their format: a frozen base in bf16 stays as small as it is.
 
     Args:
@@ -48,7 +50,11 @@ def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.dev
 
     Collective: none.
     """
+    before = dict(model.named_parameters())
     model.to(device)
+    after = dict(model.named_parameters())
+    if optimizer is not None:
+        _rebind(optimizer, {before[name]: after[name] for name in before if before[name] is not after[name]})
     if policy.param_dtype is not None:
         tensors = [*model.parameters()] if policy.uses_autocast else [*model.parameters(), *model.buffers()]
         for tensor in tensors:
@@ -59,3 +65,15 @@ def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.dev
     if optimizer is not None and optimizer.state:
         # Loading its own state casts and moves every entry to its parameter's device and format.
         optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _rebind(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Let an optimizer hold the parameters that have taken the place of others.
+
+    ``Module.to`` makes new parameters where a tensor can't change its device in place, as for meta.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    for old, new in replaced.items():
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)

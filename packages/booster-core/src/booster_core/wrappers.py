@@ -314,16 +314,17 @@ class OptimizerWrapper(Optimizer):
             raise GradientError(msg)
         with naming_missing_ranks("step"):
             self.unscale_gradients()
-            if self._found_overflow:
-                result = None
-            else:
-                result = self.optim.step(closure) if closure is not None else self.optim.step()
+            result = None if self._found_overflow else self.update_parameters(closure)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow=self._found_overflow)
         if self._after_step is not None:
             self._after_step(self, self._metrics())
         self._grad_norm = None
         return result
+
+    def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step the optimizer inside; sharded strategies make gradients ready before and share parameters after."""
+        return self.optim.step(closure) if closure is not None else self.optim.step()
 
     def _metrics(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {"skipped": self._found_overflow}

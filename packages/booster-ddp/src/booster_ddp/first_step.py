@@ -77,9 +77,19 @@ class FirstStep:
 
 
 def _broadcast(tensors: Sequence[Tensor]) -> None:
-    """Give every rank the values of rank 0."""
-    for work in [dist.broadcast(tensor.detach(), 0, async_op=True) for tensor in tensors]:
+    """Give every rank the values of rank 0, of any dtype and memory format."""
+    pending = []
+    for tensor in tensors:
+        values = tensor.detach()
+        if values.numel():
+            dense = values.contiguous()
+            # Bytes, because backends know few dtypes.
+            work = dist.broadcast(dense.view(-1).view(torch.uint8), 0, async_op=True)
+            pending.append((work, values, dense))
+    for work, values, dense in pending:
         work.wait()
+        if dense.data_ptr() != values.data_ptr():
+            values.copy_(dense)
 
 
 def _average(gradients: Sequence[Tensor], bucket_bytes: int) -> None:

@@ -60,7 +60,6 @@ class TorchDDPPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
-            Capability.LORA,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
         }

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
+
 from booster_core.errors import ConfigError
+
+_WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,24 +17,73 @@ class ZeroConfig:
     """Options of ZeRO stages 1 and 2.
 
     Args:
-        stage: 1 shards the optimizer state over the data parallel ranks; 2 shards the gradients as well.
-        bucket_bytes: Size of the buckets in which gradients are reduced and parameters gathered.
-        overlap_communication: Reduce during backward and gather during the next forward.
-        cpu_offload: Keep optimizer state and master parameters on the host, and step there.
+        stage: 1 shards the optimizer state over the data parallel ranks; 2 shards the gradients as well, also while
+            they accumulate under ``no_sync``.
+        max_norm: Clip gradients by this global norm in each step before which ``clip_grad_by_norm`` was not called;
+            0 does not.
+        bucket_bytes: Size of the buckets in which gradients are reduced and parameters gathered, in bytes. A parameter
+            that is larger has a bucket of its own.
+        overlap_communication: Go on with backward while buckets are being reduced.
+        communication_dtype: Format in which gradients travel, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a dtype; ``None``
+            for the parameters' own. Sums are in fp32 in any case.
+        cpu_offload: Keep optimizer state and the parameters that it updates on the host, and step there. Where
+            forward runs on the CPU, they are there already.
+        master_weights: Keep fp32 masters of parameters whose working format is bf16 or fp16; without, the optimizer
+            updates the working parameters.
+        replica_size: Number of replicas of the sharded state: state is split within groups of
+            ``world_size / replica_size`` ranks, gradients are averaged over the groups.
+        partition: ``"flat"`` cuts parameters wherever that makes equal shares, ``"parameter"`` leaves them whole;
+            ``"auto"`` does what the optimizer's class needs, see `booster_zero.elementwise`.
+        unused: ``"zero"`` lets a parameter that took no part in backward on this rank count as zero, and skips those
+            that took none on any rank; ``"raise"`` raises at the step, naming them for each rank.
+        broadcast_buffers: Give every rank, after each step, rank 0's values of buffers that forward changes, such as
+            running statistics.
 
     Raises:
-        ConfigError: If ``stage`` is not 1 or 2, or the bucket is empty.
+        ConfigError: If a value is out of range.
     """
 
     stage: int = 1
+    max_norm: float = 0.0
     bucket_bytes: int = 25 * 2**20
     overlap_communication: bool = True
+    communication_dtype: torch.dtype | str | None = None
     cpu_offload: bool = False
+    master_weights: bool = True
+    replica_size: int = 1
+    partition: str = "auto"
+    unused: str = "zero"
+    broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2):
             msg = f"`stage={self.stage}` is not one of 1 (optimizer state) and 2 (gradients too)."
             raise ConfigError(msg)
-        if self.bucket_bytes < 1:
-            msg = f"`bucket_bytes={self.bucket_bytes}` must be positive; it is the size of a gradient bucket in bytes."
+        if not 0 <= self.max_norm < math.inf:
+            msg = f"`max_norm={self.max_norm}` must be 0 (no clipping) or the largest global norm of the gradients."
             raise ConfigError(msg)
+        for name, meaning in (
+            ("bucket_bytes", "the size of a bucket in bytes"),
+            ("replica_size", "a number of replicas"),
+        ):
+            if getattr(self, name) < 1:
+                msg = f"`{name}={getattr(self, name)}` must be positive; it is {meaning}."
+                raise ConfigError(msg)
+        for name, known in (("partition", ("auto", "flat", "parameter")), ("unused", ("zero", "raise"))):
+            if getattr(self, name) not in known:
+                msg = f"`{name}={getattr(self, name)!r}` is not one of {', '.join(map(repr, known))}."
+                raise ConfigError(msg)
+        if self.communication_dtype is not None and self.wire_dtype is None:
+            msg = (
+                f"`communication_dtype={self.communication_dtype!r}` is not one of {', '.join(map(repr, _WIRES))}, "
+                "or a torch dtype of these."
+            )
+            raise ConfigError(msg)
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """The format in which gradients travel; ``None`` for the parameters' own."""
+        dtype = self.communication_dtype
+        if isinstance(dtype, str):
+            return _WIRES.get(dtype)
+        return dtype if dtype in _WIRES.values() else None

@@ -80,7 +80,7 @@ class BackgroundWriter:
         """Whether a job is running."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, name: str, work: Callable[[], None]) -> None:
+    def start(self, name: str, work: Callable[[], object]) -> None:
         """Run ``work`` in a thread. The job before it has been waited for.
 
         Collective: none.

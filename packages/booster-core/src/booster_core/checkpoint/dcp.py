@@ -32,7 +32,6 @@ from booster_core.checkpoint.job import local_specs, merge_specs, sync_folder
 from booster_core.checkpoint.naming import MODEL, OPTIMIZER, FileNames
 from booster_core.checkpoint.parts import ModelPart, OptimizerInfo, OptimizerPart, Part
 from booster_core.errors import CheckpointError
-from booster_core.state.jsonable import tensor_references
 from booster_core.state.regions import pack, regions_of
 from booster_core.state.shard import box_shape
 
@@ -181,12 +180,17 @@ def save_optimizer_dcp(session: Session, adapter: StateAdapter, path: Path) -> N
 
 
 def _save_part(name: str, session: Session, part: Part, path: Path, *, aliases: Mapping[str, str]) -> None:
-    token, undo = session.prepare_folder(path.parent, lambda: _check_target(path, is_optimizer=_is_optimizer(part)))
+    with session.together(name, path):
+        if session.rank == 0:
+            _check_target(path, is_optimizer=isinstance(part, OptimizerPart))
+    token, undo = session.prepare_folder(path.parent)
     temporary = path.parent / f".{path.name}.{token}.tmp"
     try:
-        with session.together(name, path):
-            local = part.local_facts(), local_specs(part), session.look_for_token(path.parent, token), dict(aliases)
-        gathered = session.coordinator.all_gather_object(local)
+        gathered = session.gather(
+            name,
+            path,
+            lambda: (part.local_facts(), local_specs(part), session.look_for_token(path.parent, token), dict(aliases)),
+        )
         route = session.choose_route(path.parent, token, [entry[2] for entry in gathered])
         if not route.is_shared:
             msg = (
@@ -217,10 +221,6 @@ def _save_part(name: str, session: Session, part: Part, path: Path, *, aliases: 
             shutil.rmtree(temporary, ignore_errors=True)
         undo()
         raise
-
-
-def _is_optimizer(part: Part) -> bool:
-    return isinstance(part, OptimizerPart)
 
 
 def _check_target(path: Path, *, is_optimizer: bool) -> None:
@@ -255,10 +255,8 @@ def _make_planner(part: Part, rank: int) -> _ShardPlanner:
     chunks: dict[MetadataIndex, _Chunk] = {}
     sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     paths: dict[str, _PathInState] = {}
-    inside = {key for value in part.values().values() for key in tensor_references(value)}
+    # Not the tensors inside of extra state: torch pickles a module's extra state as one object.
     for shard in part.owned_shards():
-        if shard.key in inside:
-            continue  # torch pickles a module's extra state as one object, with its tensors
         path = (shard.name,) if shard.state is None else (STATE, shard.name, shard.state)
         fqn = ".".join(path)
         dtype = part.file_dtype(shard)

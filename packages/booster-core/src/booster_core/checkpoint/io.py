@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from booster_core.checkpoint.optimizer_check import (
     states_by_parameter,
 )
 from booster_core.checkpoint.parts import ModelPart, OptimizerInfo, OptimizerPart, Part
+from booster_core.checkpoint.pieces import Piece
 from booster_core.checkpoint.pretrained import pretrained_files
 from booster_core.checkpoint.progress import Progress
 from booster_core.checkpoint.reader import ShardReader
@@ -32,7 +34,7 @@ from booster_core.checkpoint.session import Route, Session
 from booster_core.checkpoint.source import Source, open_source
 from booster_core.checkpoint.target import check_is_no_folder, target_of
 from booster_core.checkpoint.transformers_names import renamed
-from booster_core.checkpoint.writer import FileWriter, receive_pieces, send_pieces, write_directly
+from booster_core.checkpoint.writer import FileWriter, OneBucket, receive_pieces, send_pieces, write_directly
 from booster_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -40,9 +42,9 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.optim.lr_scheduler import LRScheduler
 
-    from booster_core.checkpoint.pieces import Piece
     from booster_core.checkpoint.report import LoadReport
     from booster_core.coordinator import DistCoordinator
     from booster_core.state.adapter import StateAdapter
@@ -217,11 +219,17 @@ class CheckpointIO:
         self._begin("load_model")
         path, session = Path(checkpoint), self._session
         with ExitStack() as stack:
-            with session.together("load_model", path):
+            source: Source | None = None
+            extra: tuple[str, ...] = ()
+
+            def look() -> Expectation:
+                nonlocal source, extra
                 source = stack.enter_context(open_source(path, MODEL, in_memory=not low_cpu_mem_mode))
                 extra = tuple(adapter.extra_state())
-                local = Expectation.of(adapter, extra)
-            expected = Expectation.merge(session.coordinator.all_gather_object(local))
+                return Expectation.of(adapter, extra)
+
+            expected = Expectation.merge(session.gather("load_model", path, look))
+            assert source is not None, "opened on every rank, or on none"
             names = renamed(module, source.tensors, (*expected.tensors, *expected.aliases, *expected.extra))
             stored = {name: source.tensors[key] for name, key in names.items()}
             report, found = compare(stored, source.values, expected)
@@ -262,17 +270,23 @@ class CheckpointIO:
         self._begin("load_optimizer")
         path, session = Path(checkpoint), self._session
         with ExitStack() as stack:
-            with session.together("load_optimizer", path):
+            source: Source | None = None
+            saved: OptimizerInfo | None = None
+
+            def look() -> OptimizerInfo:
+                nonlocal source, saved
                 source = stack.enter_context(open_source(path, OPTIMIZER, in_memory=not low_cpu_mem_mode))
                 saved = read_optimizer_info(source)
-                local = OptimizerInfo.of(adapter)
-            here = OptimizerInfo.merge(session.coordinator.all_gather_object(local))
+                return OptimizerInfo.of(adapter)
+
+            here = OptimizerInfo.merge(session.gather("load_optimizer", path, look))
+            assert source is not None, "opened on every rank, or on none"
+            assert saved is not None, "read with it"
             check_same_parameters(path, saved, here)
             states = states_by_parameter(path, source.tensors, here)
             adapter.prepare_optimizer_load(states, saved.scalars, saved.groups)
-            with session.together("load_optimizer", path):
-                local_states = listed_states(adapter, source.tensors)
-            check_states(path, source.tensors, session.coordinator.all_gather_object(local_states))
+            listed = session.gather("load_optimizer", path, lambda: listed_states(adapter, source.tensors))
+            check_states(path, source.tensors, listed)
             with session.together("load_optimizer", path):
                 homes = {key: key for key in source.tensors}
                 self._fill("Loading optimizer", source, adapter.optimizer_shards(), homes, num_threads)
@@ -316,15 +330,18 @@ class CheckpointIO:
         with self._session.together("load_lr_scheduler", path):
             scheduler_from_json(scheduler, read_json(path), str(path))
 
-    def wait(self) -> None:
+    def wait(self, name: str = "wait") -> None:
         """Wait until a save that goes on in the background has ended.
+
+        Args:
+            name: What the user called; appears in messages.
 
         Raises:
             CheckpointError: If it failed, on any rank.
 
         Collective: every rank.
         """
-        self._begin("wait")
+        self._begin(name)
 
     def close(self) -> None:
         """Wait, and give back the memory that snapshots are kept in.
@@ -405,98 +422,109 @@ class CheckpointIO:
         commit: Callable[[list[WrittenFile]], None] | None = None,
     ) -> list[WrittenFile]:
         session = self._session
-        self._begin(name)
-        token, undo = session.prepare_folder(folder, check)
+        error = self._background.join()
+        if error is None and session.rank == 0:
+            error = _error_of(check)
+        session.begin(name, error)
+        job = _Save(
+            name=name, folder=folder, parts=parts, texts=dict(texts or {}), want_checksums=want_checksums, commit=commit
+        )
+        if not use_async:
+            return self._run(
+                job, lambda: [(part.local_facts(), local_specs(part)) for part in parts], lambda: pieces_of(parts)
+            )
+        # From here on, whatever goes wrong is told to the other ranks in the background: this rank is through when
+        # its values are copied. The background has a process group of its own.
+        facts, pieces, failure = None, list[Piece](), None
         try:
-            plan, route = self._plan(name, folder, token, parts, dict(texts or {}))
+            facts = [(part.local_facts(), local_specs(part)) for part in parts]
+            pieces = self._buffers.take(pieces_of(parts))
+        except Exception as caught:  # noqa: BLE001 - raised in the background, on every rank
+            failure = caught
+        group = session.cpu_group() if session.world_size > 1 else None
+
+        def known_facts() -> Any:
+            if failure is not None:
+                raise failure
+            return facts
+
+        session.before_close(self._background.settle)
+        self._background.start(
+            name, lambda: self._run(replace(job, group=group, in_background=True), known_facts, lambda: pieces)
+        )
+        return []
+
+    def _run(self, save: _Save, facts: Callable[[], Any], pieces: Callable[[], Iterable[Piece]]) -> list[WrittenFile]:
+        """Plan a save with all ranks, write, and commit."""
+        session = self._session
+        token, undo = session.prepare_folder(save.folder, save.group)
+        try:
+            plan, route = self._plan(save, token, facts)
             if not route.is_shared:
                 session.cpu_group()
-            if use_async:
-                with session.together(name, folder):
-                    pieces: Iterable[Piece] = self._buffers.take(pieces_of(plan, parts))
-            else:
-                pieces = pieces_of(plan, parts)
+            job = WriteJob(
+                plan,
+                rank=session.rank,
+                world_size=session.world_size,
+                write=lambda: self._write(plan, route, pieces(), is_shown=not save.in_background),
+                agree=session.agree(save.name),
+                exchange=session.exchange(save.name, token),
+                is_route_shared=route.is_shared,
+                want_checksums=save.want_checksums,
+                commit=save.commit,
+            )
+            job.run()
         except BaseException:
             undo()
             raise
-        job = WriteJob(
-            plan,
-            rank=session.rank,
-            world_size=session.world_size,
-            write=lambda: self._write(plan, route, pieces, is_shown=not use_async),
-            agree=session.agree(name),
-            exchange=session.exchange(name, token),
-            is_route_shared=route.is_shared,
-            want_checksums=want_checksums,
-            commit=commit,
-        )
-
-        def run() -> None:
-            try:
-                job.run()
-            except BaseException:
-                undo()
-                raise
-
-        if not use_async:
-            run()
-            return job.written
-
-        def run_in_background() -> None:
-            try:
-                run()
-            finally:
+        finally:
+            if save.in_background:
                 session.linger(token)
+        return job.written
 
-        session.before_close(self._background.settle)
-        self._background.start(name, run_in_background)
-        return []
-
-    def _plan(
-        self, name: str, folder: Path, token: str, parts: Sequence[Part], texts: dict[str, str]
-    ) -> tuple[JobPlan, Route]:
+    def _plan(self, save: _Save, token: str, facts: Callable[[], Any]) -> tuple[JobPlan, Route]:
         """Let all ranks know what is to be written, and lay it out alike on each."""
-        session = self._session
-        with session.together(name, folder):
-            local = [(part.local_facts(), local_specs(part)) for part in parts]
-            seen = session.look_for_token(folder, token)
-        gathered = session.coordinator.all_gather_object((local, texts, seen))
-        route = session.choose_route(folder, token, [entry[2] for entry in gathered])
-        merged: dict[str, str] = {}
-        for entry in reversed(gathered):
-            merged |= entry[1]
-        with session.together(name, folder):
-            specs = []
-            for index, part in enumerate(parts):
-                part.learn([entry[0][index][0] for entry in gathered], session.rank)
-                extra = [part.learned_specs(entry[0][index][0], rank) for rank, entry in enumerate(gathered)]
-                specs.append(
-                    merge_specs([[*entry[0][index][1], *more] for entry, more in zip(gathered, extra, strict=True)])
-                )
-            plan = make_plan(folder, token, parts, specs, merged)
-        return plan, route
+        session, folder = self._session, save.folder
+        gathered = session.gather(
+            save.name, folder, lambda: (facts(), save.texts, session.look_for_token(folder, token)), save.group
+        )
+        # What follows is computed from the same values on every rank, and so raises on all of them or on none.
+        route = session.choose_route(folder, token, [seen for _, _, seen in gathered])
+        texts: dict[str, str] = {}
+        for _, rank_texts, _ in reversed(gathered):
+            texts |= rank_texts
+        specs = []
+        for index, part in enumerate(save.parts):
+            part_facts = [rank_facts[index][0] for rank_facts, _, _ in gathered]
+            part.learn(part_facts, session.rank)
+            owned = [rank_facts[index][1] for rank_facts, _, _ in gathered]
+            extra = [part.learned_specs(entry, rank) for rank, entry in enumerate(part_facts)]
+            specs.append(merge_specs([[*a, *b] for a, b in zip(owned, extra, strict=True)]))
+        return make_plan(folder, token, save.parts, specs, texts), route
 
     def _write(self, plan: JobPlan, route: Route, pieces: Iterable[Piece], *, is_shown: bool) -> None:
         session = self._session
+        pieces = (piece for piece in pieces if piece.key not in plan.elsewhere[piece.part])
+        bucket = OneBucket(self._bucket_bytes)
         total = plan.total_bytes // (session.world_size if route.is_shared else 1)
         with Progress("Saving", total, is_shown=is_shown and session.rank == 0) as progress:
             if route.is_shared:
                 with FileWriter(plan, one_host=route.one_host, progress=progress.advance) as writer:
-                    write_directly(writer, pieces, self._bucket_bytes)
+                    write_directly(writer, pieces, bucket)
                     writer.sync()
                 return
             group = session.cpu_group()
             if session.rank != 0:
-                send_pieces(pieces, self._bucket_bytes, group, 0)
+                send_pieces(pieces, bucket, group, 0)
                 return
             with FileWriter(plan, progress=progress.advance) as writer:
                 failure: Exception | None = None
                 try:
-                    write_directly(writer, pieces, self._bucket_bytes)
+                    write_directly(writer, pieces, bucket)
                 except Exception as error:  # noqa: BLE001 - the senders have to be heard out first
                     failure = error
                 sources = range(1, session.world_size)
-                receive_pieces(writer if failure is None else None, plan, self._bucket_bytes, group, sources)
+                receive_pieces(writer if failure is None else None, plan, bucket, group, sources)
                 if failure is not None:
                     raise failure
                 writer.sync()
@@ -514,6 +542,28 @@ class CheckpointIO:
             for shard in shards:
                 if shard.key in homes and shard.numel:
                     reader.fill(shard, homes[shard.key])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Save:
+    """One call's wishes; see `CheckpointIO.write_folder`."""
+
+    name: str
+    folder: Path
+    parts: Sequence[Part]
+    texts: dict[str, str]
+    want_checksums: bool
+    commit: Callable[[list[WrittenFile]], None] | None
+    in_background: bool = False
+    group: ProcessGroup | None = None
+
+
+def _error_of(check: Callable[[], None]) -> Exception | None:
+    try:
+        check()
+    except (CheckpointError, OSError) as error:
+        return error
+    return None
 
 
 def _check_threads(num_threads: int) -> None:

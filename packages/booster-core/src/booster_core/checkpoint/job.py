@@ -15,6 +15,7 @@ import json
 import os
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from booster_core.checkpoint.formats import container_for
@@ -81,6 +82,7 @@ class JobPlan:
         texts: Other files and their content.
         last: The name of the text that makes the others valid (an index), which is renamed last.
         homes: For each part, and each of its tensors, the position of its file in ``files``.
+        elsewhere: For each part, names of tensors that lie here but that another rank writes.
         obsolete: Names of files of an older save that this one replaces.
     """
 
@@ -90,6 +92,7 @@ class JobPlan:
     texts: dict[str, str]
     last: tuple[str, ...]
     homes: tuple[dict[str, int], ...]
+    elsewhere: tuple[set[str], ...]
     obsolete: Callable[[str], bool]
 
     def temporary(self, name: str) -> Path:
@@ -160,7 +163,7 @@ def make_plan(
         texts: Further files and their content.
     """
     files: list[PlannedFile] = []
-    homes, texts, last = [], dict(texts), []
+    homes, texts, last = [], dict(sorted(texts.items())), []
     for part, part_specs in zip(parts, specs, strict=True):
         divided = split_into_files(part_specs, part.max_bytes)
         values = part.values()
@@ -195,21 +198,22 @@ def make_plan(
         texts=texts,
         last=tuple(last),
         homes=tuple(homes),
+        elsewhere=tuple(part.extra_elsewhere() for part in parts),
         obsolete=is_obsolete,
     )
 
 
-def pieces_of(plan: JobPlan, parts: Sequence[Part]) -> Iterator[Piece]:
+def pieces_of(parts: Sequence[Part]) -> Iterator[Piece]:
     """Yield what this rank writes, one shard after the other; a piece is read before the next one is asked for."""
-    for part, home in zip(parts, plan.homes, strict=True):
-        for shard in part.owned_shards():
+    for index, part in enumerate(parts):
+        for shard in chain(part.owned_shards(), part.extra_shards()):
             if shard.numel:
-                yield _piece(shard, home[shard.key], part.file_dtype(shard))
+                yield _piece(shard, index, part.file_dtype(shard))
 
 
-def _piece(shard: TensorShard, file: int, dtype: Any) -> Piece:
+def _piece(shard: TensorShard, part: int, dtype: Any) -> Piece:
     return Piece(
-        file=file,
+        part=part,
         key=shard.key,
         shape=shard.global_shape,
         dtype=dtype,

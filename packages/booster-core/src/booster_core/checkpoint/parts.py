@@ -54,6 +54,14 @@ class Part(ABC):
     def owned_shards(self) -> Iterator[TensorShard]:
         """Yield the shards that this rank writes."""
 
+    def extra_shards(self) -> Iterator[TensorShard]:
+        """Yield small tensors inside of values, which several ranks may have; one of them writes them."""
+        yield from ()
+
+    def extra_elsewhere(self) -> set[str]:
+        """Return the names of those `extra_shards` that another rank writes; known when all have heard from all."""
+        return set()
+
     def file_dtype(self, shard: TensorShard) -> torch.dtype:
         """Return the element type that a shard's tensor has in the file."""
         return shard.dtype
@@ -116,8 +124,16 @@ class ModelPart(Part):
         for shard in self._adapter.model_shards():
             if shard.is_owner:
                 yield shard
-        for name in self._mine:
-            yield from whole_shards(self._extra_tensors.get(name, {}))
+
+    @override
+    def extra_shards(self) -> Iterator[TensorShard]:
+        for tensors in self._extra_tensors.values():
+            yield from whole_shards(tensors)
+
+    @override
+    def extra_elsewhere(self) -> set[str]:
+        elsewhere = self._extra_tensors.keys() - set(self._mine)
+        return {key for name in elsewhere for key in self._extra_tensors[name]}
 
     @override
     def file_dtype(self, shard: TensorShard) -> torch.dtype:

@@ -20,7 +20,7 @@ class Piece:
     """Some values of one tensor, and where they belong.
 
     Args:
-        file: Position of the file in the plan.
+        part: Position of the part in the save.
         key: The tensor's name in the file.
         shape: Shape of the whole tensor.
         dtype: Element type in the file.
@@ -29,7 +29,7 @@ class Piece:
         data: The values, of any shape, strides, dtype and device; their row-major order is that of ``flat``.
     """
 
-    file: int
+    part: int
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -9,6 +9,7 @@ written one by one.
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 from typing import TYPE_CHECKING, Any
@@ -17,16 +18,19 @@ import numpy as np
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state.regions import runs_of, slices_of, span_of
+from booster_core.state.regions import runs_of, slices_of
 from booster_core.state.shard import box_numel, box_shape
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from booster_core.state.shard import Box
 
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB per call."""
+_WINDOW_BYTES = 4 << 20
+"""How much of a file is mapped at a time, unless one row is larger."""
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -95,11 +99,12 @@ def read_strided(
     if isinstance(source, memoryview):
         np.copyto(target, _array(source, offset, shape, itemsize)[slices_of(box)])
         return
-    mapping, start, shape, box = _map_span(source, offset, shape, itemsize, box, mmap.PROT_READ)
-    try:
-        np.copyto(target, _array(memoryview(mapping), start, shape, itemsize)[slices_of(box)])
-    finally:
-        mapping.close()
+    for rows, part in _windows(shape, itemsize, box, target):
+        mapping, start, mapped_shape = _map_rows(source, offset, shape, itemsize, rows, mmap.PROT_READ)
+        try:
+            np.copyto(part, _array(memoryview(mapping), start, mapped_shape, itemsize)[_within(box)])
+        finally:
+            mapping.close()
 
 
 def write_strided(
@@ -116,11 +121,13 @@ def write_strided(
         source: Contiguous CPU tensor of ``box_numel(box)`` elements.
     """
     values = _array(as_bytes(source), 0, box_shape(box), itemsize)
-    mapping, start, shape, box = _map_span(descriptor, offset, shape, itemsize, box, mmap.PROT_READ | mmap.PROT_WRITE)
-    try:
-        np.copyto(_array(memoryview(mapping), start, shape, itemsize)[slices_of(box)], values)
-    finally:
-        mapping.close()
+    for rows, part in _windows(shape, itemsize, box, values):
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        mapping, start, mapped_shape = _map_rows(descriptor, offset, shape, itemsize, rows, protection)
+        try:
+            np.copyto(_array(memoryview(mapping), start, mapped_shape, itemsize)[_within(box)], part)
+        finally:
+            mapping.close()
 
 
 def write_runs(
@@ -135,23 +142,31 @@ def write_runs(
     assert len(values) == box_numel(box) * itemsize, "the source has the box' size"
 
 
-def _map_span(
-    descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, protection: int
-) -> tuple[mmap.mmap, int, tuple[int, ...], Box]:
-    """Map the pages that a box touches; return the mapping, and shape and box of the tensor's rows that it shows.
+def _windows(
+    shape: tuple[int, ...], itemsize: int, box: Box, values: np.ndarray[Any, Any]
+) -> Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]]:
+    """Cut a box along its first dimension, so that little is mapped at a time; yield rows and their values."""
+    (first, last), row_bytes = box[0], itemsize * math.prod(shape[1:])
+    step = max(_WINDOW_BYTES // row_bytes, 1)
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        yield (start, stop), values[start - first : stop - first]
 
-    The start returned is where those rows begin, relative to the mapping.
-    """
-    rows = box[0]
-    row_bytes = itemsize * int(np.prod(shape[1:], dtype=np.int64))
-    first = offset + rows[0] * row_bytes
-    last = offset + span_of(shape, box)[1] * itemsize
-    # The array is shaped in whole rows, so the mapping shows the last row's end too.
-    last = max(last, offset + rows[1] * row_bytes)
+
+def _within(box: Box) -> tuple[slice, ...]:
+    """Return the slices of a box in an array that has just the box' rows."""
+    return (slice(None), *slices_of(box[1:]))
+
+
+def _map_rows(
+    descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, rows: tuple[int, int], protection: int
+) -> tuple[mmap.mmap, int, tuple[int, ...]]:
+    """Map some rows of a tensor; return the mapping, where the rows begin in it, and their shape."""
+    row_bytes = itemsize * math.prod(shape[1:])
+    first, last = offset + rows[0] * row_bytes, offset + rows[1] * row_bytes
     base = first - first % mmap.ALLOCATIONGRANULARITY
     mapping = mmap.mmap(descriptor, last - base, mmap.MAP_SHARED, protection, offset=base)
-    count = rows[1] - rows[0]
-    return mapping, first - base, (count, *shape[1:]), ((0, count), *box[1:])
+    return mapping, first - base, (rows[1] - rows[0], *shape[1:])
 
 
 def _array(memory: memoryview, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray[Any, Any]:

@@ -125,32 +125,57 @@ class Session:
 
         return exchange
 
-    def prepare_folder(self, folder: Path, check: Callable[[], None]) -> tuple[str, Callable[[], None]]:
-        """Check and make a folder on rank 0, and leave a token there that the others can look for.
+    def gather(self, name: str, path: Path, work: Callable[[], Any], group: ProcessGroup | None = None) -> list[Any]:
+        """Return what ``work`` returned on every rank, in rank order; raise on every rank what it raised on any.
 
         Args:
-            folder: The folder.
-            check: Raises what is wrong with the user's path; called on rank 0.
-
-        Returns:
-            The token; and a function that undoes what was made, for rank 0 to call after a failure.
-
-        Raises:
-            CheckpointError: On every rank, if the folder cannot be written.
+            name: What the user called.
+            path: What it works on.
+            work: Contains no collectives.
+            group: The group to communicate in; the default group when ``None``.
 
         Collective: every rank.
         """
-        token, error, made = "", None, []
+        error, value = None, None
+        try:
+            value = work()
+        except Exception as caught:  # noqa: BLE001 - whatever happened here, the other ranks have to hear of it
+            error = as_checkpoint_error(caught, path)
+        gathered = self.coordinator.all_gather_object(
+            (value, error is not None), process_group=group, name=f"{name} (gather)"
+        )
+        if any(has_failed for _, has_failed in gathered):
+            self.coordinator.raise_together(error, name=name)
+        return [entry for entry, _ in gathered]
+
+    def prepare_folder(self, folder: Path, group: ProcessGroup | None = None) -> tuple[str, Callable[[], None]]:
+        """Make a folder on rank 0, and leave a token there that the others can look for.
+
+        Args:
+            folder: The folder.
+            group: The group to communicate in; the default group when ``None``.
+
+        Returns:
+            The token; and a function that undoes what was made here, to be called after a failure.
+
+        Raises:
+            CheckpointError: On every rank, if the folder cannot be made.
+
+        Collective: every rank.
+        """
+        token, problem, made = "", "", []
         if self.rank == 0:
+            token = secrets.token_hex(TOKEN_CHARACTERS // 2)
             try:
-                check()
-                token = secrets.token_hex(TOKEN_CHARACTERS // 2)
                 made = [path for path in (folder, *folder.parents) if not path.exists()]
                 folder.mkdir(parents=True, exist_ok=True)
-                self._probe(folder, token).touch()
-            except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
-                error = as_checkpoint_error(caught, folder)
-        self.coordinator.raise_together(error, name="check the path")
+                if self.world_size > 1:
+                    self._probe(folder, token).touch()
+            except OSError as error:
+                problem = str(as_checkpoint_error(error, folder))
+        token, problem = self.coordinator.broadcast_object((token, problem), process_group=group, name="make a folder")
+        if problem:
+            raise CheckpointError(problem)
 
         def undo() -> None:
             with suppress(OSError):
@@ -159,13 +184,15 @@ class Session:
                 with suppress(OSError):
                     path.rmdir()
 
-        return self.coordinator.broadcast_object(token), undo
+        return token, undo
 
     def look_for_token(self, folder: Path, token: str) -> tuple[bool, str]:
         """Return whether this rank sees rank 0's token, and the name of its host.
 
         Collective: none.
         """
+        if self.world_size == 1:
+            return True, ""
         with suppress(OSError):
             # A network file system may show an old listing; opening a file asks the server.
             os.close(os.open(self._probe(folder, token), os.O_RDONLY))
@@ -180,7 +207,7 @@ class Session:
             token: Its token, which rank 0 removes.
             seen: What `look_for_token` returned on each rank.
         """
-        if self.rank == 0:
+        if self.rank == 0 and self.world_size > 1:
             self._probe(folder, token).unlink(missing_ok=True)
         one_host = len({host for _, host in seen}) == 1
         is_shared = all(is_seen for is_seen, _ in seen)

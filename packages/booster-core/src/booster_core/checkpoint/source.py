@@ -70,7 +70,8 @@ def find_files(path: Path, kind: str) -> tuple[dict[Path, set[str] | None], Path
             return {path / candidate.single: None}, None
         if candidate.index in names:
             return _from_index(path / candidate.index)
-    for found in (_prefixed(path, kind, names), _numbered(path, kind, names), _lone(path, kind, names)):
+    for find in (_prefixed, _numbered, _lone):
+        found = find(path, kind, names)
         if found is not None:
             return found
     shown = ", ".join(names[:10]) or "nothing"
@@ -231,6 +232,10 @@ class Source:
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Read a box of a tensor into ``out``; see `TensorFile.read`."""
         self._home[key].read(key, box, out)
+
+    def home_of(self, key: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._home[key].path
 
     def close(self) -> None:
         """Let go of the files."""

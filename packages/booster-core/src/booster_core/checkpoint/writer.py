@@ -15,13 +15,14 @@ from booster_core.errors import CheckpointError
 from booster_core.state.regions import is_contiguous, regions_of, span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
     from booster_core.checkpoint.job import JobPlan
+    from booster_core.checkpoint.plan import TensorSpec
 
 
 class FileWriter:
@@ -51,7 +52,7 @@ class FileWriter:
 
     def write(self, piece: Piece) -> None:
         """Write a piece whose ``data`` is ready (see `Piece.is_ready`)."""
-        descriptor, offsets = self._file(piece.file)
+        descriptor, offsets = self._file(self._plan.homes[piece.part][piece.key])
         itemsize = piece.dtype.itemsize
         values = piece.data.reshape(-1)
         for region in regions_of(piece.box, piece.flat):
@@ -80,19 +81,30 @@ class FileWriter:
         return self._open[index]
 
 
-def write_directly(writer: FileWriter, pieces: Iterable[Piece], bucket_bytes: int) -> None:
-    """Write pieces from where they lie; those in other memory or of another dtype travel through one bucket.
+class OneBucket:
+    """The only buffer of a save, made when it is first asked for.
+
+    Args:
+        nbytes: Its size.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._buffer: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor:
+        """Return the buffer, shape ``(nbytes,)``, uint8; what it held may be overwritten."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self._nbytes, dtype=torch.uint8)
+        return self._buffer
+
+
+def write_directly(writer: FileWriter, pieces: Iterable[Piece], bucket: OneBucket) -> None:
+    """Write pieces from where they lie; those in other memory or of another dtype travel through the bucket.
 
     Collective: none.
     """
-    bucket: list[torch.Tensor] = []
-
-    def next_buffer() -> torch.Tensor:
-        if not bucket:
-            bucket.append(torch.empty(bucket_bytes, dtype=torch.uint8))
-        return bucket[0]
-
-    for filled in fill_buckets(_others(writer, pieces), next_buffer):
+    for filled in fill_buckets(_others(writer, pieces), bucket.get):
         synchronize_devices()
         for piece in filled.pieces:
             writer.write(piece)
@@ -116,22 +128,21 @@ def synchronize_devices() -> None:
 _DONE, _FAILED = 0, -1
 
 
-def send_pieces(pieces: Iterable[Piece], bucket_bytes: int, group: ProcessGroup, owner: int) -> None:
+def send_pieces(pieces: Iterable[Piece], bucket: OneBucket, group: ProcessGroup, owner: int) -> None:
     """Send pieces to the rank that writes them, one bucket at a time.
 
     Args:
         pieces: This rank's pieces.
-        bucket_bytes: Most bytes of one message, and of memory that this takes.
+        bucket: Holds one message.
         group: A group with a CPU backend, used for nothing else meanwhile.
         owner: World rank of the receiver.
 
     Collective: this rank and the owner, which calls `receive_pieces`.
     """
-    buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
     try:
-        for bucket in fill_buckets(pieces, lambda: buffer):
+        for filled in fill_buckets(pieces, bucket.get):
             synchronize_devices()
-            _send_bucket(bucket, group, owner)
+            _send_bucket(filled, group, owner)
     except Exception:
         _send_header(_FAILED, 0, group, owner)
         raise
@@ -142,7 +153,7 @@ def _send_bucket(bucket: Bucket, group: ProcessGroup, owner: int) -> None:
     import torch.distributed as dist
 
     content = [
-        [piece.file, piece.key, piece.box, piece.flat, piece.data.data_ptr() - bucket.buffer.data_ptr()]
+        [piece.part, piece.key, piece.box, piece.flat, piece.data.data_ptr() - bucket.buffer.data_ptr()]
         for piece in bucket.pieces
     ]
     description = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
@@ -158,7 +169,7 @@ def _send_header(description_bytes: int, bucket_bytes: int, group: ProcessGroup,
 
 
 def receive_pieces(
-    writer: FileWriter | None, plan: JobPlan, bucket_bytes: int, group: ProcessGroup, sources: Iterable[int]
+    writer: FileWriter | None, plan: JobPlan, bucket: OneBucket, group: ProcessGroup, sources: Iterable[int]
 ) -> None:
     """Write the pieces that other ranks send, rank after rank.
 
@@ -167,7 +178,7 @@ def receive_pieces(
     Args:
         writer: The files; ``None`` drops everything.
         plan: The plan.
-        bucket_bytes: Most bytes of one message.
+        bucket: Holds one message; of the size that the senders use.
         group: As in `send_pieces`.
         sources: World ranks of the senders.
 
@@ -179,8 +190,10 @@ def receive_pieces(
     """
     import torch.distributed as dist
 
-    specs = {(index, spec.key): spec for index, file in enumerate(plan.files) for spec in file.specs}
-    buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
+    specs = [
+        {spec.key: spec for file in set(homes.values()) for spec in plan.files[file].specs} for homes in plan.homes
+    ]
+    buffer = bucket.get()
     header = torch.zeros(2, dtype=torch.int64)
     failure: Exception | None = None
     for source in sources:
@@ -205,12 +218,12 @@ def receive_pieces(
         raise failure
 
 
-def _unpack(content: Any, buffer: torch.Tensor, specs: dict[tuple[int, str], Any]) -> Iterator[Piece]:
-    for file, key, box, flat, offset in content:
-        spec = specs[file, key]
+def _unpack(content: Any, buffer: torch.Tensor, specs: Sequence[Mapping[str, TensorSpec]]) -> Iterator[Piece]:
+    for part, key, box, flat, offset in content:
+        spec = specs[part][key]
         values = buffer[offset : offset + (flat[1] - flat[0]) * spec.dtype.itemsize].view(spec.dtype)
         yield Piece(
-            file=file,
+            part=part,
             key=key,
             shape=spec.shape,
             dtype=spec.dtype,

@@ -109,10 +109,11 @@ class ShardedIterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         own: Any = None
+        start = self.start  # fixed now: the loader sets it back for the next pass while this one goes on
         for index, item in enumerate(self.dataset):
-            if index < self.start:
+            if index < start:
                 continue
-            turn = (index - self.start) % self.world_size
+            turn = (index - start) % self.world_size
             if turn == self.rank:
                 own = item
             # Only a full group is handed out: a rank with one batch more than the others would wait forever.

@@ -214,7 +214,7 @@ class PluginConformance:
         if "precision" in self.options or Capability.BF16 not in self.plugin_class.capabilities:
             pytest.skip("needs a plugin that takes `precision` and supports bf16")
         with pytest.raises(ConfigError, match="asked for twice"):
-            Booster("cpu", "fp32", self.plugin_class(**self.options, precision="bf16"))
+            Booster("cpu", "fp32", self.plugin_class(**{**self.options, "precision": "bf16"}))
 
     # ---- checkpoints
 

@@ -231,6 +231,7 @@ def load_and_train(training: Training, folder: str) -> list[float]:
         for parameter in original.parameters():
             parameter.add_(1.0)
     model, optimizer, *_ = booster.boost(original, training.make_optimizer(original))
+    assert optimizer is not None, "boost returned what it was given"
     suffix = "" if (Path(folder) / "model").is_dir() else ".safetensors"
     booster.load_model(model, f"{folder}/model{suffix}")
     booster.load_optimizer(optimizer, f"{folder}/optimizer{suffix}")

@@ -78,7 +78,8 @@ class Training:
         matrices = [parameter for parameter in trained if parameter.dim() == 2]
         others = [parameter for parameter in trained if parameter.dim() != 2]
         if self.optimizer == "muon":
-            return torch.optim.Muon([{"params": matrices[:1]}, {"params": matrices[1:], "lr": 0.01}], lr=0.02)
+            whole: list[dict[str, Any]] = [{"params": matrices[:1]}, {"params": matrices[1:], "lr": 0.01}]
+            return torch.optim.Muon(whole, lr=0.02)
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "lr": 0.02, "weight_decay": 0.0}]
         makers: dict[str, Callable[[], Optimizer]] = {
             "sgd": lambda: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -136,7 +137,7 @@ def train_plainly(training: Training, world_size: int) -> Trained:
             with torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext():
                 logits = model(tokens)
             loss = summed_loss(logits, tokens) / samples
-            (loss * scale).backward()
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         trained.losses.append(total)
         named = dict(model.named_parameters())

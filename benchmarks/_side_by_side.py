@@ -1,0 +1,98 @@
+"""Timing training steps side by side: every contender lives in the same processes, and they take turns.
+
+The machines are noisy and drift, so only ratios of neighbouring steps count. A step's time is that of the slower rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama's size; sequence length and batch are those of the bars in the design."""
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    heads: int
+
+
+SIZES = {"25M": Size(384, 10, 8000, 6), "110M": Size(768, 12, 16000, 12)}
+LENGTH = 128
+
+
+def llama(size: str) -> nn.Module:
+    """Return a Llama with random weights, the same on every rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    chosen = SIZES[size]
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=chosen.vocabulary,
+            hidden_size=chosen.hidden,
+            intermediate_size=chosen.hidden * 8 // 3 // 32 * 32,
+            num_hidden_layers=chosen.layers,
+            num_attention_heads=chosen.heads,
+            num_key_value_heads=chosen.heads,
+            max_position_embeddings=LENGTH,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+    )
+
+
+def tokens(size: str, samples: int) -> torch.Tensor:
+    """Return this rank's batch, shape ``(samples, 128)``."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(SIZES[size].vocabulary, (samples, LENGTH), generator=generator)
+
+
+def take_turns(contenders: Mapping[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Return the seconds of each contender's steps, each the slower rank's, round by round.
+
+    Collective: every rank.
+    """
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(warmup + rounds):
+        # The order turns around each round: whoever comes after a garbage collection is not always the same.
+        for name in names if number % 2 else reversed(names):
+            dist.barrier()
+            start = time.perf_counter()
+            contenders[name]()
+            taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if number >= warmup:
+                seconds[name].append(float(taken))
+    return seconds
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median of the ratios round by round, and their quartiles."""
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return statistics.median(ratios), low, high
+
+
+def report(what: str, ours: Sequence[float], theirs: Sequence[float], bar: float) -> bool:
+    """Print a ratio beside its bar, and return whether it is met."""
+    median, low, high = ratio(ours, theirs)
+    print(
+        f"{what}: {median:.3f} (quartiles {low:.3f} to {high:.3f}; {statistics.median(ours) * 1e3:.0f} ms to "
+        f"{statistics.median(theirs) * 1e3:.0f} ms over {len(ours)} rounds); bar {bar:g}",
+        flush=True,
+    )
+    return median <= bar

@@ -1,0 +1,247 @@
+"""Speed of saving and loading a Llama and its AdamW state on several ranks, against the disk and against torch DCP.
+
+Run as ``torchrun --nproc-per-node 2 benchmarks/checkpoint.py [--size 110m] [--rounds 5] [--folder DIR]``. Every
+figure is a ratio of two things measured in turns (A B A B ...) in one run: the median over the rounds, and the lowest
+and highest round. What is compared:
+
+- save: each rank writes an equal share of the same bytes into one file, with the same sync, from one buffer;
+- load: each rank reads the same bytes from the same files into memory that exists;
+- DCP: ``torch.distributed.checkpoint`` saving and loading the same model and optimizer state;
+- async: a copy of what the rank writes, into memory that exists.
+
+Files are read back from the page cache, on either side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from booster_core.checkpoint import CheckpointIO, ModelPart, OptimizerPart
+from booster_core.checkpoint.naming import MODEL, OPTIMIZER, FileNames
+from booster_core.checkpoint.raw import as_bytes, pread_into, pwrite_from
+from booster_core.coordinator import DistCoordinator
+from booster_core.launch import launch_from_torch
+from booster_core.state.replicated import ReplicatedStateAdapter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+SIZES = {"tiny": (128, 2, 1000), "25m": (384, 8, 8000), "110m": (768, 10, 16000)}
+_MIB = 1 << 20
+
+
+class Model(nn.Module):
+    """A stack of the matrices of a Llama; nothing is computed here."""
+
+    def __init__(self, width: int, depth: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    **{name: nn.Linear(width, width, bias=False) for name in "qkvo"},
+                    "gate": nn.Linear(width, width * 8 // 3, bias=False),
+                    "up": nn.Linear(width, width * 8 // 3, bias=False),
+                    "down": nn.Linear(width * 8 // 3, width, bias=False),
+                    "norm": nn.LayerNorm(width),
+                }
+            )
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+
+def build(size: str) -> tuple[Model, torch.optim.Optimizer]:
+    """Return a model, the same on every rank, and an optimizer with state."""
+    torch.manual_seed(0)
+    model = Model(*SIZES[size])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Return the seconds that the slowest rank needs."""
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    seconds = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def in_turns(
+    actions: Sequence[Callable[[], object]], rounds: int, between: Callable[[], object] = lambda: None
+) -> list[list[float]]:
+    """Time actions in turns, after one round that does not count."""
+    times: list[list[float]] = [[] for _ in actions]
+    for index in range(rounds + 1):
+        for action, record in zip(actions, times, strict=True):
+            between()
+            seconds = timed(action)
+            if index:
+                record.append(seconds)
+    return times
+
+
+def report(text: str, numerator: list[float], denominator: list[float], bar: str) -> None:
+    """Print a ratio on rank 0."""
+    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+    if dist.get_rank() == 0:
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"{text:52s} {statistics.median(ratios):6.2f}  ({spread}; bar {bar})", flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="110m")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="on the disk to measure; a temporary folder by default"
+    )
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
+    launch_from_torch()
+    torch.set_num_threads(1)
+    coordinator = DistCoordinator()
+    folder = coordinator.broadcast_object(options.folder or Path(tempfile.mkdtemp(prefix="booster-bench-")))
+    try:
+        Bench(options.size, options.rounds, folder, coordinator).run()
+    finally:
+        dist.barrier()
+        if coordinator.rank == 0 and options.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.destroy_process_group()
+
+
+class Bench:
+    """What is measured, on one rank.
+
+    Args:
+        size: One of `SIZES`.
+        rounds: How often each thing is timed.
+        folder: Where files go.
+        coordinator: Rank facts.
+    """
+
+    def __init__(self, size: str, rounds: int, folder: Path, coordinator: DistCoordinator) -> None:
+        self.rounds = rounds
+        self.folder = folder
+        self.rank = coordinator.rank
+        self.model, self.optimizer = build(size)
+        self.adapter = ReplicatedStateAdapter(self.model, self.optimizer, coordinator)
+        self.io = CheckpointIO(coordinator)
+        shards = [*self.adapter.model_shards(), *self.adapter.optimizer_shards()]
+        self.total = sum(shard.data.nbytes for shard in shards)
+        self.owned = [shard.data for shard in shards if shard.is_owner]
+        mine = sum(data.nbytes for data in self.owned)
+        self.first = sum(coordinator.all_gather_object(mine)[: self.rank])
+        self.buffer = torch.zeros(mine, dtype=torch.uint8)
+        self.files = folder / "model.safetensors", folder / "optimizer.safetensors"
+        if self.rank == 0:
+            print(
+                f"{self.total / _MIB:.0f} MiB of state on {coordinator.world_size} ranks, {rounds} rounds", flush=True
+            )
+
+    def clean(self) -> None:
+        """Delete all files."""
+        dist.barrier()
+        if self.rank == 0:
+            for path in self.folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        dist.barrier()
+
+    def save(self) -> None:
+        """Save with Booster."""
+        self.io.save_model(self.adapter, self.files[0])
+        self.io.save_optimizer(self.adapter, self.files[1])
+
+    def load(self) -> None:
+        """Load with Booster."""
+        self.io.load_model(self.adapter, self.files[0])
+        self.io.load_optimizer(self.adapter, self.files[1])
+
+    def write_raw(self) -> None:
+        """Write the same bytes plainly."""
+        descriptor = os.open(self.folder / "raw", os.O_CREAT | os.O_WRONLY)
+        pwrite_from(descriptor, as_bytes(self.buffer), self.first)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def read_raw(self) -> None:
+        """Read the same bytes plainly."""
+        position = 0
+        for path in self.files:
+            length = min(path.stat().st_size, self.total - position)
+            descriptor = os.open(path, os.O_RDONLY)
+            pread_into(descriptor, as_bytes(self.buffer[position : position + length]), 0, path)
+            os.close(descriptor)
+            position += length
+
+    def dcp_state(self) -> dict[str, object]:
+        """Return the state in torch's form."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        return {"model": self.model.state_dict(), "optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
+
+    def save_dcp(self) -> None:
+        """Save with torch."""
+        dcp_save(self.dcp_state(), checkpoint_id=self.folder / "dcp")
+
+    def load_dcp(self) -> None:
+        """Load with torch."""
+        dcp_load(self.dcp_state(), checkpoint_id=self.folder / "dcp")
+
+    def save_in_background(self) -> None:
+        """Save with Booster, and go on."""
+        parts = [
+            ModelPart(self.adapter, FileNames(base=MODEL)),
+            OptimizerPart(self.adapter, FileNames(base=OPTIMIZER)),
+        ]
+        self.io.write_folder("save", self.folder / "background", parts, use_async=True)
+
+    def run(self) -> None:
+        """Run all comparisons."""
+        ours, raw, theirs = in_turns([self.save, self.write_raw, self.save_dcp], self.rounds, self.clean)
+        report("speed of saving / of a raw write with the same sync", raw, ours, ">= 0.8")
+        report("time of saving / of DCP", ours, theirs, "<= 0.9")
+        self.clean()
+        self.save()
+        self.save_dcp()
+        self.buffer = torch.empty(self.total, dtype=torch.uint8)
+        ours, raw, theirs = in_turns([self.load, self.read_raw, self.load_dcp], self.rounds)
+        report("speed of loading / of a raw read into memory", raw, ours, ">= 0.8")
+        report("time of loading / of DCP", ours, theirs, "<= 0.5")
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        copies = [torch.empty_like(data) for data in self.owned]
+
+        def copy() -> None:
+            for target, data in zip(copies, self.owned, strict=True):
+                target.copy_(data)
+
+        blocked, copied = in_turns([self.save_in_background, copy], self.rounds, self.io.wait)
+        report("time blocked by a save in the background / of a copy", blocked, copied, "<= 1.2")
+        self.io.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""ZeRO's step against DDP, ZeroRedundancyOptimizer and one process without communication, on gloo ranks of one thread.
+
+All runs live in the same processes and take turns (A B C D A B C D ...), so that what else the machine does touches
+all of them alike; what counts is the ratio within a turn, of the slower rank's times.
+
+    python benchmarks/zero.py --size 25M --dtype bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from booster_core import Booster
+from booster_core.testing import close_ranks, run_on_ranks
+from booster_zero import LowLevelZeroPlugin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SIZES = {
+    "2M": {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 344, "vocab_size": 4000},
+    "25M": {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1024, "vocab_size": 18000},
+    "110M": {"hidden_size": 768, "num_hidden_layers": 8, "intermediate_size": 2048, "vocab_size": 32000},
+}
+BARS = {"ddp": 0.95, "redundancy": 0.94, "alone": 1.12}
+SAMPLES, LENGTH = 2, 128
+
+
+def make_model(size: str, dtype: torch.dtype) -> nn.Module:
+    """Return a Llama with random weights, the same on each rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(SIZES[size])
+    config = LlamaConfig(
+        **sizes,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        head_dim=64,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.to(dtype)
+
+
+def make_step(kind: str, size: str, dtype: torch.dtype, stage: int) -> tuple[Callable[[], None], Callable[[], int]]:
+    """Return one training step of a kind of run, and a function that tells the bytes of its optimizer state here."""
+    model = make_model(size, dtype)
+    trained: Any = model
+    optimizer: Any
+    if kind == "zero":
+        plugin = LowLevelZeroPlugin(stage=stage, master_weights=False)
+        booster = Booster("cpu", "bf16" if dtype == torch.bfloat16 else "fp32", plugin)
+        trained, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    elif kind == "redundancy":
+        trained = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    else:
+        if kind == "ddp":
+            trained = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(
+        SIZES[size]["vocab_size"], (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(dist.get_rank())
+    )
+
+    def step() -> None:
+        loss = trained(input_ids=tokens, labels=tokens).loss
+        if kind == "zero":
+            booster.backward(loss, optimizer)
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state_bytes() -> int:
+        inner = optimizer.optim if kind == "redundancy" else optimizer
+        return sum(
+            int(value.numel() * value.element_size())
+            for state in inner.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+
+    return step, state_bytes
+
+
+def timed(kinds: list[str], size: str, dtype: torch.dtype, stage: int, turns: int) -> dict[str, Any]:
+    """Return the times of each kind's steps, turn by turn, and its state's bytes.
+
+    Collective: every rank of the world.
+    """
+    warnings.filterwarnings("ignore")
+    runs = {kind: make_step(kind, size, dtype, stage) for kind in kinds}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(turns + 2):
+        for kind, (step, _) in runs.items():
+            dist.barrier()
+            started = time.perf_counter()
+            step()
+            if turn >= 2:  # the first two steps make state, buckets and caches
+                times[kind].append(time.perf_counter() - started)
+    return {"times": times, "state": {kind: state_bytes() for kind, (_, state_bytes) in runs.items()}}
+
+
+def peak_bytes(kind: str, size: str, dtype: torch.dtype, stage: int) -> int:
+    """Return the peak of resident memory above what was there before the model was built.
+
+    Collective: every rank of the world.
+    """
+    warnings.filterwarnings("ignore")
+    from booster_core.testing import peak_memory
+
+    with peak_memory() as used:
+        step, _ = make_step(kind, size, dtype, stage)
+        for _ in range(4):
+            step()
+    return used.peak_bytes
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="25M")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--stage", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--no-memory", action="store_true", help="measure times only")
+    options = parser.parse_args()
+    dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
+    kinds = ["zero", *BARS]
+    # Loaded under its own name: workers would not find functions of `__main__`.
+    import importlib.util
+    import sys
+
+    spec = importlib.util.spec_from_file_location("zero_benchmark", Path(__file__).resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    here = importlib.util.module_from_spec(spec)
+    sys.modules["zero_benchmark"] = here
+    spec.loader.exec_module(here)
+    case = (options.size, dtype, options.stage)
+    results = run_on_ranks(here.timed, options.ranks, kinds, *case, options.turns, timeout_seconds=3600)
+    slowest = {
+        kind: [max(times) for times in zip(*(result["times"][kind] for result in results), strict=True)]
+        for kind in kinds
+    }
+    print(f"Llama {options.size} {options.dtype}, stage {options.stage}, {options.ranks} ranks, {options.turns} turns")
+    for kind in kinds:
+        state = max(result["state"][kind] for result in results)
+        print(f"  {kind:11} median {1e3 * statistics.median(slowest[kind]):8.1f} ms   state {state / 2**20:8.1f} MiB")
+    for kind, bar in BARS.items():
+        ratios = sorted(own / other for own, other in zip(slowest["zero"], slowest[kind], strict=True))
+        low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
+        print(f"  zero / {kind:11} {middle:.3f} (quartiles {low:.3f} to {high:.3f}; bar {bar})")
+    if not options.no_memory:
+        for kind in kinds:
+            close_ranks()  # a new process each: memory that was freed may stay with the old one
+            peak = max(run_on_ranks(here.peak_bytes, options.ranks, kind, *case, timeout_seconds=3600))
+            print(f"  {kind:11} peak {peak / 2**20:8.1f} MiB")
+    close_ranks()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Which of a model's buffers forward has changed, so that just those are sent after a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class BufferWatch:
+    """Notices changes of a model's buffers, by torch's version counters.
+
+    Args:
+        model: The user's model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen: dict[str, tuple[Tensor, int]] = {}
+        self.forget()
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers by name, the same names on every rank."""
+        return dict(self._model.named_buffers())
+
+    def changed(self) -> list[bool]:
+        """Return for each buffer whether it has changed since `forget`."""
+        return [
+            name not in self._seen or self._seen[name][0] is not buffer or self._seen[name][1] != _version(buffer)
+            for name, buffer in self.buffers().items()
+        ]
+
+    def forget(self) -> None:
+        """Count all buffers as unchanged from now on."""
+        self._seen = {name: (buffer, _version(buffer)) for name, buffer in self.buffers().items()}
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - how autograd notices changes too

@@ -1,0 +1,140 @@
+"""Whether an optimizer treats every element alike, so that it may step on any slice of a parameter.
+
+torch's own optimizers are declared. Of any other class a probe steps tiny tensors in both ways: a matrix, and the same
+numbers flattened and cut in two, must agree bit for bit after several steps. Where they do not, parameters stay whole:
+that is right for every optimizer whose parameters don't influence each other, which is tried out as well.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn, optim
+
+from booster_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adagrad,
+        optim.RMSprop,
+        optim.Adadelta,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.Rprop,
+        optim.ASGD,
+    }
+)
+WHOLE: frozenset[type[Optimizer]] = frozenset({optim.Adafactor, *([optim.Muon] if hasattr(optim, "Muon") else [])})
+_SHAPE, _CUT, _STEPS = (6, 5), 13, 4
+_RUN_STATE = ("state", "param_groups", "step")
+"""What a probe gets of its own. ``step`` is there where a scheduler has wrapped the optimizer's method."""
+
+
+def partition_for(optimizer: Optimizer, asked: str) -> str:
+    """Return ``"flat"`` where an optimizer may step on slices, else ``"parameter"``.
+
+    Args:
+        optimizer: The user's optimizer.
+        asked: ``"flat"`` or ``"parameter"`` is returned as it is; ``"auto"`` looks.
+
+    Raises:
+        ConfigError: If the optimizer can't step on a part of the parameters at all.
+
+    Collective: none; the answer is the same on every rank.
+    """
+    kind = type(optimizer)
+    if isinstance(optimizer, optim.LBFGS):
+        msg = (
+            "LBFGS can't be sharded: its line search and its history run over all parameters as one vector. "
+            "Use plugin='ddp', or another optimizer."
+        )
+        raise ConfigError(msg)
+    if isinstance(optimizer, optim.SparseAdam):
+        msg = "SparseAdam takes sparse gradients, which are dense once reduced. Use Adam, or plugin='ddp'."
+        raise ConfigError(msg)
+    if asked != "auto":
+        return asked
+    if kind in ELEMENTWISE:
+        return "flat"
+    if kind in WHOLE:
+        return "parameter"
+    return _probed(optimizer)
+
+
+def _probed(optimizer: Optimizer) -> str:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first, second = torch.randn(_SHAPE), torch.randn(_SHAPE)
+        gradients = [(torch.randn(_SHAPE), 100 * torch.randn(_SHAPE)) for _ in range(_STEPS)]
+    ones, others = [grads[0] for grads in gradients], [grads[1] for grads in gradients]
+    try:
+        alone = _run(optimizer, [first], [[grad] for grad in ones])[0]
+        also_alone = _run(optimizer, [second], [[grad] for grad in others])[0]
+        together = _run(optimizer, [first, second], [list(grads) for grads in gradients])
+    except Exception as cause:
+        msg = (
+            f"The optimizer {type(optimizer).__qualname__} could not be tried on a parameter of shape {_SHAPE}: "
+            f"{cause}. "
+            "Say whether it treats every element alike: `partition='flat'` if so, else `partition='parameter'`."
+        )
+        raise ConfigError(msg) from cause
+    if torch.equal(alone, first):
+        msg = (
+            f"The optimizer {type(optimizer).__qualname__} does not update parameters that its `param_groups` list, so "
+            "it can't be given shards. Let its `step` read `self.param_groups`, or use plugin='ddp'."
+        )
+        raise ConfigError(msg)
+    if not (torch.equal(together[0], alone) and torch.equal(together[1], also_alone)):
+        msg = (
+            f"The optimizer {type(optimizer).__qualname__} lets one parameter influence the update of another, "
+            "which needs all of them on every rank. Use plugin='ddp'."
+        )
+        raise ConfigError(msg)
+    try:
+        halves = _run(optimizer, _halves(first), [_halves(grad) for grad in ones])
+    except Exception:  # noqa: BLE001 - whatever it minds about vectors, it can have matrices
+        return "parameter"
+    return "flat" if torch.equal(torch.cat(halves), alone.flatten()) else "parameter"
+
+
+def _halves(tensor: Tensor) -> list[Tensor]:
+    flat = tensor.flatten()
+    return [flat[:_CUT].clone(), flat[_CUT:].clone()]
+
+
+def _run(optimizer: Optimizer, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return what some values become in steps of an optimizer like the user's, with the settings of its first group."""
+    kind: Any = type(optimizer)
+    known = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    probe = object.__new__(kind)
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_"):
+            probe.__dict__[name] = OrderedDict()  # the user's hooks are not for probes
+        elif name not in _RUN_STATE:
+            probe.__dict__[name] = copy.deepcopy(value, dict(known))
+    probe.state = defaultdict(dict)
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    settings = {
+        name: copy.deepcopy(value)
+        for name, value in optimizer.param_groups[0].items()
+        if name not in ("params", "param_names")
+    }
+    probe.param_groups = [{**settings, "params": parameters}]
+    for grads in gradients:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad.clone()
+        kind.step(probe)
+    return [parameter.detach() for parameter in parameters]

@@ -1,0 +1,187 @@
+"""All buckets of one model: which there are, what lies where, and moving everything when they are laid out anew."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core import collectives
+from booster_zero.bucket import Bucket, Format, Piece
+from booster_zero.partition import assign_owners, plan_flat, plan_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from booster_zero.ranks import ZeroRanks
+
+State = dict[str, Any]
+"""What an optimizer keeps of one parameter."""
+
+
+class Layout:
+    """The buckets of one model's trained parameters.
+
+    Args:
+        ranks: The ranks that share the buckets.
+        kind: ``"flat"`` or ``"parameter"``, see `booster_zero.partition`.
+        bucket_bytes: Size at which a bucket takes no further parameter.
+
+    Attributes:
+        buckets: In the order in which they are reduced.
+        parameters: The model's parameters by number.
+    """
+
+    def __init__(self, ranks: ZeroRanks, *, kind: str, bucket_bytes: int) -> None:
+        self.buckets: list[Bucket] = []
+        self.parameters: dict[int, nn.Parameter] = {}
+        self._formats: dict[int, Format] = {}
+        self._owners: dict[int, int] = {}
+        self._ranks = ranks
+        self._kind = kind
+        self._bucket_bytes = bucket_bytes
+
+    def add(self, parameters: Mapping[int, nn.Parameter], formats: Mapping[int, Format]) -> None:
+        """Put further parameters into buckets of their own, which come after those that are there.
+
+        Args:
+            parameters: By number, in the order in which their gradients are expected.
+            formats: The format of each.
+
+        Collective: none; every rank must add the same.
+        """
+        self.parameters.update(parameters)
+        self._formats.update(formats)
+        sizes = [(index, parameter.numel()) for index, parameter in parameters.items()]
+        self._owners.update(assign_owners(sizes, self._ranks.shard_size))
+        self.buckets += self._build(list(parameters))
+
+    def pieces(self) -> dict[int, Piece]:
+        """Return what this rank owns of each parameter of which it owns anything."""
+        return {piece.index: piece for bucket in self.buckets for piece in bucket.pieces}
+
+    def bucket_of(self, index: int) -> Bucket:
+        """Return the bucket in which a parameter lies."""
+        return next(bucket for bucket in self.buckets for slot in bucket.plan.slots if slot.index == index)
+
+    def rebuild(self, order: Sequence[int], states: Mapping[int, State]) -> dict[int, State]:
+        """Lay all parameters out anew, and move values, gradients and optimizer state to their new owners.
+
+        Args:
+            order: All parameters, in the order in which their gradients came.
+            states: The optimizer's state of each piece that this rank owns.
+
+        Returns:
+            The optimizer's state of each piece that this rank owns now.
+
+        At most one bucket's worth of memory is needed besides the old and the new buckets.
+
+        Collective: the shard group.
+        """
+        old, old_pieces = self.buckets, self.pieces()
+        self.buckets = self._build(order)
+        new_pieces = self.pieces()
+        homes = {slot.index: bucket for bucket in self.buckets for slot in bucket.plan.slots}
+        for bucket in old:
+            if bucket.format.has_copy:
+                self._move(bucket, bucket.values, lambda piece, part: piece.values.data.copy_(part), new_pieces)
+            if bucket.has_gradient and bucket.gradient is not None:
+                for slot in bucket.plan.slots:
+                    homes[slot.index].make_gradient()
+                self._move(
+                    bucket,
+                    bucket.gradient,
+                    lambda piece, part: homes[piece.index].gradient_of(piece).copy_(part),
+                    new_pieces,
+                )
+            bucket.gradient = None
+        return self._moved_states(old, old_pieces, new_pieces, states)
+
+    def _build(self, order: Sequence[int]) -> list[Bucket]:
+        by_format: dict[Format, list[tuple[int, int]]] = defaultdict(list)
+        for index in order:
+            by_format[self._formats[index]].append((index, self.parameters[index].numel()))
+        size = self._ranks.shard_size
+        place = {index: position for position, index in enumerate(order)}
+        plans = []
+        for format_, sizes in by_format.items():
+            most = max(self._bucket_bytes // format_.wire.itemsize, 1)
+            made = plan_flat(sizes, size, most) if self._kind == "flat" else plan_whole(sizes, self._owners, size, most)
+            plans += [(max(place[slot.index] for slot in plan.slots), format_, plan) for plan in made]
+        # A bucket can leave when its last gradient has come.
+        return [
+            Bucket(plan, self.parameters, format_, self._ranks)
+            for _, format_, plan in sorted(plans, key=lambda item: item[0])
+        ]
+
+    def _move(
+        self, bucket: Bucket, own: Tensor, write: Callable[[Piece, Tensor], object], pieces: Mapping[int, Piece]
+    ) -> None:
+        """Gather a tensor that is cut as a bucket, and write what belongs to this rank's new pieces."""
+        plan, rank = bucket.plan, self._ranks.shard_rank
+        whole = torch.zeros(plan.numel, dtype=own.dtype, device=bucket.format.device)
+        whole[plan.bounds[rank] : plan.bounds[rank + 1]] = own
+        collectives.all_gather(whole, plan.bounds, self._ranks.shard_group).wait()
+        for slot in plan.slots:
+            piece = pieces.get(slot.index)
+            if piece is not None:
+                part = whole[slot.offset + piece.start : slot.offset + piece.stop]
+                write(piece, part.view(piece.values.shape))
+
+    def _moved_states(
+        self,
+        old: Sequence[Bucket],
+        old_pieces: Mapping[int, Piece],
+        new_pieces: Mapping[int, Piece],
+        states: Mapping[int, State],
+    ) -> dict[int, State]:
+        if self._kind == "parameter":
+            return dict(states)  # owners stay
+        # What is elementwise moves by slices; the rest is small, and equal on every rank that has a part.
+        kinds: dict[int, dict[str, torch.dtype]] = {}
+        others: dict[int, State] = {}
+        for index, state in states.items():
+            shape = old_pieces[index].values.shape
+            cut = {
+                key: value.dtype
+                for key, value in state.items()
+                if isinstance(value, torch.Tensor) and is_cut(key, value, shape)
+            }
+            kinds[index] = cut
+            others[index] = {key: value for key, value in state.items() if key not in cut}
+        gathered = collectives.all_gather_object((kinds, others), self._ranks.shard_group)
+        kinds = {index: found for of_rank, _ in gathered for index, found in of_rank.items()}
+        moved = {
+            index: dict(state) for _, of_rank in gathered for index, state in of_rank.items() if index in new_pieces
+        }
+        for bucket in old:
+            present = [slot.index for slot in bucket.plan.slots if slot.index in kinds]
+            for key in sorted({key for index in present for key in kinds[index]}):
+                dtypes = {kinds[index][key] for index in present if key in kinds[index]}
+                for dtype in sorted(dtypes, key=str):
+                    own = torch.zeros(bucket.values.numel(), dtype=dtype, device=bucket.format.home)
+                    for piece in bucket.pieces:
+                        if kinds.get(piece.index, {}).get(key) == dtype:
+                            bucket.slice_of(own, piece).copy_(states[piece.index][key])
+                    having = {
+                        index: new_pieces[index]
+                        for index in present
+                        if kinds[index].get(key) == dtype and index in new_pieces
+                    }
+                    self._move(
+                        bucket,
+                        own,
+                        lambda piece, part, key=key: moved[piece.index].__setitem__(
+                            key, part.to(piece.values.device, copy=True)
+                        ),  # type: ignore[misc]
+                        having,
+                    )
+        return moved
+
+
+def is_cut(key: str, value: Tensor, shape: torch.Size) -> bool:
+    """Whether a piece's state is elementwise, so that it is cut as the parameter is; a step count never is."""
+    return key != "step" and value.shape == shape

@@ -1,0 +1,82 @@
+"""Which ranks share the shards of one replica, and which hold the same shard of other replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from booster_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroRanks:
+    """This rank's place in hybrid sharding: state is split within a replica and repeated over replicas.
+
+    Args:
+        shard_group: The ranks of this replica, over which state is split; ``None`` for all ranks.
+        shard_rank: This rank's index among them.
+        shard_size: Their number.
+        replica_group: The ranks that hold the same shard; ``None`` where there is one replica.
+        replica_rank: This rank's index among them.
+    """
+
+    shard_group: ProcessGroup | None
+    shard_rank: int
+    shard_size: int
+    replica_group: ProcessGroup | None = None
+    replica_rank: int = 0
+
+
+def sharding_groups(world_size: int, replica_size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ranks of each replica, and for each shard the ranks that hold it.
+
+    Args:
+        world_size: Number of ranks.
+        replica_size: Number of replicas.
+
+    Raises:
+        ConfigError: If ``replica_size`` does not divide the number of ranks.
+
+    Collective: none.
+    """
+    if world_size % replica_size:
+        divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        msg = f"`replica_size={replica_size}` does not divide the world size {world_size}. Use one of {divisors}."
+        raise ConfigError(msg)
+    size = world_size // replica_size
+    replicas = [list(range(first, first + size)) for first in range(0, world_size, size)]
+    shards = [list(range(index, world_size, size)) for index in range(size)]
+    return replicas, shards
+
+
+def make_ranks(replica_size: int) -> ZeroRanks:
+    """Return this rank's place, with process groups where there is more than one replica.
+
+    Raises:
+        ConfigError: If ``replica_size`` does not divide the number of ranks.
+
+    Collective: every rank of the world.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    replicas, shards = sharding_groups(world_size, replica_size)
+    if replica_size == 1:
+        return ZeroRanks(shard_group=None, shard_rank=rank, shard_size=world_size)
+    groups = {}
+    for kind, lists in (("replica", replicas), ("shard", shards)):
+        for members in lists:  # every rank makes every group, in the same order
+            group = dist.new_group(members)
+            if rank in members:
+                groups[kind] = group
+    size = world_size // replica_size
+    return ZeroRanks(
+        shard_group=groups["replica"],
+        shard_rank=rank % size,
+        shard_size=size,
+        replica_group=groups["shard"],
+        replica_rank=rank // size,
+    )

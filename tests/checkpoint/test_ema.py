@@ -1,0 +1,142 @@
+"""Averages of weights equal torch's own, whoever holds the shards, and come and go without a trace in the model."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from booster_core.errors import CheckpointError, ConfigError
+from booster_core.testing import run_on_ranks
+from booster_core.testing.resumable import ResumableRun as Run
+
+
+def averages_beside_torch(decay):
+    run = Run()
+    reference = AveragedModel(run.model.unwrap(), multi_avg_fn=get_ema_multi_avg_fn(decay))
+    reference.update_parameters(run.model.unwrap())  # its first update copies
+    ema = run.booster.ema(run.model, decay)
+    for step in range(1, 6):
+        run.train(step)
+        reference.update_parameters(run.model.unwrap())
+        ema.update()
+    expected = reference.module.state_dict()
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    with ema.applied():
+        inside = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    after = run.model.state_dict()
+    assert all(torch.equal(inside[name], expected[name]) for name in expected)
+    assert all(torch.equal(inside[name], before[name]) for name in before) == (decay == 0.0)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert torch.equal(inside["seen"], before["seen"])  # a buffer: copied
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
+def test_equals_torch(decay, world_size):
+    run_on_ranks(averages_beside_torch, world_size, decay)
+
+
+def train_and_save(folder, shard, use_async):
+    run = Run()
+    ema = run.booster.ema(run.model, 0.5)
+    for step in range(1, 4):
+        with torch.no_grad():
+            for index, parameter in enumerate(run.model.parameters()):
+                parameter.fill_(index + step / 3)
+        ema.update()
+    ema.save(folder, shard=shard, use_async=use_async)
+    ema.update()
+    run.booster.wait()
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_files_do_not_depend_on_the_number_of_ranks(use_async, tmp_path):
+    for world_size in (1, 2):
+        run_on_ranks(train_and_save, world_size, str(tmp_path / f"{world_size}"), True, use_async)
+    names = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert names == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    for name in names:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+    assert load_file(tmp_path / "1" / names[0])["first.weight"].shape == (32, 8)
+
+
+def resume(folder):
+    run = Run()
+    ema = run.booster.ema(run.model, 0.5)
+    report = ema.load(folder)
+    untouched = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    with ema.applied():
+        inside = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    assert all(torch.equal(run.model.state_dict()[name], untouched[name]) for name in untouched)
+    return report.loaded, inside
+
+
+def test_loads_at_another_number_of_ranks(tmp_path):
+    path = tmp_path / "ema.safetensors"
+    run_on_ranks(train_and_save, 1, str(path), False, False)
+    saved = load_file(path)
+    for loaded, inside in run_on_ranks(resume, 2, str(path)):
+        assert set(loaded) == set(saved)
+        assert all(torch.equal(inside[name], saved[name]) for name in saved)
+
+
+def test_the_model_gets_its_weights_back_after_an_error():
+    run = Run()
+    ema = run.booster.ema(run.model, 0.9)
+    run.train(2)
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="inside"), ema.applied():
+        raise RuntimeError("inside")  # noqa: EM101 - a test's own
+    assert all(torch.equal(run.model.state_dict()[name], before[name]) for name in before)
+    ema.update()  # works again
+
+
+def test_bf16_weights_are_averaged_in_fp32():
+    run = Run()
+    model = torch.nn.Linear(4, 4, bias=False).bfloat16()
+    torch.nn.init.ones_(model.weight)
+    ema = run.booster.ema(model, 0.9999)
+    torch.nn.init.constant_(model.weight, 2.0)
+    for _ in range(10):
+        ema.update()
+    (shard,) = ema.shards()
+    assert shard.dtype == torch.float32
+    assert shard.data.mean().item() == pytest.approx(2 - 0.9999**10, abs=1e-6)
+    with ema.applied():
+        assert model.weight.dtype == torch.bfloat16
+
+
+def test_a_tied_weight_is_averaged_once():
+    from booster_core.testing.models import TinyMixedBag
+
+    run = Run()
+    model = TinyMixedBag()
+    names = [shard.name for shard in run.booster.ema(model).shards()]
+    assert "embedding.weight" in names
+    assert "head.weight" not in names
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
+def test_a_decay_out_of_range_is_refused(decay):
+    run = Run()
+    with pytest.raises(ConfigError, match="`decay="):
+        run.booster.ema(run.model, decay)
+    with pytest.raises(ConfigError, match="`decay="):
+        run.booster.ema(run.model).update(decay)
+
+
+def test_nothing_changes_inside_of_applied():
+    run = Run()
+    ema = run.booster.ema(run.model, 0.9)
+    with ema.applied():
+        with pytest.raises(ConfigError, match="`update` inside of `applied`"):
+            ema.update()
+        with pytest.raises(ConfigError, match="`applied` inside of `applied`"), ema.applied():
+            pass
+
+
+def test_another_models_file_is_refused(tmp_path):
+    run = Run()
+    run.booster.save_model(torch.nn.Linear(3, 3), tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        run.booster.ema(run.model).load(tmp_path / "other.safetensors")

@@ -1,0 +1,245 @@
+"""Checkpoints at URLs: in a store of one process' own memory, on the local disk, and in a third party's store."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from booster_core import hookimpl
+from booster_core.checkpoint.steps_remote import open_steps
+from booster_core.coordinator import DistCoordinator
+from booster_core.errors import CheckpointError, ConfigError
+from booster_core.hooks import register_hooks, unregister_hooks
+from booster_core.storage import FsspecStorage, local_path, scheme_of, storage_for
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_core.testing.resumable import ResumableRun as Run
+
+
+class FolderStorage:
+    """A storage of a scheme of our own: URLs are folders below one."""
+
+    def __init__(self, base):
+        self.base = Path(base)
+        self.uploads = []
+
+    def _path(self, url):
+        return self.base / url.partition("://")[2]
+
+    def list(self, url):
+        path = self._path(url)
+        if path.is_file():
+            return {"": path.stat().st_size}
+        return {p.relative_to(path).as_posix(): p.stat().st_size for p in path.rglob("*") if p.is_file()}
+
+    def upload(self, path, url):
+        self.uploads.append(url)
+        self._path(url).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, self._path(url))
+
+    def download(self, url, path):
+        shutil.copyfile(self._path(url), path)
+
+    def remove(self, url):
+        path = self._path(url)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class Hooks:
+    def __init__(self, storage):
+        self.kept = storage
+
+    @hookimpl
+    def storage(self, scheme):
+        return self.kept if scheme == "ours" else None
+
+
+@pytest.fixture
+def ours(tmp_path):
+    storage = FolderStorage(tmp_path / "ours")
+    hooks = Hooks(storage)
+    register_hooks(hooks)
+    yield storage
+    unregister_hooks(hooks)
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def train_save_resume(root, use_async):
+    """In one function, because the store may be of this process alone."""
+    run = Run()
+    expected = run.train(8)
+    run = Run()
+    run.train(3)
+    run.save(root, extra={"t": torch.ones(2)}, use_async=use_async)
+    run.booster.wait()
+    run = Run()
+    run.train(5)
+    run.save(root, keep_last=1, use_async=use_async)
+    run.booster.wait()
+    other = Run(seed=4)
+    assert other.booster.has_checkpoint(root)
+    loaded = other.load(root)
+    losses = other.train(8)
+    names = open_steps(root).names() if DistCoordinator().rank == 0 else ["step-00000005"]
+    return loaded.step, losses == expected[5:], names, loaded.path
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_training_state_in_memory(world_size, use_async):
+    root = f"memory://run-{world_size}-{use_async}"
+    for step, is_equal, names, path in run_on_ranks(train_save_resume, world_size, root, use_async):
+        assert (step, is_equal, names) == (5, True, ["step-00000005"])
+        assert path == f"{root}/step-00000005"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_training_state_at_a_file_url(world_size, tmp_path):
+    root = f"file://{tmp_path}/a run"
+    for step, is_equal, _, _ in run_on_ranks(train_save_resume, world_size, root, False):
+        assert (step, is_equal) == (5, True)
+    assert (tmp_path / "a run" / "latest").read_text() == "step-00000005\n"
+
+
+def save_and_load_model(base):
+    run, other = Run(), Run(seed=1)
+    run.train(2)
+    run.booster.save_model(run.model, f"{base}/folder", shard=True)
+    run.booster.save_model(run.model, f"{base}/one.safetensors")
+    run.booster.save_optimizer(run.optimizer, f"{base}/folder", shard=True)
+    run.booster.save_lr_scheduler(run.scheduler, f"{base}/scheduler.json")
+    other.booster.load_model(other.model, f"{base}/folder")
+    other.booster.load_optimizer(other.optimizer, f"{base}/folder")
+    other.booster.load_lr_scheduler(other.scheduler, f"{base}/scheduler.json")
+    assert same(run.tensors(), other.tensors())
+    assert other.scheduler.last_epoch == 2
+    for path in ("one.safetensors", "folder/model.safetensors.index.json"):
+        fresh = Run()
+        fresh.booster.load_model(fresh.model, f"{base}/{path}")
+        assert same(run.model.state_dict(), fresh.model.state_dict())
+    ema = run.booster.ema(run.model)
+    ema.save(f"{base}/ema", shard=True)
+    ema.load(f"{base}/ema")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_models_and_optimizers_in_memory(world_size):
+    run_on_ranks(save_and_load_model, world_size, f"memory://parts-{world_size}")
+
+
+def test_models_and_optimizers_at_a_file_url(tmp_path):
+    run_on_ranks(save_and_load_model, 2, f"file://{tmp_path}")
+    assert (tmp_path / "folder" / "model.safetensors.index.json").is_file()
+
+
+def test_a_hook_brings_a_storage_and_the_index_and_manifest_come_last(ours):
+    run = Run()
+    run.save("ours://runs/a")
+    step = "ours://runs/a/step-00000000"
+    assert ours.uploads[-2:] == [f"{step}/manifest.json", "ours://runs/a/latest"]
+    run.booster.save_model(run.model, "ours://model", shard=True)
+    assert ours.uploads[-1] == "ours://model/model.safetensors.index.json"
+    assert Run().load("ours://runs/a").step == 0
+
+
+def test_fewer_files_replace_more(ours):
+    booster = Run().booster
+    large, small = (torch.nn.ModuleList(torch.nn.Linear(512, 1024) for _ in range(n)) for n in (3, 1))
+    booster.save_model(large, "ours://model", shard=True, size_per_shard=1)
+    booster.save_model(small, "ours://model", shard=True)
+    assert sorted(ours.list("ours://model")) == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+
+
+def test_an_upload_that_was_cut_off_is_no_step_and_is_cleared_away(ours):
+    run = Run()
+    run.save("ours://runs/b")
+    run.step = 1
+    whole = ours.upload
+
+    def fail(path, url):
+        if url.endswith("training_state.json"):
+            raise OSError(28, "No space left on device")
+        whole(path, url)
+
+    ours.upload = fail
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run.save("ours://runs/b")
+    assert "step-00000001/model/model.safetensors.index.json" in ours.list("ours://runs/b")
+    assert Run().load("ours://runs/b").step == 0
+    ours.upload = whole
+    run.step = 2
+    run.save("ours://runs/b")
+    assert not any(name.startswith("step-00000001/") for name in ours.list("ours://runs/b"))
+
+
+def test_a_flipped_bit_at_a_url_is_found(ours):
+    run = Run()
+    for run.step in (1, 2):
+        run.save("ours://runs/c")
+    path = ours.base / "runs/c/step-00000002/model/model-00001-of-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model-00001.* has the checksum .* load it with `step=1`"):
+        Run().load("ours://runs/c")
+    assert Run().load("ours://runs/c", step=1).step == 1
+
+
+def load_missing(url):
+    run = Run()
+    run.booster.load_model(run.model, url)
+
+
+def test_nothing_at_a_url_is_an_error_on_every_rank():
+    expect_on_ranks(CheckpointError, "There is nothing to load at 'memory://none'", load_missing, 2, "memory://none")
+
+
+def test_an_unknown_scheme_is_an_error_on_every_rank():
+    expect_on_ranks(CheckpointError, "No storage is known for 'nope://'", load_missing, 2, "nope://a/b")
+
+
+def test_without_fsspec_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(CheckpointError, match=r"pip install fsspec.*booster-core\[storage\]"):
+        FsspecStorage("memory")
+
+
+def test_a_scheme_without_its_driver_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(CheckpointError, match=r"'s3://' need a driver that is not installed: .*s3fs"):
+        FsspecStorage("s3")
+
+
+def test_a_hook_that_returns_no_storage_is_named():
+    hooks = Hooks(object())
+    register_hooks(hooks)
+    try:
+        with pytest.raises(CheckpointError, match="returned a `object` for 'ours://', which lacks"):
+            storage_for("ours")
+    finally:
+        unregister_hooks(hooks)
+
+
+def test_async_to_a_url_is_refused_for_a_model():
+    run = Run()
+    with pytest.raises(ConfigError, match=r"`use_async=True` cannot write to"):
+        run.booster.save_model(run.model, "memory://m", use_async=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "scheme"),
+    [("s3://b/k", "s3"), ("S3://b", "s3"), ("/a/b", None), ("a://b", "a"), ("file:///x", None), (Path("s3:/b"), None)],
+)
+def test_schemes(path, scheme):
+    assert scheme_of(path) == scheme
+
+
+def test_file_urls_become_paths():
+    assert local_path("file:///a%20b/c") == "/a b/c"
+    assert local_path("file://localhost/a") == "/a"
+    with pytest.raises(CheckpointError, match="names the host 'elsewhere'"):
+        local_path("file://elsewhere/a")

@@ -1,0 +1,36 @@
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from booster_core.errors import ConfigError
+from booster_core.testing.conformance import PluginConformance
+from booster_core.testing.ranks import expect_on_ranks
+from booster_core.testing.training import train_boosted
+from booster_zero import LowLevelZeroPlugin
+
+
+class TestStage1(PluginConformance):
+    plugin_class = LowLevelZeroPlugin
+
+
+class TestStage2WithTinyBuckets(PluginConformance):
+    plugin_class = LowLevelZeroPlugin
+    options: ClassVar[Mapping[str, Any]] = {"stage": 2, "bucket_bytes": 256}
+
+
+class TestWholeParametersWithoutOverlap(PluginConformance):
+    plugin_class = LowLevelZeroPlugin
+    options: ClassVar[Mapping[str, Any]] = {
+        "partition": "parameter",
+        "overlap_communication": False,
+        "bucket_bytes": 1024,
+    }
+
+
+class TestTwoReplicas(PluginConformance):
+    plugin_class = LowLevelZeroPlugin
+    options: ClassVar[Mapping[str, Any]] = {"stage": 2, "replica_size": 2, "bucket_bytes": 1024}
+    world_size = 4
+
+    def test_loads_at_another_world_size(self) -> None:
+        other = self.training()
+        expect_on_ranks(ConfigError, "`replica_size=2` does not divide the world size 3", train_boosted, 3, other)

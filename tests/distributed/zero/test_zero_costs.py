@@ -1,0 +1,150 @@
+"""What a step costs: bytes moved, bytes kept, and that nothing grows."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster, collectives
+from booster_core.testing import peak_memory, run_on_ranks
+from booster_zero import LowLevelZeroPlugin
+
+WIDTH = 1024
+
+
+def make(width, depth=3):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+
+
+def boost(model, **options):
+    booster = Booster(plugin=LowLevelZeroPlugin(**options))
+    return booster, *booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))[:2]
+
+
+def train(booster, model, optimizer, width, no_sync=False):
+    with booster.no_sync(model) if no_sync else contextlib.nullcontext():
+        booster.backward(model(torch.ones(1, width)).square().mean(), optimizer)
+    if not no_sync:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def bytes_moved(micro_batches, stage):
+    """Return the bytes that this rank sends in each kind of collective, in one step."""
+    booster, model, optimizer = boost(make(64), stage=stage, bucket_bytes=20000)
+    train(booster, model, optimizer, 64)
+    rank, sent = dist.get_rank(), {"reduce_scatter_parts": 0, "all_gather": 0, "all_reduce": 0, "broadcast": 0}
+    originals = {name: getattr(collectives, name) for name in sent}
+
+    def counting(name):
+        def call(tensor, *args, **kwargs):
+            if name == "all_gather":
+                low, high = args[0][rank : rank + 2]
+                sent[name] += (high - low) * (dist.get_world_size() - 1) * tensor.element_size()
+            elif name == "reduce_scatter_parts":
+                low, high = args[0][rank : rank + 2]
+                for offset, part in tensor:
+                    own = max(0, min(offset + part.numel(), high) - max(offset, low))
+                    sent[name] += (part.numel() - own) * part.element_size()
+            else:
+                sent[name] += tensor.numel() * tensor.element_size()
+            return originals[name](tensor, *args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(collectives, name, counting(name))
+    try:
+        for micro in range(micro_batches):
+            train(booster, model, optimizer, 64, no_sync=micro < micro_batches - 1)
+    finally:
+        for name, original in originals.items():
+            setattr(collectives, name, original)
+    return sent
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_moves_as_many_bytes_as_an_all_reduce(world_size, stage):
+    model_bytes = 3 * 64 * 64 * 4
+    one_way = model_bytes * (world_size - 1) // world_size
+    for sent in run_on_ranks(bytes_moved, world_size, 1, stage):
+        assert (sent["reduce_scatter_parts"], sent["all_gather"]) == (one_way, one_way)
+        assert sent["all_reduce"] == 3, "one byte for each parameter says whether any rank used it"
+        assert sent["broadcast"] == 0
+
+
+@pytest.mark.parametrize(("stage", "reductions"), [(1, 1), (2, 3)])
+def test_stage_1_moves_gradients_once_however_many_micro_batches(stage, reductions):
+    for sent in run_on_ranks(bytes_moved, 2, 3, stage):
+        assert sent["reduce_scatter_parts"] == reductions * 3 * 64 * 64 * 4 // 2
+
+
+def state_bytes():
+    booster, model, optimizer = boost(make(256), bucket_bytes=300_000)
+    train(booster, model, optimizer, 256)
+    return sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_rank_keeps_its_share_of_the_optimizer_state(world_size):
+    total = 2 * 3 * 256 * 256 * 4
+    for held in run_on_ranks(state_bytes, world_size):
+        assert held == pytest.approx(total / world_size, rel=0.01)
+
+
+def gradient_bytes(stage, bucket_bytes):
+    """Return how much backward needs at its peak, and how much stays after it, under ``no_sync`` on a warm engine."""
+    booster, model, optimizer = boost(make(WIDTH, 12), stage=stage, bucket_bytes=bucket_bytes)
+    train(booster, model, optimizer, WIDTH)
+    model_bytes = 12 * WIDTH * WIDTH * 4
+    with peak_memory() as used:
+        train(booster, model, optimizer, WIDTH, no_sync=True)
+        train(booster, model, optimizer, WIDTH, no_sync=True)
+    full = sum(p.grad.numel() * 4 for p in model.unwrap().parameters() if p.grad is not None)
+    shards = sum(bucket.gradient.numel() * 4 for bucket in optimizer.layout.buckets)
+    return used.peak_bytes / model_bytes, full / model_bytes, shards / model_bytes
+
+
+def test_stage_2_never_holds_a_whole_gradient():
+    for peak, full, shards in run_on_ranks(gradient_bytes, 2, 2, WIDTH * WIDTH * 4):
+        # Autograd's own gradient of one of twelve layers, messages, and what malloc keeps of them.
+        assert peak < 0.5
+        assert (full, shards) == (0.0, 0.5)
+
+
+def test_stage_1_accumulates_whole_gradients():
+    for peak, full, shards in run_on_ranks(gradient_bytes, 2, 1, WIDTH * WIDTH * 4):
+        assert peak > 0.9
+        assert (full, shards) == (1.0, 0.5)
+
+
+def thousand_steps():
+    booster, model, optimizer = boost(make(16), bucket_bytes=2000, stage=2)
+    for _ in range(300):  # malloc finds its final size
+        train(booster, model, optimizer, 16)
+
+    def count():
+        hooks = sum(len(p._post_accumulate_grad_hooks) for p in model.unwrap().parameters())
+        return hooks, threading.active_count(), len(optimizer.state)
+
+    before = count()
+    with peak_memory() as used:
+        for _ in range(1000):
+            train(booster, model, optimizer, 16)
+    assert count() == before
+    return used.kept_bytes
+
+
+def test_nothing_grows_in_a_thousand_steps():
+    for kept_bytes in run_on_ranks(thousand_steps, 2, timeout_seconds=120):
+        assert kept_bytes < 2**20

@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from booster_core.errors import ConfigError
+from booster_core.precision import PrecisionPolicy
+from booster_zero import LowLevelZeroPlugin
+from booster_zero.ranks import sharding_groups
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 3}, "`stage=3` is not one of 1"),
+        ({"bucket_bytes": 0}, "`bucket_bytes=0` must be positive"),
+        ({"replica_size": 0}, "`replica_size=0` must be positive"),
+        ({"max_norm": -1.0}, "`max_norm=-1.0` must be 0"),
+        ({"max_norm": float("nan")}, "`max_norm=nan`"),
+        ({"partition": "rows"}, "`partition='rows'` is not one of 'auto', 'flat', 'parameter'"),
+        ({"unused": "ignore"}, "`unused='ignore'` is not one of"),
+        ({"communication_dtype": "fp8"}, "`communication_dtype='fp8'` is not one of"),
+        ({"communication_dtype": torch.int8}, "`communication_dtype=torch.int8`"),
+    ],
+)
+def test_a_wrong_option_is_refused_at_once(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LowLevelZeroPlugin(**options)
+
+
+def test_a_narrow_precision_has_fp32_masters():
+    policy = LowLevelZeroPlugin().resolve_precision(PrecisionPolicy.parse("bf16"))
+    assert (policy.param_dtype, policy.master_dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_masters_can_be_left_out():
+    policy = LowLevelZeroPlugin(master_weights=False).resolve_precision(PrecisionPolicy.parse("bf16"))
+    assert (policy.param_dtype, policy.master_dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+def test_the_communication_format_is_part_of_the_precision():
+    plugin = LowLevelZeroPlugin(communication_dtype="bf16")
+    assert plugin.resolve_precision(PrecisionPolicy.parse("fp32")).reduce_dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="two answers to one question"):
+        plugin.resolve_precision(PrecisionPolicy(reduce_dtype=torch.float16))
+
+
+def test_replicas_are_consecutive_ranks():
+    assert sharding_groups(4, 2) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    with pytest.raises(ConfigError, match=r"`replica_size=3` does not divide the world size 4\. Use one of 1, 2, 4"):
+        sharding_groups(4, 3)

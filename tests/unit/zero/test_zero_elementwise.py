@@ -1,0 +1,132 @@
+import pytest
+import torch
+from torch import nn
+
+from booster_core.errors import ConfigError
+from booster_zero.elementwise import ELEMENTWISE, WHOLE, _probed, partition_for
+
+
+def parameters():
+    return [nn.Parameter(torch.ones(3, 2))]
+
+
+class Lion(torch.optim.Optimizer):
+    """Elementwise, with a state of its own."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "beta": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                m = state.setdefault("m", torch.zeros_like(p))
+                p.sub_(group["lr"] * (m * group["beta"] + p.grad * 0.1).sign())
+                m.mul_(group["beta"]).add_(p.grad)
+
+
+class TrustRatio(Lion):
+    """Scales each update by norms of the whole parameter, as LAMB does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] * p.norm() / p.grad.norm())
+
+
+class NeedsMatrices(Lion):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() != 2:
+                    raise ValueError
+                p.sub_(p.grad * group["lr"])
+
+
+class Coupled(Lion):
+    """Scales each update by the norm over all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            p.sub_(p.grad / norm)
+
+
+class Stashing(Lion):
+    """Remembers the parameters that it was made with."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params)
+        self.remembered = params
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.remembered:
+            if p.grad is not None:
+                p.sub_(p.grad)
+
+
+class MySGD(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
+def test_the_probe_agrees_with_the_declared_elementwise_optimizers(kind):
+    optimizer = kind(parameters(), lr=0.1)
+    assert partition_for(optimizer, "auto") == "flat"
+    assert _probed(optimizer) == "flat"
+
+
+@pytest.mark.parametrize("kind", sorted(WHOLE, key=lambda kind: kind.__name__))
+def test_the_probe_agrees_with_the_declared_matrix_optimizers(kind):
+    optimizer = kind(parameters(), lr=0.1)
+    assert partition_for(optimizer, "auto") == "parameter"
+    assert _probed(optimizer) == "parameter"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(Lion, "flat"), (TrustRatio, "parameter"), (NeedsMatrices, "parameter")]
+)
+def test_a_strange_optimizer_is_tried_out(kind, expected):
+    assert partition_for(kind(parameters()), "auto") == expected
+
+
+def test_a_scheduler_and_state_do_not_disturb_the_probe_nor_it_them():
+    params = parameters()
+    optimizer = MySGD(params, lr=0.1, momentum=0.9)
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    params[0].grad = torch.ones(3, 2)
+    optimizer.step()
+    before = params[0].detach().clone()
+    assert partition_for(optimizer, "auto") == "flat"
+    assert torch.equal(params[0], before)
+    assert len(called) == 1
+    assert len(optimizer.state) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Coupled(parameters()), "lets one parameter influence the update of another"),
+        (lambda: Stashing(parameters()), "does not update parameters that its `param_groups` list"),
+        (lambda: torch.optim.LBFGS(parameters()), "LBFGS can't be sharded"),
+        (lambda: torch.optim.SparseAdam(parameters()), "SparseAdam takes sparse gradients"),
+    ],
+    ids=["coupled", "stashing", "lbfgs", "sparse"],
+)
+def test_what_cannot_be_sharded_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        partition_for(make(), "auto")
+
+
+def test_a_choice_overrides_the_probe():
+    assert partition_for(Lion(parameters()), "parameter") == "parameter"
+    assert partition_for(Coupled(parameters()), "flat") == "flat"
