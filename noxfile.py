@@ -180,7 +180,9 @@ def _checkout(session: nox.Session) -> str:
     session.run(sys.executable, "-m", "virtualenv", "--quiet", str(home), external=True)
     editable = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
     groups = [*_group("lint"), *_group("types"), *_group("test")]
-    _run(session, python, "-m", "pip", "install", "--quiet", "-c", CONSTRAINTS, *editable, *groups)
+    install = ("-m", "pip", "install", "--quiet", "-c", CONSTRAINTS)
+    _run(session, python, *install, *editable, *groups)
+    _run(session, python, *install, "--no-deps", "--target", str(home / "torchvision-alone"), *_group("apart"))
     stamp.write_text(digest, encoding="ascii")
     return python
 

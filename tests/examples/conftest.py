@@ -10,15 +10,18 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture
-def run_example(tmp_path):
-    """Run an example in one process, or on several ranks under torchrun, and return what it printed."""
+@pytest.fixture(scope="session")
+def run_example():
+    """Run an example in a folder, in one process or on several ranks under torchrun, and return what it printed.
 
-    def run(name, *arguments, nproc=None, timeout=240):
+    ``through`` names a script that prepares the process and then runs the example.
+    """
+
+    def run(name, *arguments, cwd, nproc=None, through=None, timeout=240):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"] if nproc else []
         done = subprocess.run(
-            [sys.executable, *launcher, str(EXAMPLES / name), *arguments],
-            cwd=tmp_path,
+            [sys.executable, *launcher, *([str(through)] if through else []), str(EXAMPLES / name), *arguments],
+            cwd=cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

@@ -2,43 +2,88 @@
 
 import json
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
 
-SMALL = ["--steps", "20", "--hidden", "64", "--layers", "2", "--corpus-bytes", "300000"]
+
+class Run(NamedTuple):
+    """What a run of the demo left behind."""
+
+    result: dict
+    output: str
+    folder: object
 
 
-@pytest.fixture
-def losses(run_example, tmp_path):
-    def run(batch_size, nproc=None, *more):
-        file = tmp_path / "losses.json"
-        output = run_example(
-            "pretrain_bytes.py", *SMALL, "--batch-size", str(batch_size), "--losses", str(file), *more, nproc=nproc
-        )
-        return json.loads(file.read_text()), output
+@pytest.fixture(scope="module")
+def demo(run_example, tmp_path_factory):
+    """Run the demo at a small size in a folder of its own."""
+
+    def run(steps, batch_size, *more, nproc=None):
+        folder = tmp_path_factory.mktemp("demo")
+        size = ["--steps", steps, "--batch-size", batch_size, "--hidden", 64, "--layers", 2, "--corpus-bytes", 300000]
+        arguments = map(str, [*size, "--losses", "losses.json", "--out", "out", *more])
+        output = run_example("pretrain_bytes.py", *arguments, cwd=folder, nproc=nproc)
+        return Run(json.loads((folder / "losses.json").read_text()), output, folder)
 
     return run
 
 
-def test_one_and_two_processes_see_the_same_losses(losses):
-    (alone, _), (together, _) = losses(8), losses(4, 2)
-    assert alone["losses"][0] == pytest.approx(math.log(256), abs=0.3)
+@pytest.fixture(scope="module")
+def alone(demo):
+    return demo(20, 8)
+
+
+@pytest.fixture(scope="module")
+def together(demo):
+    return demo(20, 4, nproc=2)
+
+
+@pytest.fixture(scope="module")
+def together_again(demo):
+    return demo(20, 4, nproc=2)
+
+
+@pytest.fixture(scope="module")
+def in_bf16(demo):
+    return demo(5, 4, "--precision", "bf16")
+
+
+def test_the_first_loss_is_that_of_guessing(alone):
+    assert alone.result["losses"][0] == pytest.approx(math.log(256), abs=0.3)
+
+
+def test_the_model_learns(alone):
+    assert alone.result["losses"][-1] < alone.result["losses"][0] - 1
+
+
+def test_one_and_two_processes_see_the_same_losses(alone, together):
     # fp32 sums in another order, carried through 20 steps of Adam, which divides by small second moments.
-    assert together["losses"] == pytest.approx(alone["losses"], rel=2e-4)
-    assert together["losses"][0] == pytest.approx(alone["losses"][0], rel=1e-6)
+    assert together.result["losses"] == pytest.approx(alone.result["losses"], rel=2e-4)
+    assert together.result["losses"][0] == pytest.approx(alone.result["losses"][0], rel=1e-6)
 
 
-def test_two_runs_agree_bit_for_bit(losses):
-    assert losses(4, 2)[0] == losses(4, 2)[0]
+def test_two_runs_agree_bit_for_bit(together, together_again):
+    assert len(together.result["losses"]) == 20
+    assert together.result == together_again.result
 
 
-def test_it_saves_what_transformers_loads(losses, tmp_path):
+@pytest.mark.parametrize("name", ["together", "in_bf16"])
+def test_it_saves_what_transformers_loads(name, request):
     from transformers import AutoModelForCausalLM
 
-    result, output = losses(4, None, "--precision", "bf16", "--out", str(tmp_path / "out"))
-    assert f"validation loss {result['validation']:.3f}" in output
-    assert output.splitlines()[-1] or "def " in output
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    run = request.getfixturevalue(name)
+    model, report = AutoModelForCausalLM.from_pretrained(run.folder / "out", output_loading_info=True)
     assert not any(report.values()), report
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["alone", "together", "in_bf16"])
+def test_it_reports_and_continues_a_text(name, request):
+    run = request.getfixturevalue(name)
+    assert f"validation loss {run.result['validation']:.3f}" in run.output
+    saved, _, text = run.output.partition("saved to out\n")
+    assert saved
+    assert text.startswith("def ")
+    assert len(text) > len("def ") + 20
