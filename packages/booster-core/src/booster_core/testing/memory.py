@@ -30,7 +30,7 @@ class MemoryPeak:
     Args:
         start_bytes: Anonymous memory at the start.
         peak_bytes: Largest anonymous memory during the block, above that at the start.
-        kept_bytes: Anonymous memory at the end, above that at the start; may be negative.
+        kept_bytes: Anonymous memory in use after the block, above that at the start; may be negative.
     """
 
     start_bytes: int = 0
@@ -68,7 +68,8 @@ def peak_memory(*, maps_files: bool = False) -> Iterator[MemoryPeak]:
             highest = sampler.stop()
         # The mark may lie below the present pages, because file-backed ones came after the peak.
         peak.peak_bytes = max(highest, after["RssAnon"], before["RssAnon"]) - before["RssAnon"]
-        peak.kept_bytes = after["RssAnon"] - before["RssAnon"]
+        _settle()  # what malloc keeps for later is nobody's
+        peak.kept_bytes = _status()["RssAnon"] - before["RssAnon"]
 
 
 class _Sampler:
