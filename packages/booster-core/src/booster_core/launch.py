@@ -10,6 +10,7 @@ import atexit
 import os
 import random
 import sys
+import time
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID")
 _OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 _MAX_PORT = 65535
+_LAST_SECONDS = 10.0
+"""How long rank 0, which holds the store, stays at the end for ranks that are not through yet."""
+_LET_GO_SECONDS = 0.1
 _MAX_SEED = 2**32 - 1
 
 
@@ -276,7 +280,14 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     if monitor is not None and error is not None and not monitor.is_failing:
         monitor.report(error, error.__traceback__)
+    elif monitor is not None:
+        monitor.wait_for_others(_LAST_SECONDS)
+    had_group = current_world().process_group is not None
     shutdown()
+    if had_group:
+        # gloo's threads let go of a collective's tensors only after its result is there, for which they need the
+        # interpreter's lock; one that still waits for it when the interpreter is gone aborts the process.
+        time.sleep(_LET_GO_SECONDS)
 
 
 def local_rank_from_environment() -> int | None:
@@ -341,6 +352,8 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
     atexit.register(_at_exit)
     _watch(world, store, start.host)
     coordinator = DistCoordinator()
+    # A rank that went on, and perhaps ended, now would tear connections that others are still making.
+    coordinator.rendezvous("launch")
     if verbose:
         coordinator.print_on_master(
             f"Booster: {start.world_size} ranks at {start.host}:{start.port}, backend {backend}, seed {start.seed}"

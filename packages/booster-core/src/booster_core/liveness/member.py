@@ -106,6 +106,14 @@ class Monitor:
         self._send({"type": "where"})
         return dict(self._records) if self._answered.wait(_ASK_SECONDS) else None
 
+    def wait_for_others(self, seconds: float) -> None:
+        """Wait on the rank that serves the others until they are gone; for at most so long, and not after a failure."""
+        deadline = time.monotonic() + seconds
+        while self._server is not None and not self.is_failing and time.monotonic() < deadline:
+            if self._server.num_members <= 1:
+                return
+            time.sleep(0.01)
+
     def close(self) -> None:
         """Say goodbye: this process ends normally, or at least by its own decision."""
         if self.is_failing:

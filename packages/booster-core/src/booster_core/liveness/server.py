@@ -66,6 +66,11 @@ class Server:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="booster monitor server", daemon=True)
 
+    @property
+    def num_members(self) -> int:
+        """Number of ranks that are connected, the server's own among them."""
+        return len(self._links)
+
     def start(self) -> None:
         """Begin to serve."""
         self._thread.start()
