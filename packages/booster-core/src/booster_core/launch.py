@@ -265,6 +265,24 @@ def ensure_process_group() -> DistCoordinator:
     return _start_alone(None, None, DEFAULT_TIMEOUT_SECONDS, verbose=False)
 
 
+def launched_world_size() -> tuple[int, str]:
+    """Return how many processes a launcher says it started, and the call that would join them; 1 where none says so.
+
+    Whether or not the process group has been started.
+
+    Collective: none.
+    """
+    for name, call in (
+        ("WORLD_SIZE", "launch_from_torch()"),
+        ("SLURM_STEP_NUM_TASKS", "launch_from_slurm(host, port)"),
+        ("OMPI_COMM_WORLD_SIZE", "launch_from_openmpi(host, port)"),
+    ):
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 1:
+            return int(text), call
+    return 1, "launch_from_torch()"
+
+
 def shutdown() -> None:
     """End this process' part of the run: destroy the process group. Happens by itself when the interpreter ends.
 
