@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import random
-import socket
 import sys
 import time
 import warnings
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError, LaunchError
+from booster_core.host import Host, distinct_names, this_host
 from booster_core.world import DEFAULT_TIMEOUT_SECONDS, close_world, current_world, open_world
 
 if TYPE_CHECKING:
@@ -265,6 +265,24 @@ def ensure_process_group() -> DistCoordinator:
     return _start_alone(None, None, DEFAULT_TIMEOUT_SECONDS, verbose=False)
 
 
+def launched_world_size() -> tuple[int, str]:
+    """Return how many processes a launcher says it started, and the call that would join them; 1 where none says so.
+
+    Whether or not the process group has been started.
+
+    Collective: none.
+    """
+    for name, call in (
+        ("WORLD_SIZE", "launch_from_torch()"),
+        ("SLURM_STEP_NUM_TASKS", "launch_from_slurm(host, port)"),
+        ("OMPI_COMM_WORLD_SIZE", "launch_from_openmpi(host, port)"),
+    ):
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 1:
+            return int(text), call
+    return 1, "launch_from_torch()"
+
+
 def shutdown() -> None:
     """End this process' part of the run: destroy the process group. Happens by itself when the interpreter ends.
 
@@ -316,7 +334,8 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
 
         # torchrun's store outlives the ranks: a restarted run would find the addresses of the one that died.
         store = PrefixStore(f"booster/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    store.set(f"booster/host/{start.rank}", socket.gethostname())
+    host = this_host()
+    store.set(f"booster/host/{start.rank}", host.to_text())
     meet_at_launch(
         store,
         f"{start.host}:{start.port}",
@@ -326,8 +345,8 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
     )
     local_rank = start.local_rank
     if local_rank is None:
-        lower = [store.get(f"booster/host/{rank}").decode() for rank in range(start.rank)]
-        local_rank = lower.count(socket.gethostname())
+        lower = [Host.from_text(store.get(f"booster/host/{rank}").decode()).machine for rank in range(start.rank)]
+        local_rank = lower.count(host.machine)
         _use_device(local_rank)
     _seed_everything(start.seed)
     try:
@@ -341,7 +360,12 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
         )
     except RuntimeError as error:
         close_world()
-        msg = f"Rank {start.rank} could not start the process group of backend {backend!r}: {error}"
+        msg = (
+            f"Rank {start.rank} could not start the process group of backend {backend!r}: {error}. Ranks on several "
+            "hosts must reach each other at the addresses that their host names stand for; if those are the wrong "
+            "ones, name the network interface in the environment variable GLOO_SOCKET_IFNAME (for nccl, "
+            "NCCL_SOCKET_IFNAME)."
+        )
         raise LaunchError(msg) from error
     atexit.register(_at_exit)
     _watch(world, store, start.host)
@@ -361,7 +385,8 @@ def _watch(world: World, store: Store, host: str) -> None:
 
     hosts = None
     if world.rank == 0:
-        hosts = [store.get(f"booster/host/{rank}").decode() for rank in range(world.world_size)]
+        ranks = range(world.world_size)
+        hosts = distinct_names([Host.from_text(store.get(f"booster/host/{rank}").decode()) for rank in ranks])
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     world.monitor = start_monitor(world, hosts, host, may_end_process=True, error_file=error_file)
     if world.monitor is not None:

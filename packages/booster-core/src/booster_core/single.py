@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from booster_core.errors import ConfigError
+from booster_core.launch import launched_world_size
 from booster_core.plugin import Boosted, Capability, Plugin
 from booster_core.replicated import place_model
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper
@@ -47,7 +50,8 @@ class SingleDevicePlugin(Plugin):
         """Move the model to the device and wrap it.
 
         Raises:
-            ConfigError: If several ranks were launched, which would each train a model of their own.
+            ConfigError: If several ranks were launched, or several processes started by a launcher that would each
+                train a model of their own.
 
         Collective: none.
         """
@@ -58,6 +62,15 @@ class SingleDevicePlugin(Plugin):
                 "train a model of its own. Choose a plugin, for example `Booster(plugin='ddp')`."
             )
             raise ConfigError(msg)
+        if not torch.distributed.is_initialized():
+            num_started, call = launched_world_size()
+            if num_started > 1:
+                msg = (
+                    "`Booster()` without a plugin trains on one device, but a launcher started "
+                    f"{num_started} processes: each would train a model of its own. Call `{call}` and choose a plugin, "
+                    "for example `Booster(plugin='ddp')`, or start the script by `python`."
+                )
+                raise ConfigError(msg)
         place_model(objects.model, objects.optimizer, context.device, context.precision)
         model = ModelWrapper(objects.model, precision=context.precision)
         optimizer = objects.optimizer and OptimizerWrapper(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.checkpoint.job import TOKEN_CHARACTERS, as_checkpoint_error
 from booster_core.errors import CheckpointError
+from booster_core.host import this_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from booster_core.coordinator import DistCoordinator
+    from booster_core.host import Host
 
 _LINGER_SECONDS = 10.0
 _WRITE_TIMEOUT_SECONDS = 24 * 3600.0
@@ -186,20 +187,20 @@ class Session:
 
         return token, undo
 
-    def look_for_token(self, folder: Path, token: str) -> tuple[bool, str]:
-        """Return whether this rank sees rank 0's token, and the name of its host.
+    def look_for_token(self, folder: Path, token: str) -> tuple[bool, Host]:
+        """Return whether this rank sees rank 0's token, and its host.
 
         Collective: none.
         """
         if self.world_size == 1:
-            return True, ""
+            return True, this_host()
         with suppress(OSError):
             # A network file system may show an old listing; opening a file asks the server.
             os.close(os.open(self._probe(folder, token), os.O_RDONLY))
-            return True, socket.gethostname()
-        return False, socket.gethostname()
+            return True, this_host()
+        return False, this_host()
 
-    def choose_route(self, folder: Path, token: str, seen: list[tuple[bool, str]]) -> Route:
+    def choose_route(self, folder: Path, token: str, seen: list[tuple[bool, Host]]) -> Route:
         """Return how values reach the files of a folder.
 
         Args:

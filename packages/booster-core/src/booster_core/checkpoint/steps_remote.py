@@ -18,6 +18,7 @@ from booster_core.checkpoint.job import TEMPORARY, as_checkpoint_error
 from booster_core.checkpoint.manifest import MANIFEST, verify_folder
 from booster_core.checkpoint.steps import LATEST, LocalSteps, Steps, folder_name, parse_name
 from booster_core.errors import CheckpointError
+from booster_core.host import this_host
 from booster_core.storage import local_path, scheme_of, storage_for
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def copied_once_per_host(session: Session, copy: Callable[[Path], None]) -> Iter
     Collective: every rank.
     """
     coordinator = session.coordinator
-    hosts = coordinator.all_gather_object(socket.gethostname())
+    hosts = coordinator.all_gather_object(this_host())
     leader = hosts.index(hosts[session.rank])
     own: Path | None = None
     error: Exception | None = None

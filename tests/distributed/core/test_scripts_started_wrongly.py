@@ -1,0 +1,78 @@
+"""Scripts that don't fit the way they were started: each rank says so, and all end."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+def run(tmp_path, body, launcher=(), **environment):
+    """Run a script that prints the type and text of the error it ends by, on whichever rank."""
+    script = tmp_path / "train.py"
+    indented = textwrap.indent(textwrap.dedent(body).strip(), "    ")
+    script.write_text(
+        "import os, time, torch\n"
+        "from pathlib import Path\n"
+        "from booster_core import Booster, launch_from_torch\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        f"try:\n{indented}\n"
+        "except Exception as error:\n"
+        "    line = f\"RANK {os.environ.get('RANK')} {type(error).__name__}: {error}\\n\"\n"
+        "    os.write(1, line.encode())\n"
+        # torchrun ends all ranks when it sees the first end; each is to have said its error by then.
+        "    Path(f\"said-{os.environ.get('RANK')}\").touch()\n"
+        f"    while {bool(launcher)} and len(list(Path().glob('said-*'))) < 2:\n"
+        "        time.sleep(0.05)\n"
+        "    raise\n"
+    )
+    started = time.monotonic()
+    kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        cwd=tmp_path,
+        env={**kept, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0, done.stdout + done.stderr
+    assert time.monotonic() - started < 60
+    return re.findall(r"^RANK (\w+) (\w+): (.*)$", done.stdout, re.MULTILINE), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("Booster(plugin='ddp').boost(model)", r"Call `launch_from_torch\(\)` first"),
+        ("Booster().boost(model)", "a launcher started 2 processes: each would train a model of its own"),
+        (
+            """
+            launch_from_torch()
+            Booster().boost(model)
+            """,
+            r"but 2 ranks were launched: .* Choose a plugin, for example `Booster\(plugin='ddp'\)`",
+        ),
+    ],
+    ids=["ddp without launch", "no plugin, without launch", "no plugin"],
+)
+def test_every_rank_says_what_to_do(tmp_path, body, words):
+    errors, _ = run(tmp_path, body, LAUNCHER)
+    assert {kind for _, kind, _ in errors} == {"ConfigError"}
+    assert sorted(rank for rank, _, _ in errors) == ["0", "1"]
+    for _, _, text in errors:
+        assert re.search(words, text), text
+
+
+@pytest.mark.parametrize("missing", sorted(TORCHRUN))
+def test_variables_of_torchrun_set_in_part(tmp_path, missing):
+    environment = {name: value for name, value in TORCHRUN.items() if name != missing}
+    errors, screen = run(tmp_path, "launch_from_torch()", **environment)
+    assert len(errors) == 1
+    assert errors[0][1] == "ConfigError"
+    assert re.search(rf"are set and {missing} is not\. Start the script by `torchrun`", errors[0][2])
+    assert screen.rstrip().splitlines()[-1].startswith("booster_core.errors.ConfigError: Of torchrun's")

@@ -1,0 +1,186 @@
+"""Two hosts: network namespaces with a cable between them, each with a torchrun of its own.
+
+Both have the same name, as cloned machines and containers may, and a loopback that does not reach the other.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pretrain_bytes.py"
+ADDRESSES = ("192.0.2.1", "192.0.2.2")  # set aside for documentation, and here known to the two namespaces only
+LIMIT_SECONDS = 30.0
+"""What Booster promises, from a host's death to the end of the processes on the other."""
+TORCHRUN_SECONDS = 30.0
+"""How long torchrun itself may take to end after its processes have."""
+
+
+def _ip(*arguments):
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False, timeout=30)
+    if done.returncode != 0:
+        raise OSError(done.stderr.strip() or f"ip ended with {done.returncode}")
+    return done.stdout
+
+
+class Hosts:
+    """Two namespaces, and what runs in them."""
+
+    def __init__(self, folder):
+        self.names = [f"booster-{os.getpid()}-{letter}" for letter in "ab"]
+        self.folder = folder
+        self.processes = []
+
+    def connect(self):
+        for name in self.names:
+            _ip("netns", "add", name)
+        one, other = self.names
+        _ip("link", "add", "cable", "netns", one, "type", "veth", "peer", "name", "cable", "netns", other)
+        for name, address in zip(self.names, ADDRESSES, strict=True):
+            _ip("-n", name, "address", "add", f"{address}/30", "dev", "cable")
+            _ip("-n", name, "link", "set", "cable", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+
+    def torchrun(self, script, *arguments):
+        """Start a process of the script on each host."""
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+            f"--master-addr={ADDRESSES[0]}", "--master-port=29500",
+        ]  # fmt: skip
+        # Neither host's name stands for its end of the cable.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}
+        for number, name in enumerate(self.names):
+            with self.screen(number).open("wb") as screen:
+                where = ["ip", "netns", "exec", name, *command, f"--node-rank={number}"]
+                self.processes.append(
+                    subprocess.Popen(
+                        [*where, str(script), *map(str, arguments)],
+                        cwd=self.folder,
+                        env=environment,
+                        stdout=screen,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    def screen(self, number):
+        return self.folder / f"screen{number}"
+
+    def output(self, number):
+        return self.screen(number).read_text(errors="replace")
+
+    def wait(self, number, timeout):
+        try:
+            return self.processes[number].wait(timeout)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"host {number} had not ended after {timeout:g} s:\n{self.output(number)}")
+
+    def kill(self, number):
+        """End all processes of a host at once, so that none can say goodbye."""
+        for pid in map(int, _ip("netns", "pids", self.names[number]).split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def unplug(self, number):
+        """Cut a host off, as the others see one that has lost power: its connections stay open."""
+        _ip("-n", self.names[number], "link", "set", "cable", "down")
+
+    def remove(self):
+        existing = _ip("netns", "list").split()
+        for number, name in enumerate(self.names):
+            if name in existing:
+                self.kill(number)
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for name in self.names:
+            if name in existing:
+                _ip("netns", "delete", name)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command `ip` of iproute2")
+    if os.geteuid() != 0:
+        pytest.skip("only root can make network namespaces")
+    two = Hosts(tmp_path)
+    try:
+        try:
+            two.connect()
+        except OSError as error:
+            pytest.skip(f"network namespaces with a cable between them can't be made here: {error}")
+        yield two
+    finally:
+        two.remove()
+
+
+def test_the_demo_runs_on_two_hosts(hosts, tmp_path):
+    size = ["--steps", 3, "--batch-size", 4, "--hidden", 64, "--layers", 2, "--corpus-bytes", 300000]
+    hosts.torchrun(EXAMPLE, *size, "--out", "out")
+    assert [hosts.wait(number, 240) for number in range(2)] == [0, 0], hosts.output(0) + hosts.output(1)
+    assert "world      2 rank(s)" in hosts.output(0)
+    assert "mean of the last 10 steps" in hosts.output(0)
+    assert "validation loss" in hosts.output(0)
+    assert "loss" not in hosts.output(1)
+    for number in range(2):
+        assert "Warning" not in hosts.output(number)
+    assert (tmp_path / "out/model.safetensors.index.json").exists()
+
+
+def test_ranks_know_that_they_share_no_host(hosts, tmp_path):
+    script = tmp_path / "facts.py"
+    script.write_text(
+        textwrap.dedent("""
+        import json, socket
+        from booster_core import launch_from_torch
+        from booster_core.host import this_host
+        c = launch_from_torch(verbose=False)
+        seen = c.all_gather_object(this_host())
+        print(json.dumps({
+            "rank": c.rank, "local_rank": c.local_rank, "name": socket.gethostname(), "hosts": len(set(seen))
+        }), flush=True)
+        """)
+    )
+    hosts.torchrun(script)
+    assert [hosts.wait(number, 120) for number in range(2)] == [0, 0], hosts.output(0) + hosts.output(1)
+    for number in range(2):
+        assert f'"rank": {number}, "local_rank": 0' in hosts.output(number)
+        assert '"hosts": 2' in hosts.output(number)
+        assert "Warning" not in hosts.output(number)
+
+
+@pytest.mark.parametrize(
+    ("end", "victim"),
+    [("kill", 0), ("kill", 1), pytest.param("unplug", 0, marks=pytest.mark.slow), ("unplug", 1)],
+)
+def test_when_a_host_dies_the_other_ends(hosts, tmp_path, victim, end):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import time
+        import torch, torch.distributed as dist
+        from booster_core import launch_from_torch
+        launch_from_torch(verbose=False)
+        for step in range(10**6):
+            dist.all_reduce(torch.ones(1))
+            print("step", step, flush=True)
+            time.sleep(0.1)
+        """)
+    )
+    hosts.torchrun(script)
+    deadline = time.monotonic() + 60
+    while any("step 3" not in hosts.output(number) for number in range(2)):
+        assert time.monotonic() < deadline, hosts.output(0) + hosts.output(1)
+        time.sleep(0.1)
+    getattr(hosts, end)(victim)
+    other = 1 - victim
+    assert hosts.wait(other, LIMIT_SECONDS + TORCHRUN_SECONDS) != 0, hosts.output(other)
+    assert f"Booster: rank {victim}" in hosts.output(other)
+    assert "died without a traceback" in hosts.output(other)
