@@ -1,8 +1,8 @@
 """Speed of saving and loading a Llama and its AdamW state on several ranks, against the disk and against torch DCP.
 
-Run as ``torchrun --nproc-per-node 2 benchmarks/checkpoint.py [--size 110m] [--rounds 5] [--folder DIR]``. Every
-figure is a ratio of two things measured in turns (A B A B ...) in one run: the median over the rounds, and the lowest
-and highest round. What is compared:
+Run as ``python benchmarks/checkpoint.py [--size 110m] [--ranks 2] [--rounds 5] [--folder DIR]``. Every figure is a ratio
+of two things measured in turns (A B A B ...) in one run: the median over the rounds, and the lowest and highest round.
+What is compared:
 
 - save: each rank writes an equal share of the same bytes into one file, with the same sync, from one buffer;
 - load: each rank reads the same bytes from the same files into memory that exists;
@@ -34,8 +34,8 @@ from booster_core.checkpoint import CheckpointIO, ModelPart, OptimizerPart
 from booster_core.checkpoint.naming import MODEL, OPTIMIZER, FileNames
 from booster_core.checkpoint.raw import as_bytes, pread_into, pwrite_from
 from booster_core.coordinator import DistCoordinator
-from booster_core.launch import launch_from_torch
 from booster_core.state.replicated import ReplicatedStateAdapter
+from booster_core.testing import run_on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -117,20 +117,31 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=None, help="on the disk to measure; a temporary folder by default"
     )
+    parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
+    run_on_ranks(
+        on_rank,
+        options.ranks,
+        options.size,
+        options.rounds,
+        options.folder,
+        timeout_seconds=3600,
+        group_timeout_seconds=600,
+    )
+
+
+def on_rank(size: str, rounds: int, folder: Path | None) -> None:
+    """Run the comparisons on this rank."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-    launch_from_torch()
-    torch.set_num_threads(1)
     coordinator = DistCoordinator()
-    folder = coordinator.broadcast_object(options.folder or Path(tempfile.mkdtemp(prefix="booster-bench-")))
+    place = coordinator.broadcast_object(folder or Path(tempfile.mkdtemp(prefix="booster-bench-")))
     try:
-        Bench(options.size, options.rounds, folder, coordinator).run()
+        Bench(size, rounds, place, coordinator).run()
     finally:
         dist.barrier()
-        if coordinator.rank == 0 and options.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        dist.destroy_process_group()
+        if coordinator.rank == 0 and folder is None:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 class Bench:
