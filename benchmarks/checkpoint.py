@@ -1,8 +1,8 @@
 """Speed of saving and loading a Llama and its AdamW state on several ranks, against the disk and against torch DCP.
 
-Run as ``python benchmarks/checkpoint.py [--size 110m] [--ranks 2] [--rounds 5] [--folder DIR]``. Every figure is a ratio
-of two things measured in turns (A B A B ...) in one run: the median over the rounds, and the lowest and highest round.
-What is compared:
+Run as ``python benchmarks/checkpoint.py [--size 110m] [--ranks 2] [--rounds 5] [--folder DIR]``. Every figure is a
+ratio of two things measured in turns (A B A B ...) in one run: the median over the rounds, and the lowest and highest
+round. What is compared:
 
 - save: each rank writes an equal share of the same bytes into one file, with the same sync, from one buffer;
 - load: each rank reads the same bytes from the same files into memory that exists;
