@@ -92,7 +92,14 @@ class ResumableRun:
         np.random.seed(100 * seed + world.rank)  # noqa: NPY002 - the global generator is meant
         self.booster = Booster("cpu", precision, plugin if world.world_size > 1 else None)
         loader = self.booster.prepare_dataloader(
-            NumberedSamples(samples), batch, shuffle=True, seed=5, num_workers=workers, drop_last=drop_last
+            NumberedSamples(samples),
+            batch,
+            shuffle=True,
+            seed=5,
+            num_workers=workers,
+            drop_last=drop_last,
+            # A fork of a process with gloo's threads may inherit a lock that nobody is left to release.
+            multiprocessing_context="forkserver" if workers else None,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
