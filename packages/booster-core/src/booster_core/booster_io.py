@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from booster_core.state.adapter import StateAdapter
 
 
-class BoosterIO:
+class BoosterIO(ABC):
     """Saves and loads what `Booster.boost` returned, and plain models and schedulers beside it."""
 
     plugin: Plugin
@@ -39,9 +40,9 @@ class BoosterIO:
         self._io: CheckpointIO | None = None
 
     @property
+    @abstractmethod
     def context(self) -> BoostContext:
         """Device, ranks, precision and hooks of this run."""
-        raise NotImplementedError
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
