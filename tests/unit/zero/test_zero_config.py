@@ -3,8 +3,8 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.precision import PrecisionPolicy
+from booster_core.sharding.ranks import sharding_groups
 from booster_zero import LowLevelZeroPlugin
-from booster_zero.ranks import sharding_groups
 
 
 @pytest.mark.parametrize(

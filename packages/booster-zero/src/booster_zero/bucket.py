@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from booster_core.sharding.ranks import ShardingRanks
     from booster_zero.partition import BucketPlan, Slot
-    from booster_zero.ranks import ZeroRanks
 
 
 _SMALL_NUMEL = 1 << 13
@@ -104,7 +104,7 @@ class Bucket:
         plan: BucketPlan,
         parameters: Mapping[int, nn.Parameter],
         format: Format,  # noqa: A002 - the noun for it
-        ranks: ZeroRanks,
+        ranks: ShardingRanks,
     ) -> None:
         self.plan = plan
         self.format = format

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from booster_core import collectives
+from booster_core.sharding.hosting import State, is_cut
 from booster_zero.bucket import Bucket, Format, Piece
 from booster_zero.partition import assign_owners, plan_flat, plan_whole
 
@@ -16,10 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_zero.ranks import ZeroRanks
-
-State = dict[str, Any]
-"""What an optimizer keeps of one parameter."""
+    from booster_core.sharding.ranks import ShardingRanks
 
 
 class Layout:
@@ -35,7 +33,7 @@ class Layout:
         parameters: The model's parameters by number.
     """
 
-    def __init__(self, ranks: ZeroRanks, *, kind: str, bucket_bytes: int) -> None:
+    def __init__(self, ranks: ShardingRanks, *, kind: str, bucket_bytes: int) -> None:
         self.buckets: list[Bucket] = []
         self.parameters: dict[int, nn.Parameter] = {}
         self._formats: dict[int, Format] = {}
@@ -180,8 +178,3 @@ class Layout:
                         having,
                     )
         return moved
-
-
-def is_cut(key: str, value: Tensor, shape: torch.Size) -> bool:
-    """Whether a piece's state is elementwise, so that it is cut as the parameter is; a step count never is."""
-    return key != "step" and value.shape == shape

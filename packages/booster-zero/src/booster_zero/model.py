@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_core import collectives
 from booster_core.precision.casting import cast_floating
+from booster_core.precision.narrow import NARROW
 from booster_core.wrappers import ModelWrapper
 
 if TYPE_CHECKING:
     from booster_core.precision import PrecisionPolicy
     from booster_zero.optimizer import ZeroOptimizer
-
-NARROW = (torch.bfloat16, torch.float16)
 
 
 class ZeroModel(ModelWrapper):
@@ -54,37 +52,3 @@ class ZeroModel(ModelWrapper):
         super().zero_grad(set_to_none)
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none)
-
-
-def agree_on_values(model: nn.Module) -> None:
-    """Give every rank the first rank's parameters and buffers.
-
-    Collective: every rank of the world.
-    """
-    for tensor in [*model.parameters(), *model.buffers()]:
-        send_first(tensor.data)
-
-
-def send_first(tensor: torch.Tensor) -> None:
-    """Give every rank the first rank's values of a tensor of any strides.
-
-    Collective: every rank of the world.
-    """
-    dense = tensor.contiguous()
-    # Backends move numbers; truth values are bytes to them.
-    collectives.broadcast(dense.view(torch.uint8) if dense.dtype == torch.bool else dense).wait()
-    if dense is not tensor:
-        tensor.copy_(dense)
-
-
-def kept_as_they_are(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that stay in their format under a narrow one.
-
-    Batch normalisation computes its statistics in fp32, and torch's CPU kernel wants its parameters so as well.
-    """
-    return {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - the common base of all of them
-        for parameter in module.parameters(recurse=False)
-    }

@@ -11,13 +11,13 @@ from booster_core import collectives
 from booster_core.errors import ConfigError, GradientError
 from booster_core.gradients.clip import clip_by_norm
 from booster_core.liveness import naming_missing_ranks
+from booster_core.sharding.agreement import send_first
+from booster_core.sharding.elementwise import partition_for
+from booster_core.sharding.hosting import HostedOptimizer
 from booster_core.state.naming import NamedTensors
 from booster_core.wrappers import OptimizerWrapper
 from booster_zero.buffers import BufferWatch
-from booster_zero.elementwise import partition_for
-from booster_zero.hosting import HostedOptimizer
 from booster_zero.layout import Layout
-from booster_zero.model import send_first
 from booster_zero.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from booster_core.sharding.ranks import ShardingRanks
     from booster_zero.bucket import Format
     from booster_zero.config import ZeroConfig
-    from booster_zero.ranks import ZeroRanks
 
 
 class ZeroOptimizer(OptimizerWrapper):
@@ -54,7 +54,7 @@ class ZeroOptimizer(OptimizerWrapper):
         model: nn.Module,
         *,
         config: ZeroConfig,
-        ranks: ZeroRanks,
+        ranks: ShardingRanks,
         format_of: Callable[[nn.Parameter], Format],
         **kwargs: Any,
     ) -> None:

@@ -13,13 +13,15 @@ from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_core.plugin import Boosted, Capability, Plugin
 from booster_core.precision import PrecisionPolicy
+from booster_core.precision.narrow import NARROW, kept_as_they_are
 from booster_core.replicated import check_no_masters, place_model
+from booster_core.sharding.agreement import agree_on_values
+from booster_core.sharding.ranks import ShardingRanks, make_ranks
 from booster_core.wrappers import unscaled_gradient, unwrap_model
 from booster_zero.bucket import Format
 from booster_zero.config import ZeroConfig
-from booster_zero.model import NARROW, ZeroModel, agree_on_values, kept_as_they_are
+from booster_zero.model import ZeroModel
 from booster_zero.optimizer import ZeroOptimizer
-from booster_zero.ranks import ZeroRanks, make_ranks
 from booster_zero.state import ZeroStateAdapter
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ class LowLevelZeroPlugin(Plugin):
             broadcast_buffers=broadcast_buffers,
         )
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
-        self._ranks: tuple[Any, ZeroRanks] | None = None
+        self._ranks: tuple[Any, ShardingRanks] | None = None
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the policy with working parameters in the compute format, and masters beside them where it is narrow.
@@ -182,7 +184,7 @@ class LowLevelZeroPlugin(Plugin):
         """Return the options and their values."""
         return asdict(self.config)
 
-    def _ranks_of_world(self) -> ZeroRanks:
+    def _ranks_of_world(self) -> ShardingRanks:
         """Return this rank's place; process groups are made once for each world."""
         world = dist.group.WORLD
         if self._ranks is None or self._ranks[0] is not world:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import CheckpointError
+from booster_core.sharding.hosting import is_cut
 from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter, TensorMeta
 from booster_core.state.optimizer_state import flatten_state, restore_state
 from booster_core.state.replicated import MASTER, ReplicatedStateAdapter
 from booster_core.state.shard import TensorShard, full_box
-from booster_zero.layout import is_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroRanks:
+class ShardingRanks:
     """This rank's place in hybrid sharding: state is split within a replica and repeated over replicas.
 
     Args:
@@ -54,7 +54,7 @@ def sharding_groups(world_size: int, replica_size: int) -> tuple[list[list[int]]
     return replicas, shards
 
 
-def make_ranks(replica_size: int) -> ZeroRanks:
+def make_ranks(replica_size: int) -> ShardingRanks:
     """Return this rank's place, with process groups where there is more than one replica.
 
     Raises:
@@ -65,7 +65,7 @@ def make_ranks(replica_size: int) -> ZeroRanks:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     replicas, shards = sharding_groups(world_size, replica_size)
     if replica_size == 1:
-        return ZeroRanks(shard_group=None, shard_rank=rank, shard_size=world_size)
+        return ShardingRanks(shard_group=None, shard_rank=rank, shard_size=world_size)
     groups = {}
     for kind, lists in (("replica", replicas), ("shard", shards)):
         for members in lists:  # every rank makes every group, in the same order
@@ -73,7 +73,7 @@ def make_ranks(replica_size: int) -> ZeroRanks:
             if rank in members:
                 groups[kind] = group
     size = world_size // replica_size
-    return ZeroRanks(
+    return ShardingRanks(
         shard_group=groups["replica"],
         shard_rank=rank % size,
         shard_size=size,

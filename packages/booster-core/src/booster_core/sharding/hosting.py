@@ -6,19 +6,32 @@ state's keys, change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-
-from booster_zero.layout import is_cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_zero.bucket import Piece
-    from booster_zero.layout import State
+State = dict[str, Any]
+"""What an optimizer keeps of one parameter."""
+
+
+class Piece(Protocol):
+    """The part of one parameter that this rank owns.
+
+    Attributes:
+        start: First element of the flattened parameter.
+        stop: One past the last.
+        values: What the optimizer updates: in the parameter's shape where all of it is here, else 1-D.
+    """
+
+    start: int
+    stop: int
+    values: nn.Parameter
 
 
 class HostedOptimizer:
@@ -99,3 +112,8 @@ def _cut(key: str, value: Any, shape: torch.Size, piece: Piece) -> Any:
     dtype = values.dtype if value.is_floating_point() else value.dtype
     part = value.reshape(-1)[piece.start : piece.stop].view(values.shape)
     return part.to(device=values.device, dtype=dtype, copy=True)
+
+
+def is_cut(key: str, value: Tensor, shape: torch.Size) -> bool:
+    """Whether a piece's state is elementwise, so that it is cut as the parameter is; a step count never is."""
+    return key != "step" and value.shape == shape

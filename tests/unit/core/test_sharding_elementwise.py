@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_zero.elementwise import ELEMENTWISE, WHOLE, _probed, partition_for
+from booster_core.sharding.elementwise import ELEMENTWISE, WHOLE, _probed, partition_for
 
 
 def parameters():

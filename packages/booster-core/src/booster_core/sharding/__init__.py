@@ -1,0 +1,1 @@
+"""What every strategy that splits state over ranks needs: who shares a replica, and what an optimizer lets one cut."""
