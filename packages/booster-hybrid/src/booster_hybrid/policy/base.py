@@ -23,6 +23,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a dotted name fits a rule's pattern.
+
+    Args:
+        pattern: Such as ``"layers.*.mlp"`` or ``"**.mlp"``.
+        name: Such as ``"layers.3.mlp"``.
+    """
+    ours, theirs = pattern.split("."), name.split(".")
+    if ours[0] == "**":
+        ours = ours[1:]
+        theirs = theirs[max(len(theirs) - len(ours), 0) :]
+    return len(ours) == len(theirs) and all(one in ("*", other) for one, other in zip(ours, theirs, strict=True))
+
+
 class Style(enum.Enum):
     """How one module is split over tensor parallel ranks."""
 
@@ -42,10 +56,8 @@ class Style(enum.Enum):
     """A mixture of experts, each expert split: (hidden states, expert indices, weights) in, partial sums out."""
     SUMMED_GRADIENT = "summed_gradient"
     """A module is whole on every rank, but works on split activations: its gradients are summed."""
-    COLUMN_PARAMETER = "column_parameter"
-    """A parameter ``(..., outputs, inputs)`` outside of a linear layer holds some of its outputs."""
-    ROW_PARAMETER = "row_parameter"
-    """A parameter ``(..., outputs, inputs)`` outside of a linear layer holds some of its inputs."""
+    PARAMETER = "parameter"
+    """A parameter outside of a linear layer is cut along the rule's ``dim``; nothing is communicated."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,8 @@ class ModuleRule:
     """How the modules (or parameters) of a pattern are split.
 
     Args:
-        pattern: Name of a module or parameter; ``*`` stands for one component, such as a layer's number.
+        pattern: Name of a module or parameter; ``*`` stands for one component, such as a layer's number, and a leading
+            ``**`` for any number of them.
         style: How it is split.
         units: Where the split dimension must not be cut: the name of a field of the model's configuration, or of an
             attribute of the module's parent, that holds the number of its indivisible parts (heads), or that number.
@@ -63,6 +76,7 @@ class ModuleRule:
             here.
         shares_input: Whether the layer may read the same input as its column-parallel siblings, and share a sum.
         is_optional: Whether a model without such a module is fine.
+        dim: For `Style.PARAMETER`: the dimension to cut, which may be negative.
     """
 
     pattern: str
@@ -72,6 +86,7 @@ class ModuleRule:
     scaled: tuple[str, ...] = ()
     shares_input: bool = True
     is_optional: bool = False
+    dim: int = 0
 
 
 @dataclass(frozen=True)

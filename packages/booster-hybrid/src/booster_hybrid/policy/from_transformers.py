@@ -6,13 +6,12 @@ whole, and the embedding, which is split by vocabulary as the head is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
-
-if TYPE_CHECKING:
-    from torch import nn
+from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 
 _STYLES = {
     "colwise": Style.COLUMN,
@@ -20,7 +19,7 @@ _STYLES = {
     "colwise_gather_output": Style.COLUMN_GATHER,
     "rowwise_split_input": Style.ROW_SPLIT,
     "replicated_with_grad_allreduce": Style.SUMMED_GRADIENT,
-    "packed_colwise": Style.COLUMN_PARAMETER,
+    "packed_colwise": Style.PARAMETER,
     "moe_tp_experts": Style.EXPERTS,
     "embedding_rowwise": Style.VOCABULARY,
 }
@@ -41,15 +40,8 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
         return None
     config: Any = getattr(model, "config", None)
     heads = "num_key_value_heads" if getattr(config, "num_key_value_heads", None) else "num_attention_heads"
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    names = {id(module): name for name, module in model.named_modules()}
     parameters = {name for name, _ in model.named_parameters()}
-    rules = []
-    if embedding is not None:
-        rules.append(ModuleRule(names[id(embedding)], Style.VOCABULARY))
-    if head is not None:
-        rules.append(ModuleRule(names[id(head)], Style.HEAD))
+    rules = vocabulary_rules(model, Style.HEAD)
     for pattern, text in plan.items():
         if text not in _STYLES:
             known = ", ".join(map(repr, _STYLES))
@@ -61,8 +53,9 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
         style = _STYLES[text]
         in_attention = any(word in part for part in pattern.split(".")[-2:-1] for word in _ATTENTION)
         is_parameter = any(matches(pattern, name) for name in parameters)
-        if is_parameter and style in (Style.COLUMN, Style.ROW):
-            style = Style.COLUMN_PARAMETER if style is Style.COLUMN else Style.ROW_PARAMETER
+        dim = -1 if style is Style.ROW else -2
+        if is_parameter:  # (experts, outputs, inputs)
+            style = Style.PARAMETER
         rules.append(
             ModuleRule(
                 pattern,
@@ -70,25 +63,39 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
                 units=heads if in_attention and style is not Style.SUMMED_GRADIENT else None,
                 num_blocks=2 if text == "packed_colwise" else 1,
                 is_optional=True,  # one plan serves all heads and depths of a family
+                dim=dim,
             )
         )
     return ShardingPolicy(rules=tuple(rules), layers=_layer_lists(model))
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Return whether a dotted name fits a pattern, in which ``*`` stands for one component.
+def vocabulary_rules(model: nn.Module, head_style: Style) -> list[ModuleRule]:
+    """Return rules that split a transformers model's embedding and head by vocabulary.
 
     Args:
-        pattern: Such as ``"layers.*.mlp"``.
-        name: Such as ``"layers.3.mlp"``.
+        model: The user's model; one without embedding or head has no rule for it.
+        head_style: `Style.HEAD` where the model's own loss can work on split logits, else `Style.COLUMN_GATHER`.
     """
-    ours, theirs = pattern.split("."), name.split(".")
-    return len(ours) == len(theirs) and all(one in ("*", other) for one, other in zip(ours, theirs, strict=True))
+    rules: list[ModuleRule] = []
+    for getter, kind, style in (
+        ("get_input_embeddings", nn.Embedding, Style.VOCABULARY),
+        ("get_output_embeddings", nn.Linear, head_style),
+    ):
+        try:
+            found = getattr(model, getter)() if hasattr(model, getter) else None
+        except NotImplementedError:  # what transformers' models without tokens say
+            found = None
+        if isinstance(found, kind):
+            # Encoder and decoder may have modules of their own around one table.
+            rules += [
+                ModuleRule(name, style)
+                for name, module in model.named_modules()
+                if isinstance(module, kind) and module.weight is found.weight
+            ]
+    return rules
 
 
 def _layer_lists(model: nn.Module) -> tuple[str, ...]:
-    from torch import nn
-
     return tuple(
         name
         for name, module in model.named_modules()

@@ -1,1 +1,1 @@
-"""Layers split over ranks: local tensors, explicit differentiable collectives, and the policy's rules applied to a model."""
+"""Layers split over ranks: local tensors, explicit collectives, and a policy's rules applied to a model."""

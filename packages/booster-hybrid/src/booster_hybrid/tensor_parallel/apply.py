@@ -6,15 +6,13 @@ to communicate get another ``forward``. Parameters keep their identity, so that 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from booster_core.errors import ConfigError
-from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
-from booster_hybrid.policy.from_transformers import matches
+from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.tensor_parallel.collectives import enter, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_linear, is_transposed
@@ -24,10 +22,11 @@ from booster_hybrid.tensor_parallel.split import Split, cut_units, split_dimensi
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from booster_hybrid.tensor_parallel.group import TensorGroup
 
+_ALIGNMENT = 8
 _COLUMNS = (Style.COLUMN, Style.COLUMN_GATHER, Style.HEAD)
 _ROWS = (Style.ROW, Style.ROW_SPLIT)
 
@@ -77,6 +76,8 @@ class _Applier:
         for name, parameter in self._parameters.items():
             self._names_of[id(parameter)].append(name)
         self._done: dict[int, Split] = {}
+        self._known_units: dict[tuple[str, str], int] = {}
+        self._scaled: set[tuple[int, str]] = set()
         self._result = TensorParallelModel()
 
     def run(self) -> TensorParallelModel:
@@ -87,6 +88,8 @@ class _Applier:
             if name in taken:
                 continue
             taken.add(name)
+            if isinstance(rule.units, str):
+                self._units(rule, name, 0)  # before attributes that count heads are scaled
             if rule.style in (*_COLUMNS, *_ROWS):
                 self._check_linear(name)
             if rule.style in _COLUMNS:
@@ -115,9 +118,10 @@ class _Applier:
         return targets
 
     def _apply(self, rule: ModuleRule, name: str) -> None:
-        if rule.style in (Style.COLUMN_PARAMETER, Style.ROW_PARAMETER):
+        if rule.style is Style.PARAMETER:
             parameter = self._parameters[name]
-            self._cut(parameter, parameter.dim() - (2 if rule.style is Style.COLUMN_PARAMETER else 1), rule, name)
+            self._cut(parameter, rule.dim % parameter.dim(), rule, name)
+            self._scale(rule, name)
             return
         module = self._modules[name]
         if rule.style in _ROWS:
@@ -178,7 +182,7 @@ class _Applier:
 
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(lambda gradient: summed(gradient, self._group))
+                parameter.register_hook(lambda gradient: summed(gradient, self._group))  # type: ignore[no-untyped-call]
             self._result.summed.update(self._names_of[id(parameter)])
 
     def _cut(self, parameter: nn.Parameter, dim: int, rule: ModuleRule, name: str) -> Split:
@@ -213,20 +217,30 @@ class _Applier:
 
     def _units(self, rule: ModuleRule, name: str, length: int) -> int:
         if rule.units is None:
-            return length
+            # Kernels of grouped products want rows of 16 bytes.
+            return length // math.gcd(length, _ALIGNMENT) if rule.style is Style.PARAMETER else length
         if isinstance(rule.units, int):
             return rule.units
-        places = [self._parent(name), getattr(self._model, "config", None)]
-        config: Any = places[1]
-        if config is not None and hasattr(config, "get_text_config"):
-            places.append(config.get_text_config())
+        if (name, rule.units) not in self._known_units:
+            self._known_units[name, rule.units] = self._looked_up_units(rule.units, name)
+        return self._known_units[name, rule.units]
+
+    def _looked_up_units(self, field_name: str, name: str) -> int:
+        owner = name.rpartition(".")[0]
+        places: list[Any] = [self._modules[owner]]
+        while True:  # the nearest configuration first: a composed model has one for each part
+            config: Any = getattr(self._modules[owner], "config", None)
+            places += [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
+            if not owner:
+                break
+            owner = owner.rpartition(".")[0]
         for place in places:
-            value = getattr(place, rule.units, None)
+            value = getattr(place, field_name, None)
             if isinstance(value, int):
                 return value
         msg = (
-            f"The policy of {type(self._model).__name__} counts the units of '{name}' by '{rule.units}', which neither "
-            "its parent module nor the model's configuration has as a number."
+            f"The policy of {type(self._model).__name__} counts the units of '{name}' by '{field_name}', which neither "
+            "its parent module nor a configuration has as a number."
         )
         raise ConfigError(msg)
 
@@ -237,10 +251,13 @@ class _Applier:
         units = self._units(rule, name, 1)
         first, last = cut_units(units, self._group.size)[self._group.rank]
         for attribute in rule.scaled:
-            setattr(parent, attribute, getattr(parent, attribute) * (last - first) // units)
+            if (id(parent), attribute) not in self._scaled:  # siblings may name the same one
+                self._scaled.add((id(parent), attribute))
+                setattr(parent, attribute, getattr(parent, attribute) * (last - first) // units)
 
     def _parent(self, name: str) -> nn.Module:
-        return self._modules[name.rpartition(".")[0]]
+        parent: nn.Module = self._modules[name.rpartition(".")[0]]
+        return parent
 
 
 def _set_size(module: Any, *, inputs: int | None = None, outputs: int | None = None) -> None:

@@ -70,7 +70,10 @@ def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
 
     Collective: the group, in backward.
     """
-    return tensor if group.size == 1 else _Enter.apply(tensor, group)  # type: ignore[no-any-return]
+    if group.size == 1:
+        return tensor
+    result: Tensor = _Enter.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -78,7 +81,10 @@ def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
 
     Collective: the group.
     """
-    return tensor if group.size == 1 else _Leave.apply(tensor, group)  # type: ignore[no-any-return]
+    if group.size == 1:
+        return tensor
+    result: Tensor = _Leave.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
@@ -91,7 +97,10 @@ def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Ten
 
     Collective: the group.
     """
-    return tensor if group.size == 1 else _Gather.apply(tensor, sizes, group)  # type: ignore[no-any-return]
+    if group.size == 1:
+        return tensor
+    result: Tensor = _Gather.apply(tensor, sizes, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 def scatter_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
@@ -99,7 +108,10 @@ def scatter_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Te
 
     Collective: the group, in backward.
     """
-    return tensor if group.size == 1 else _Scatter.apply(tensor, sizes, group)  # type: ignore[no-any-return]
+    if group.size == 1:
+        return tensor
+    result: Tensor = _Scatter.apply(tensor, sizes, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 def summed(tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -128,9 +140,7 @@ def gathered_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> T
     buffer = tensor.new_empty(bounds[-1])
     buffer[bounds[group.rank] : bounds[group.rank + 1]] = tensor.reshape(-1)
     collectives.all_gather(buffer, bounds, group.group).wait()
-    parts = [
-        buffer[bounds[rank] : bounds[rank + 1]].view(*lead, size) for rank, size in enumerate(sizes)
-    ]
+    parts = [buffer[bounds[rank] : bounds[rank + 1]].view(*lead, size) for rank, size in enumerate(sizes)]
     return torch.cat(parts, dim=-1)
 
 

@@ -32,9 +32,11 @@ def is_transposed(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes a plain linear map, in either storage order."""
-    if isinstance(module, nn.Linear):
-        return type(module).forward is nn.Linear.forward
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    kind = type(module)
+    if kind.forward is nn.Linear.forward:
+        return isinstance(module, nn.Linear)
+    # Both compute the plain map, in code of their own.
+    return kind.__name__ in ("Conv1D", "FalconLinear") and kind.__module__.startswith("transformers.")
 
 
 class _Columns(torch.autograd.Function):
@@ -42,7 +44,11 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, group: TensorGroup, transposed: bool, *weights_and_biases: Tensor | None
+        ctx: Any,
+        source: Tensor,
+        group: TensorGroup,
+        transposed: bool,  # noqa: FBT001 - autograd functions take no keywords
+        *weights_and_biases: Tensor | None,
     ) -> tuple[Tensor, ...]:
         half = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:half], weights_and_biases[half:]
@@ -126,7 +132,9 @@ class ColumnSiblings:
             self._source, self._is_recording = source, torch.is_grad_enabled()
             weights = [each.weight for each in self._modules]
             biases = [each.bias for each in self._modules]
-            outputs = _Columns.apply(source, self._group, self._transposed, *weights, *biases)
+            outputs: tuple[Tensor, ...] = _Columns.apply(  # type: ignore[no-untyped-call]
+                source, self._group, self._transposed, *weights, *biases
+            )
             self._results = dict(zip(map(id, self._modules), outputs, strict=True))
         result = self._results.pop(key)
         if not self._results:
@@ -163,7 +171,13 @@ class _Row(torch.autograd.Function):
     """A row-parallel product, whose partial results are summed in place."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, weight: Tensor, group: TensorGroup, transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        source: Tensor,
+        weight: Tensor,
+        group: TensorGroup,
+        transposed: bool,  # noqa: FBT001 - autograd functions take no keywords
+    ) -> Tensor:
         ctx.transposed, ctx.dtypes = transposed, (source.dtype, weight.dtype)
         device_type = source.device.type
         if torch.is_autocast_enabled(device_type):
@@ -203,6 +217,8 @@ class RowForward:
     def __call__(self, source: Tensor) -> Tensor:
         if self._splits is not None:
             source = scatter_last(source, self._splits, self._group)
-        outputs = _Row.apply(source, self._module.weight, self._group, is_transposed(self._module))
-        bias = self._module.bias
-        return outputs if bias is None else outputs + bias.to(outputs.dtype)  # type: ignore[operator, no-any-return]
+        module: Any = self._module
+        outputs: Tensor = _Row.apply(  # type: ignore[no-untyped-call]
+            source, module.weight, self._group, is_transposed(module)
+        )
+        return outputs if module.bias is None else outputs + module.bias.to(outputs.dtype)

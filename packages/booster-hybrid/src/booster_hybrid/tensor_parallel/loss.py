@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, is_counted: Tensor, first: int, group: TensorGroup
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, is_counted: Tensor, first: int, group: TensorGroup) -> Tensor:
         values = logits.float()
         largest = values.amax(-1)
         collectives.all_reduce(largest, dist.ReduceOp.MAX, group.group).wait()
@@ -65,9 +63,9 @@ def vocabulary_cross_entropy(
     Collective: the group.
     """
     is_counted = labels != ignore_index
-    return _CrossEntropy.apply(  # type: ignore[no-any-return]
-        logits, labels.masked_fill(~is_counted, 0), is_counted, first, group
-    )
+    known = labels.masked_fill(~is_counted, 0)
+    losses: Tensor = _CrossEntropy.apply(logits, known, is_counted, first, group)  # type: ignore[no-untyped-call]
+    return losses
 
 
 class CausalLoss:

@@ -99,4 +99,3 @@ def split_dimension(
         dim,
         tuple((block * length + first * unit, block * length + last * unit) for block in range(num_blocks)),
     )
-
