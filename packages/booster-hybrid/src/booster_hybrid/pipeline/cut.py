@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.trace import is_carried, named_arguments
+from booster_hybrid.pipeline.trace import named_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,7 +136,8 @@ class StagedModel:
             for name, uses in self._trace.uses.items()
             if uses and not any(stage.uses(uses) for stage in self.stages.values())
         ]
-        kept, gone = set(), []
+        kept: set[int] = set()
+        gone = []
         layer_names = {layer.name for layer in self._trace.layers}
         owners = [
             (name, module) for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))
@@ -205,7 +206,7 @@ class StagedModel:
         if position == stage.last:
             arguments = named_arguments(forward, args, kwargs)
             arguments.update(self._given(stage, position))
-            raise _StageEndError({name: value for name, value in arguments.items() if is_carried(value)})
+            raise _StageEndError({name: arguments[name] for name in layer.carried if _is_tensor(arguments.get(name))})
         given = self._given(stage, position)
         if not given:
             return forward(*args, **kwargs)
@@ -223,6 +224,10 @@ class StagedModel:
         for layer in self._trace.layers[stage.first + 1 : position + 1]:
             names &= set(layer.constant)
         return {name: self._received[name] for name in names if name in self._received}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 class _Gate:

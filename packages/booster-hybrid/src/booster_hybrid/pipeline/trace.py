@@ -6,7 +6,9 @@ of experts that loops over the experts that were hit), the dry run computes them
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -89,11 +91,12 @@ def trace_layers(model: nn.Module, lists: Sequence[str], batch: Mapping[str, Any
     found = [name for name in lists if isinstance(modules.get(name), nn.ModuleList)]
     if not found:
         msg = (
-            f"{type(model).__name__} has none of the lists of layers {', '.join(map(repr, lists)) or '(none given)'} at "
-            "which its policy cuts a pipeline. Name a ModuleList in `ShardingPolicy(layers=...)`."
+            f"The policy of {type(model).__name__} cuts a pipeline at the lists of layers "
+            f"{', '.join(map(repr, lists)) or '(none given)'}, of which the model has none. Name a ModuleList in "
+            "`ShardingPolicy(layers=...)`."
         )
         raise ConfigError(msg)
-    layers = {id(layer): f"{name}.{index}" for name in found for index, layer in enumerate(modules[name])}  # type: ignore[arg-type]
+    layers = {id(layer): f"{name}.{index}" for name in found for index, layer in enumerate(modules[name])}
     recorder = _Recorder(modules, layers, found)
     recorder.watch()
     try:
@@ -137,8 +140,8 @@ class _Recorder:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             msg = (
-                f"Layer '{repeated[0]}' is called {names.count(repeated[0])} times in one forward, so that no stage can "
-                "hold it alone. Use `pp_size=1` for this model."
+                f"Layer '{repeated[0]}' is called {names.count(repeated[0])} times in one forward, so that no stage "
+                "can hold it alone. Use `pp_size=1` for this model."
             )
             raise ConfigError(msg)
         layers = []
@@ -170,19 +173,32 @@ class _Recorder:
 def _run_dry(model: nn.Module, batch: Mapping[str, Any], recorder: _Recorder) -> None:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                state = {name: _fake(mode, tensor) for name, tensor in _tensors(model)}
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
                 arguments = pytree.tree_map_only(torch.Tensor, mode.from_tensor, dict(batch))
-                torch.func.functional_call(model, state, kwargs=arguments)
+                torch.func.functional_call(model, _stand_ins(model, mode.from_tensor), kwargs=arguments)
         except Exception:  # noqa: BLE001 - a value was asked for, which only a real run has
             recorder.restart()
-            model(**batch)
+            torch.func.functional_call(model, _stand_ins(model, torch.Tensor.detach), kwargs=dict(batch))
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors in place of the model's, differentiable also where a parameter is frozen now."""
+    state = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        values = tensor.detach()
+        state[name] = make(values)
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+            state[name].requires_grad_()
+    return state
 
 
-def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging what a fake run can't do; the real run follows."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
