@@ -21,12 +21,15 @@ from torch import nn
 from booster_core import collectives
 from booster_core.collectives import Pending
 from booster_core.errors import ConfigError
+from booster_core.sharding.hosting import is_cut
+from booster_zero.room import Lane, Room, in_ram
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
+    from booster_core.sharding.hosting import State
     from booster_core.sharding.ranks import ShardingRanks
     from booster_zero.partition import BucketPlan, Slot
 
@@ -95,6 +98,7 @@ class Bucket:
         parameters: The model's parameters by number; those of the plan become views of this bucket.
         format: Formats and places.
         ranks: The ranks that share the bucket.
+        room: Where what the optimizer updates and keeps is to lie.
 
     Collective: none; values are taken from this rank's parameters.
     """
@@ -105,7 +109,9 @@ class Bucket:
         parameters: Mapping[int, nn.Parameter],
         format: Format,  # noqa: A002 - the noun for it
         ranks: ShardingRanks,
+        room: Room | None = None,
     ) -> None:
+        self.room = room or Room()
         self.plan = plan
         self.format = format
         self.ranks = ranks
@@ -113,7 +119,11 @@ class Bucket:
         self.flat = torch.zeros(plan.numel, dtype=format.working, device=format.device)
         low, high = plan.bounds[ranks.shard_rank], plan.bounds[ranks.shard_rank + 1]
         self.own = self.flat[low:high]
-        self.values = torch.zeros(high - low, dtype=format.master, device=format.home) if format.has_copy else self.own
+        self.values = (
+            self.room.zeros(high - low, format.master, format.home, format.device) if format.has_copy else self.own
+        )
+        self._lane = Lane(format.device) if format.home != format.device else None
+        self._files: dict[tuple[str, torch.dtype], Tensor] = {}
         self.gradient: Tensor | None = None
         self.has_gradient = False
         self.pieces: list[Piece] = []
@@ -145,7 +155,7 @@ class Bucket:
     def make_gradient(self) -> Tensor:
         """Return this rank's gradient to be written to; zeros where there was none."""
         if self.gradient is None:
-            self.gradient = torch.zeros(self.values.numel(), dtype=self.format.master, device=self.format.home)
+            self.gradient = in_ram(self.values.numel(), self.format.master, self.format.home, self.format.device)
         self.has_gradient = True
         return self.gradient
 
@@ -177,19 +187,23 @@ class Bucket:
                 parts, bounds, target, group, scale=scale, accumulate=not is_first, scratch=scratch
             )
         source = self._joined(self.plan.slots, gradients)
-        if target.device == source.device:
+        if self._lane is None:
             return collectives.reduce_scatter(source, bounds, target, group, scale=scale, accumulate=not is_first)
-        staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
-        pending = collectives.reduce_scatter(source, bounds, staged, group, scale=scale)
+        # The way home begins as soon as the sum is there, while the device goes on with backward.
+        landing = target if is_first else in_ram(target.numel(), target.dtype, target.device, source.device)
+        with self._lane.entered():
+            staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
+            collectives.reduce_scatter(source, bounds, staged, group, scale=scale).wait()
+            landing.copy_(staged, non_blocking=True)
+            arrived = self._lane.mark()
 
-        def move() -> None:
-            home = staged.to(target.device)
-            if is_first:
-                target.copy_(home)
-            else:
-                target.add_(home)
+        def add_up() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            if landing is not target:
+                target.add_(landing)
 
-        return Pending([pending], move)
+        return Pending(finish=add_up, keep=(source, staged))
 
     def _parts(self, gradients: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
         """Return the bucket's gradient in parts: large ones as they are, runs of small ones joined."""
@@ -271,6 +285,61 @@ class Bucket:
 
         Collective: the shard group.
         """
-        if self.format.has_copy:
-            self.own.copy_(self.values)
-        return collectives.all_gather(self.flat, self.plan.bounds, self.ranks.shard_group)
+        bounds, group = self.plan.bounds, self.ranks.shard_group
+        if self._lane is None:
+            if self.format.has_copy:
+                self.own.copy_(self.values)
+            return collectives.all_gather(self.flat, bounds, group)
+        values = self.values
+        if values.dtype != self.own.dtype:
+            values = in_ram(values.numel(), self.own.dtype, values.device, self.own.device).copy_(values)
+        with self._lane.entered():
+            self.own.copy_(values, non_blocking=True)
+            copied = self._lane.mark()
+            gathered = collectives.all_gather(self.flat, bounds, group)
+
+        def finish() -> None:
+            if copied is not None:
+                copied.synchronize()  # `values` may be changed again
+
+        return Pending([gathered], finish, keep=values)
+
+    # ---- what the optimizer keeps
+
+    def state_room(self, piece: Piece, key: str, dtype: torch.dtype) -> Tensor:
+        """Return memory for a piece's part of an elementwise state, in the shape of the piece's values; not filled."""
+        filed = self._filed(key, dtype)
+        if filed is None:
+            return torch.empty(piece.values.shape, dtype=dtype, device=self.format.home)
+        return self.slice_of(filed, piece)
+
+    def house(self, states: Mapping[int, State]) -> None:
+        """Move what the optimizer has made in RAM, of the pieces' elementwise state, to where it is to lie.
+
+        What finds no room there stays.
+
+        Args:
+            states: By parameter, what the optimizer keeps; entries are replaced.
+        """
+        if not self.room.is_on_disk:
+            return
+        for piece in self.pieces:
+            state = states.get(piece.index, {})
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) or not is_cut(key, value, piece.values.shape):
+                    continue
+                filed = self._filed(key, value.dtype)
+                if filed is None or filed.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+                    continue
+                state[key] = self.slice_of(filed, piece).copy_(value)
+
+    def _filed(self, key: str, dtype: torch.dtype) -> Tensor | None:
+        """Return the file that holds a state of all of this rank's pieces, end to end; ``None`` where there is none."""
+        if not self.room.is_on_disk or self.format.home.type != "cpu":
+            return None
+        known = self._files.get((key, dtype))
+        if known is None:
+            known = self.room.filed(self.values.numel(), dtype)
+            if known is not None:
+                self._files[key, dtype] = known
+        return known

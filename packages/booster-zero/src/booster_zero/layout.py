@@ -11,6 +11,7 @@ from booster_core import collectives
 from booster_core.sharding.hosting import State, is_cut
 from booster_zero.bucket import Bucket, Format, Piece
 from booster_zero.partition import assign_owners, plan_flat, plan_whole
+from booster_zero.room import Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,13 +28,15 @@ class Layout:
         ranks: The ranks that share the buckets.
         kind: ``"flat"`` or ``"parameter"``, see `booster_zero.partition`.
         bucket_bytes: Size at which a bucket takes no further parameter.
+        room: Where what the optimizer updates and keeps is to lie.
 
     Attributes:
         buckets: In the order in which they are reduced.
         parameters: The model's parameters by number.
     """
 
-    def __init__(self, ranks: ShardingRanks, *, kind: str, bucket_bytes: int) -> None:
+    def __init__(self, ranks: ShardingRanks, *, kind: str, bucket_bytes: int, room: Room | None = None) -> None:
+        self.room = room or Room()
         self.buckets: list[Bucket] = []
         self.parameters: dict[int, nn.Parameter] = {}
         self._formats: dict[int, Format] = {}
@@ -111,7 +114,7 @@ class Layout:
             plans += [(max(place[slot.index] for slot in plan.slots), format_, plan) for plan in made]
         # A bucket can leave when its last gradient has come.
         return [
-            Bucket(plan, self.parameters, format_, self._ranks)
+            Bucket(plan, self.parameters, format_, self._ranks, self.room)
             for _, format_, plan in sorted(plans, key=lambda item: item[0])
         ]
 
@@ -137,7 +140,10 @@ class Layout:
         states: Mapping[int, State],
     ) -> dict[int, State]:
         if self._kind == "parameter":
-            return dict(states)  # owners stay
+            # Owners stay, and with them what the states hold; only its place may be another.
+            for bucket in self.buckets:
+                bucket.house(states)
+            return dict(states)
         # What is elementwise moves by slices; the rest is small, and equal on every rank that has a part.
         kinds: dict[int, dict[str, torch.dtype]] = {}
         others: dict[int, State] = {}
@@ -155,6 +161,7 @@ class Layout:
         moved = {
             index: dict(state) for _, of_rank in gathered for index, state in of_rank.items() if index in new_pieces
         }
+        homes = {piece.index: bucket for bucket in self.buckets for piece in bucket.pieces}
         for bucket in old:
             present = [slot.index for slot in bucket.plan.slots if slot.index in kinds]
             for key in sorted({key for index in present for key in kinds[index]}):
@@ -173,7 +180,7 @@ class Layout:
                         bucket,
                         own,
                         lambda piece, part, key=key: moved[piece.index].__setitem__(
-                            key, part.to(piece.values.device, copy=True)
+                            key, homes[piece.index].state_room(piece, key, part.dtype).copy_(part)
                         ),  # type: ignore[misc]
                         having,
                     )

@@ -14,6 +14,7 @@ from booster_core.liveness import naming_missing_ranks
 from booster_core.sharding.agreement import send_first
 from booster_core.sharding.elementwise import partition_for
 from booster_core.sharding.hosting import HostedOptimizer
+from booster_core.sharding.parts import only, steps_in_parts
 from booster_core.state.naming import NamedTensors
 from booster_core.wrappers import OptimizerWrapper
 from booster_zero.buffers import BufferWatch
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from booster_core.collectives import Pending
     from booster_core.sharding.ranks import ShardingRanks
-    from booster_zero.bucket import Format
+    from booster_zero.bucket import Bucket, Format
     from booster_zero.config import ZeroConfig
+    from booster_zero.room import Room
 
 
 class ZeroOptimizer(OptimizerWrapper):
@@ -40,6 +43,7 @@ class ZeroOptimizer(OptimizerWrapper):
         config: Options.
         ranks: The ranks that share the state.
         format_of: Formats and places of a parameter.
+        room: Where what the optimizer updates and keeps is to lie.
         **kwargs: As for `OptimizerWrapper`.
 
     Raises:
@@ -56,6 +60,7 @@ class ZeroOptimizer(OptimizerWrapper):
         config: ZeroConfig,
         ranks: ShardingRanks,
         format_of: Callable[[nn.Parameter], Format],
+        room: Room,
         **kwargs: Any,
     ) -> None:
         super().__init__(optim, **kwargs)
@@ -74,7 +79,10 @@ class ZeroOptimizer(OptimizerWrapper):
         self._agreed_rounds = 0
         self._changed_buffers: list[bool] = []
         self._buffers = BufferWatch(model)
-        self.layout = Layout(ranks, kind=partition_for(optim, config.partition), bucket_bytes=config.bucket_bytes)
+        kind = partition_for(optim, config.partition)
+        self._steps_in_parts = config.offloads and steps_in_parts(optim)
+        self.room = room
+        self.layout = Layout(ranks, kind=kind, bucket_bytes=config.bucket_bytes, room=room)
         self.hosted = HostedOptimizer(optim, self.names)
         self.reducer = Reducer(
             (), self.names, overlap=config.overlap_communication, agree_on_record=self._agree_on_record
@@ -99,6 +107,8 @@ class ZeroOptimizer(OptimizerWrapper):
         for indices in members:
             own = {index: pieces[index] for index in indices if index in pieces}
             self.hosted.adopt(len(self.hosted.groups), indices, own)
+        for bucket in self.layout.buckets:
+            bucket.house(self.hosted.states())
         self.reducer.set_buckets(self.layout.buckets)
 
     def _check_parameters(self, parameters: Mapping[int, nn.Parameter]) -> None:
@@ -313,7 +323,8 @@ class ZeroOptimizer(OptimizerWrapper):
             bucket.notice_changes(self.names)
         if closure is None:
             self.settle()
-            result = self.optim.step()
+            used = [bucket for bucket in self.layout.buckets if self._is_used(bucket)]
+            result = self._step_in_parts(used) if self._steps_in_parts else self.optim.step()
         else:
 
             def evaluated() -> float:
@@ -323,24 +334,47 @@ class ZeroOptimizer(OptimizerWrapper):
                 return loss
 
             result = self.optim.step(evaluated)
-        self.publish([bucket for bucket in self.layout.buckets if self._is_used(bucket)])
+            used = [bucket for bucket in self.layout.buckets if self._is_used(bucket)]
+        if closure is not None or not self._steps_in_parts:
+            for bucket in used:
+                bucket.house(self.hosted.states())
+            self.publish(used)
         self._send_buffers()
+        self.room.check_together(
+            "The step was taken, and nothing is lost: what found no room stays in RAM and can be saved."
+        )
         return result
 
-    def _is_used(self, bucket: Any) -> bool:
+    def _step_in_parts(self, buckets: Sequence[Bucket]) -> Any:
+        """Step on one bucket after the other; what a bucket became is on its way while the next one is stepped."""
+        result, pending = None, []
+        groups = [list(group["params"]) for group in self.param_groups]
+        for bucket in buckets:
+            own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
+            if own:
+                with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
+                    result = self.optim.step()
+                bucket.house(self.hosted.states())
+            pending.append(bucket.publish())
+        self._end_publishing(buckets, pending)
+        return result
+
+    def _is_used(self, bucket: Bucket) -> bool:
         return any(self._agreed.get(slot.index) for slot in bucket.plan.slots)
 
-    def publish(self, buckets: Sequence[Any] | None = None) -> None:
+    def publish(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Bring what this rank's optimizer holds of some buckets, or all, into every rank's parameters.
 
         Collective: the shard group.
         """
         chosen = self.layout.buckets if buckets is None else buckets
-        pending = [bucket.publish() for bucket in chosen]
+        self._end_publishing(chosen, [bucket.publish() for bucket in chosen])
+
+    def _end_publishing(self, buckets: Sequence[Bucket], pending: Sequence[Pending]) -> None:
         for each in pending:
             each.wait()
         # A graph that was built before the update must not be run backward after it, as everywhere in torch.
-        for bucket in chosen:
+        for bucket in buckets:
             torch.autograd.graph.increment_version(bucket.parameters)
             bucket.note_versions()
 
