@@ -17,9 +17,9 @@ from booster_core.precision import PrecisionPolicy
 from booster_core.precision.narrow import NARROW, kept_as_they_are
 from booster_core.replicated import check_no_masters, place_model
 from booster_core.sharding.agreement import agree_on_values
+from booster_core.sharding.bucket import Format
 from booster_core.sharding.ranks import ShardingRanks, make_ranks
 from booster_core.wrappers import unscaled_gradient, unwrap_model
-from booster_zero.bucket import Format
 from booster_zero.config import ZeroConfig
 from booster_zero.model import ZeroModel
 from booster_zero.optimizer import ZeroOptimizer

@@ -1,4 +1,4 @@
-"""Where the optimizer's tensors lie on the host: in RAM, or in files of a folder; and copies beside computation.
+"""Where the optimizer's tensors lie on the host: in RAM, or in files of a folder.
 
 A folder that has no room left must lose nothing: what finds none stays in RAM, the step is finished, and then every
 rank raises.
@@ -6,7 +6,6 @@ rank raises.
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +14,9 @@ import torch.distributed as dist
 from booster_core import collectives
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import OffloadError
+from booster_core.sharding.lane import in_ram
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from booster_core.memory.mapped import MappedFolder
@@ -82,35 +80,3 @@ class Room:
         shortage, self._shortage = self._shortage, None
         error = None if shortage is None else OffloadError(f"{shortage} {what_happened}")
         DistCoordinator().raise_together(error, name="offload to disk")
-
-
-def in_ram(numel: int, dtype: torch.dtype, home: torch.device, beside: torch.device) -> Tensor:
-    """Return zeros in memory, such that copies to and from a device need not wait where that can be."""
-    pins = home.type == "cpu" and beside.type == "cuda"
-    return torch.zeros(numel, dtype=dtype, device=home, pin_memory=pins)
-
-
-class Lane:
-    """A stream of copies and collectives beside the one that computes; nothing on the CPU, which has none.
-
-    Args:
-        device: The device whose memory is copied from and to.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Let what the body starts follow what has been started so far, and run beside what is started later."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            yield
-
-    def mark(self) -> torch.Event | None:
-        """Return an event that has come when everything started in the lane so far has ended."""
-        return None if self._stream is None else self._stream.record_event()

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_core.coordinator import DistCoordinator
-    from booster_zero.bucket import Bucket, Piece
+    from booster_core.sharding.bucket import Piece
+    from booster_zero.bucket import Bucket
     from booster_zero.optimizer import ZeroOptimizer
 
 
