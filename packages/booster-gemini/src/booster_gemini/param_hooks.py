@@ -128,7 +128,7 @@ class ParameterHooks:
             frame.is_outermost = True
         self._frames.append(frame)
         if len(self._frames) == 1:
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
         if own:
             self._manager.note_first_use(own)
             self._pin(frame, own)
@@ -144,7 +144,7 @@ class ParameterHooks:
         for chunk in frame.pinned:
             chunk.pins = max(chunk.pins - 1, 0)
         if not self._frames:
-            self._mode.__exit__(None, None, None)
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if frame.is_outermost:
                 self._manager.end()
 
@@ -214,4 +214,4 @@ def _only_describes(func: Any) -> bool:
 
 def _is_in_backward() -> bool:
     """Whether autograd is running, as it is when checkpointed layers are computed again."""
-    return int(torch._C._current_graph_task_id()) != -1  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - no public name

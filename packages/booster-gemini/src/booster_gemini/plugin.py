@@ -23,6 +23,7 @@ from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
+from booster_gemini.state import GeminiStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext
+    from booster_core.state.adapter import StateAdapter
 
 
 class GeminiPlugin(Plugin):
@@ -134,7 +136,7 @@ class GeminiPlugin(Plugin):
         model = objects.model
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
         agree_on_values(model)
-        format_of = self._formats(model, context)
+        format_of = self._formats(model, objects.optimizer, context)
         kind = "flat" if objects.optimizer is None else partition_for(objects.optimizer, self.config.partition)
         manager = ChunkManager(
             model,
@@ -156,6 +158,12 @@ class GeminiPlugin(Plugin):
             )
         wrapped = GeminiModel(model, manager, precision=context.precision, optimizer=optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
+
+    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+        """Return the view of this rank's slices of parameters, masters and optimizer state."""
+        assert isinstance(model, GeminiModel), "Booster passes what `configure` returned"
+        gemini = optimizer if isinstance(optimizer, GeminiOptimizer) else None
+        return GeminiStateAdapter(model, gemini, context.coordinator)
 
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
@@ -180,9 +188,13 @@ class GeminiPlugin(Plugin):
         least = max(self.config.min_chunk_bytes // itemsize, 1)
         return itemsize * search_chunk_numel(numels, ranks.shard_size, least)
 
-    def _formats(self, model: nn.Module, context: BoostContext) -> Callable[[nn.Parameter], Format]:
+    def _formats(
+        self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext
+    ) -> Callable[[nn.Parameter], Format]:
         policy, device = context.precision, context.device
         kept = kept_as_they_are(model)
+        groups = [] if optimizer is None else optimizer.param_groups
+        held = {id(parameter) for group in groups for parameter in group["params"]}
         asked = self.config.wire_dtype or (policy.reduce_dtype if policy.reduce_dtype != torch.float32 else None)
 
         def format_of(parameter: nn.Parameter) -> Format:
@@ -190,14 +202,15 @@ class GeminiPlugin(Plugin):
             if policy.param_dtype is not None and parameter.is_floating_point():
                 is_kept = id(parameter) in kept and policy.param_dtype in NARROW
                 working = working if is_kept else policy.param_dtype
-            narrow_with_master = working in NARROW and policy.param_dtype is not None and parameter.requires_grad
+            is_trained = parameter.requires_grad or id(parameter) in held
+            narrow_with_master = working in NARROW and policy.param_dtype is not None and is_trained
             return Format(
                 working=working,
                 master=policy.master_dtype if narrow_with_master else working,
                 wire=asked or working,
                 device=device,
                 home=device,
-                is_trained=parameter.requires_grad,
+                is_trained=is_trained,
             )
 
         return format_of

@@ -217,5 +217,5 @@ class ChunkManager:
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
     """Leave inference mode, in which memory could not be used in training later, and be seen by no mode."""
-    with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunction():  # type: ignore[attr-defined]  # noqa: SLF001 - as torch's own modes do
+    with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunction():  # noqa: SLF001 - as torch's own modes do
         yield

@@ -55,4 +55,4 @@ class BufferPool:
 def _is_free(buffer: Tensor) -> bool:
     storage = buffer.untyped_storage()
     # As torch's own CUDA graphs ask; there is no public name for it.
-    return int(torch._C._storage_Use_Count(storage._cdata)) == _OWN_REFERENCES  # type: ignore[attr-defined]  # noqa: SLF001
+    return int(torch._C._storage_Use_Count(storage._cdata)) == _OWN_REFERENCES  # noqa: SLF001
