@@ -41,7 +41,8 @@ def _build(name: str, settings: dict[str, Any]) -> nn.Module:
 
 
 def _reconstruction(output: Any, batch: Batch) -> Tensor:
-    return mse_loss(output.sample, batch["sample"]) + output.commit_loss.mean()
+    loss: Tensor = mse_loss(output.sample, batch["sample"]) + output.commit_loss.mean()
+    return loss
 
 
 def _noise(output: Any, batch: Batch) -> Tensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from model_zoo.registry import Batch
 
-Field = "Callable[[torch.Generator, int], Tensor]"
+Field: TypeAlias = Callable[[torch.Generator, int], Tensor]
 """Draws a tensor for a number of samples."""
 
 
