@@ -10,6 +10,8 @@ from model_zoo.transformers_build import from_config
 
 _VOCABULARY = 32
 _WORDS = numbers(_VOCABULARY, 6, low=3)
+_CLASSES = {"num_labels": 8}
+"""More than the labels use: where random labels spread evenly over all classes, gradients of biases cancel to rounding."""
 _WHISPER: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
     "num_mel_bins": 8,
@@ -77,14 +79,14 @@ def _speech(family: str) -> tuple[ZooModel, ...]:
     return (
         _waves(family, "", "Model"),
         _waves(family, "_ctc", "ForCTC", slow=family != "Wav2Vec2", labels=_WORDS),
-        _waves(family, "_classification", "ForSequenceClassification", more={"num_labels": 3}, labels=numbers(3)),
+        _waves(family, "_classification", "ForSequenceClassification", more=_CLASSES, labels=numbers(3)),
     )
 
 
 MODELS = (
     _whisper("", "WhisperModel", decoder_input_ids=_WORDS),
     _whisper("_generation", "WhisperForConditionalGeneration", slow=False, labels=_WORDS),
-    _whisper("_classification", "WhisperForAudioClassification", more={"num_labels": 3}, labels=numbers(3)),
+    _whisper("_classification", "WhisperForAudioClassification", more=_CLASSES, labels=numbers(3)),
     *_speech("Wav2Vec2"),
     *_speech("Hubert"),
 )
