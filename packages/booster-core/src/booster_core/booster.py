@@ -24,7 +24,8 @@ from booster_core.lazy.model import Recording, is_lazy
 from booster_core.plugin import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.single import SingleDevicePlugin
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper, unwrap_model
+from booster_core.state.naming import NamedTensors
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -251,12 +252,14 @@ class Booster(BoosterIO):
         Collective: every rank of the plugin's mesh, in step.
         """
         boosted = self._the_model(model, "full_gradient")
-        names = dict(unwrap_model(boosted).named_parameters(remove_duplicate=False))
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
+        module = unwrap_model(boosted)
+        names = {own for own, _ in module.named_parameters(remove_duplicate=False)}
+        paths = {own: path for own, path in NamedTensors.of(module).paths.items() if path in names}
+        if name not in paths and name not in names:
+            close = difflib.get_close_matches(name, paths, n=1)
             msg = f"The model has no parameter named '{name}'." + (f" Did you mean '{close[0]}'?" if close else "")
             raise ConfigError(msg)
-        return self.plugin.full_gradient(boosted, self._optimizers.get(boosted), name)
+        return self.plugin.full_gradient(boosted, self._optimizers.get(boosted), paths.get(name, name))
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
         """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.
@@ -294,6 +297,7 @@ class Booster(BoosterIO):
                 msg = f"`Booster.{call}` needs to be told which model: {len(self._optimizers)} models are boosted."
                 raise ConfigError(msg)
             return next(iter(self._optimizers))
+        model = boosted_inside(model)
         if not isinstance(model, ModelWrapper) or model not in self._optimizers:
             got = f"{type(model).__module__}.{type(model).__qualname__}"
             msg = f"`Booster.{call}` needs the model returned by `Booster.boost`; got `{got}`."

@@ -14,7 +14,7 @@ from booster_core.checkpoint.facts import run_facts
 from booster_core.checkpoint.io import CheckpointIO
 from booster_core.checkpoint.remote import local_source, local_target
 from booster_core.storage import local_path, scheme_of
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper, unwrap_model
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -116,7 +116,7 @@ class BoosterIO(ABC):
                 size_per_shard,
                 use_safetensors,
                 use_async,
-                module=model if boosted is None else boosted.unwrap(),
+                module=unwrap_model(model),
                 dtype=None if boosted is None else self.context.precision.save_dtype,
             )
 
@@ -412,6 +412,7 @@ class BoosterIO(ABC):
 
     def _boosted_model(self, model: nn.Module) -> ModelWrapper | None:
         """Return the boosted model that ``model`` is, or is the inside of; ``None`` for a plain one."""
+        model = boosted_inside(model)
         for boosted in self._optimizers:
             if isinstance(boosted, ModelWrapper) and (boosted is model or boosted.unwrap() is model):
                 return boosted
@@ -450,7 +451,7 @@ class BoosterIO(ABC):
                 loss_scaler=getattr(optimizer, "loss_scaler", None),
                 dataloader=dataloader,
             ),
-            texts=pretrained_files(model if boosted is None else boosted.unwrap(), dtype),
+            texts=pretrained_files(unwrap_model(model), dtype),
             dtype=dtype,
             facts=run_facts(self.plugin, self.context),
         )
@@ -459,7 +460,7 @@ class BoosterIO(ABC):
         if not isinstance(model, nn.Module):
             msg = f"`Booster.{call}` needs a torch.nn.Module; got `{type(model).__name__}`."
             raise TypeError(msg)
-        if isinstance(model, ModelWrapper) and self._boosted_model(model) is None:
+        if isinstance(boosted_inside(model), ModelWrapper) and self._boosted_model(model) is None:
             msg = f"`Booster.{call}` needs a model that this Booster has boosted; this one belongs to another Booster."
             raise TypeError(msg)
 

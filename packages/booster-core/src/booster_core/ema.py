@@ -17,8 +17,9 @@ from booster_core.checkpoint.remote import local_source, local_target
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError
 from booster_core.state.adapter import StateAdapter
-from booster_core.state.naming import unwrap_model
+from booster_core.state.naming import NamedTensors
 from booster_core.state.shard import TensorShard
+from booster_core.wrappers import unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +62,7 @@ class ExponentialAverage:
         self._make_adapter = make_adapter
         self._io = io
         self._is_applied = False
-        self._copied = {name for name, _ in self._module.named_buffers(remove_duplicate=False)}
+        self._copied = _names_of_buffers(self._module)
         self._averages = {
             _key_of(shard): _average_of(shard, is_copied=shard.name in self._copied)
             for shard in make_adapter().model_shards()
@@ -206,6 +207,12 @@ class _AveragesAdapter(StateAdapter):
 
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
         """Do nothing: nothing is derived from averages."""
+
+
+def _names_of_buffers(module: nn.Module) -> set[str]:
+    named = NamedTensors.of(module)
+    trained = {id(parameter) for parameter in module.parameters()}
+    return {name for name, tensor in named.tensors.items() if id(tensor) not in trained}
 
 
 def _key_of(shard: TensorShard) -> _Key:
