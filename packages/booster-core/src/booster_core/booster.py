@@ -21,6 +21,7 @@ from booster_core.errors import ConfigError
 from booster_core.hooks import hook_relay
 from booster_core.lazy.boosting import agree_on_seeds, materialize_objects
 from booster_core.lazy.model import Recording, is_lazy
+from booster_core.lora import add_adapters, prepare_adapters
 from booster_core.plugin import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.single import SingleDevicePlugin
@@ -30,7 +31,9 @@ from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
+    from peft import LoraConfig, PeftModel
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -141,6 +144,7 @@ class Booster(BoosterIO):
         error: Exception | None = None
         try:
             check_boost_arguments(objects)
+            prepare_adapters(model, optimizer, self.plugin)
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
         coordinator.raise_together(error)
@@ -167,6 +171,58 @@ class Booster(BoosterIO):
         self._run_eagerly.update(Recording(model).run_eagerly)
         if not self.plugin.handles_lazy:
             materialize_objects(model, objects.optimizer, context.device)
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | Path | None = None,
+        lora_config: LoraConfig | None = None,
+        bnb_quantization_config: Any = None,
+        quantize: bool = False,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
+    ) -> PeftModel:
+        """Put low-rank adapters into a model, in place, and freeze all else of it. Called before `boost`.
+
+        Make the optimizer from the parameters of what is returned. Layers that adapters are attached to keep their
+        names in checkpoints.
+
+        Args:
+            model: The user's model.
+            pretrained_dir: A folder that `save_lora_as_pretrained` or peft wrote: training of its adapters goes on.
+            lora_config: What the adapters are to be like; this or ``pretrained_dir``.
+            bnb_quantization_config: A ``transformers.BitsAndBytesConfig``: the base is kept in so many bits.
+            quantize: Keep the base in 4 bits (nf4), where no ``bnb_quantization_config`` is given.
+
+        Returns:
+            The model to pass to `boost`.
+
+        Raises:
+            TypeError: If ``model`` is no module, or ``lora_config`` no ``peft.LoraConfig``.
+            ConfigError: If peft is not installed, the plugin does not train adapters, the model is boosted, compiled or
+                has adapters already, no module is what ``target_modules`` says, or a base is to be quantised elsewhere
+                than on CUDA.
+            CheckpointError: If ``pretrained_dir`` holds no adapters, or none for this model.
+
+        Collective: every rank of the world, with ``pretrained_dir``; else none.
+        """
+        quantization = None
+        if quantize or bnb_quantization_config is not None:
+            from booster_core.quantization import check_quantization
+
+            quantization = check_quantization(bnb_quantization_config, self.device)
+        error: Exception | None = None
+        adapted: PeftModel | None = None
+        try:
+            adapted = add_adapters(
+                model, self.plugin, lora_config=lora_config, pretrained_dir=pretrained_dir, quantization=quantization
+            )
+        except Exception as caught:
+            if pretrained_dir is None:
+                raise
+            error = caught  # a folder may be there for some ranks only
+        if pretrained_dir is not None:
+            self.context.coordinator.raise_together(error, name="enable_lora")
+        assert adapted is not None, "made, or an error raised"
+        return adapted
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """Run backward from a loss, with the loss scale of the run.

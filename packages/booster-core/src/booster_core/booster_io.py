@@ -158,6 +158,51 @@ class BoosterIO(ABC):
 
     load = load_model
 
+    def save_lora_as_pretrained(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        use_safetensors: bool = True,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
+        *,
+        selected_adapters: Sequence[str] | None = None,
+    ) -> None:
+        """Write a model's adapters as peft does, without gathering them anywhere.
+
+        ``PeftModel.from_pretrained(base, checkpoint)`` loads them, and so does `Booster.enable_lora`. The adapter
+        ``default`` is written into the folder itself, others below it by name.
+
+        Args:
+            model: The model that `boost` returned.
+            checkpoint: The folder, or its URL.
+            use_safetensors: Write ``adapter_model.safetensors``; ``False`` writes ``adapter_model.bin``.
+            selected_adapters: Names of the adapters to write; all by default.
+
+        Raises:
+            TypeError: If ``model`` is not a module.
+            ConfigError: If the model has no adapters, or none of a selected name.
+            CheckpointError: If they can't be written.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank of the world.
+        """
+        from booster_core.checkpoint.adapters import adapted_model, save_adapters
+
+        self._check_module(model, "save_lora_as_pretrained")
+        adapted = adapted_model(unwrap_model(model))
+        with (
+            self._announced("save", "lora", checkpoint),
+            local_target(self.context.coordinator, checkpoint, "save_lora_as_pretrained") as path,
+        ):
+            save_adapters(
+                self.checkpoint_io,
+                adapted,
+                self.state_adapter(model),
+                path,
+                selected=selected_adapters,
+                use_safetensors=use_safetensors,
+                dtype=None if self._boosted_model(model) is None else self.context.precision.save_dtype,
+            )
+
     def save_optimizer(
         self,
         optimizer: Optimizer,

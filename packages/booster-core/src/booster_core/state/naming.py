@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
+
+from booster_core.state.adapted import peft_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,7 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
     Collective: none.
     """
-    yield from _named_modules(module, "", "", _wrappers_of_peft())
+    yield from _named_modules(module, "", "", peft_wrappers())
 
 
 def _named_modules(
@@ -53,22 +54,6 @@ def compiled_module(model: nn.Module) -> nn.Module | None:
     """
     # Not by attribute: a module may forward unknown attributes to one inside of it.
     return model._modules.get(_COMPILED)  # noqa: SLF001 - torch's class costs the import of its compiler
-
-
-def _wrappers_of_peft() -> tuple[tuple[type, str], ...]:
-    """Return peft's classes that hold a module of the user's, each with the attribute that it is under."""
-    if "peft" not in sys.modules:
-        return ()
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    return (
-        (PeftModel, "base_model"),
-        (BaseTuner, "model"),
-        (BaseTunerLayer, "base_layer"),
-        (AuxiliaryTrainingWrapper, "original_module"),
-    )
 
 
 def _join(name: str, attribute: str) -> str:
