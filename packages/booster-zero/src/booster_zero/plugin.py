@@ -76,6 +76,7 @@ class LowLevelZeroPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
+            Capability.LORA,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
         }
