@@ -35,7 +35,7 @@ def test_embedding_forward_names_the_way_out() -> None:
 
 
 def test_deepcopy_is_refused(model) -> None:
-    with pytest.raises(LazyInitError, match="deepcopy.*Copy it inside of the context"):
+    with pytest.raises(LazyInitError, match=r"deepcopy.*Copy it inside of the context"):
         copy.deepcopy(model)
 
 

@@ -243,7 +243,7 @@ def test_files_that_are_gone_are_named(folder) -> None:
     with LazyInitContext():
         model = from_pretrained(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(LazyInitError, match="can't be read any more.*Keep the files until the model is boosted"):
+    with pytest.raises(LazyInitError, match=r"can't be read any more.*Keep the files until the model is boosted"):
         materialize(model)
 
 
