@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from booster_core.checkpoint.io import CheckpointIO
     from booster_core.coordinator import DistCoordinator
     from booster_core.hookspecs import hookimpl
+    from booster_core.lazy import LazyInitContext
     from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin
     from booster_core.precision import LossScaleConfig, PrecisionPolicy
 
@@ -29,6 +30,7 @@ __all__ = [
     "Capability",
     "CheckpointIO",
     "DistCoordinator",
+    "LazyInitContext",
     "LossScaleConfig",
     "PipelinePlugin",
     "Plugin",
@@ -47,6 +49,7 @@ _HOMES = {
     "Capability": "booster_core.plugin",
     "CheckpointIO": "booster_core.checkpoint.io",
     "DistCoordinator": "booster_core.coordinator",
+    "LazyInitContext": "booster_core.lazy",
     "LossScaleConfig": "booster_core.precision",
     "PipelinePlugin": "booster_core.plugin",
     "Plugin": "booster_core.plugin",

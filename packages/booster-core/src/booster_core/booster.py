@@ -7,6 +7,7 @@ it. It holds no strategy logic and no file code.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,8 @@ from booster_core.data import split_dataloader
 from booster_core.discovery import load
 from booster_core.errors import ConfigError
 from booster_core.hooks import hook_relay
+from booster_core.lazy.boosting import agree_on_seeds, materialize_objects
+from booster_core.lazy.model import Recording, is_lazy
 from booster_core.plugin import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.single import SingleDevicePlugin
@@ -74,6 +77,8 @@ class Booster(BoosterIO):
         self.device = _resolve_device(device, plugin)
         self._timeout_seconds = timeout_seconds
         self._context: BoostContext | None = None
+        # Operations that lazy models' construction could not record.
+        self._run_eagerly: Counter[str] = Counter()
 
     @property
     def context(self) -> BoostContext:
@@ -144,11 +149,23 @@ class Booster(BoosterIO):
             # Ranks that seeded themselves apart would shuffle apart, and see some samples twice and others never.
             seed = coordinator.broadcast_object(torch.initial_seed() % 2**31)
             objects = objects._replace(dataloader=split_dataloader(dataloader, rank=rank, world_size=size, seed=seed))
+        self._prepare_lazy(objects, context)
         boosted = self.plugin.configure(objects, context)
         check_boosted(boosted, objects, self.plugin)
         self._optimizers[boosted.model] = boosted.optimizer
         context.hooks.after_configure(plugin=self.plugin, boosted=boosted, context=context)
         return boosted
+
+    def _prepare_lazy(self, objects: Boosted, context: BoostContext) -> None:
+        """Give a lazy model its values, or let the plugin do so with the same seeds on every rank."""
+        model = objects.model
+        if self.plugin.handles_lazy:
+            agree_on_seeds(model, context.coordinator)
+        if not is_lazy(model):
+            return
+        self._run_eagerly.update(Recording(model).run_eagerly)
+        if not self.plugin.handles_lazy:
+            materialize_objects(model, objects.optimizer, context.device)
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """Run backward from a loss, with the loss scale of the run.
@@ -263,6 +280,9 @@ class Booster(BoosterIO):
         ]
         if self.precision.loss_scale is not None:
             lines.append(f"           {self.precision.loss_scale}")
+        if self._run_eagerly:
+            counted = ", ".join(f"{name} ({count})" for name, count in sorted(self._run_eagerly.items()))
+            lines.append(f"lazy init  run instead of recorded: {counted}")
         text = "\n".join(lines)
         context.coordinator.print_on_master(text)
         return text
