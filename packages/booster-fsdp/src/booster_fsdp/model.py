@@ -54,7 +54,7 @@ class FSDPModel(ModelWrapper):
             self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the user's model as this rank holds it, in DTensors; see `Booster.save_model` for files."""
+        """Return the state of the user's model as this rank holds it; see `Booster.save_model` for files."""
         self.units.reshard()
         return super().state_dict(*args, **kwargs)
 

@@ -315,5 +315,6 @@ def _average(gradients: Sequence[Tensor]) -> None:
         flat = torch.cat([tensor.detach().flatten().to(wide) for tensor in tensors])
         collectives.all_reduce(flat).wait()
         flat /= dist.get_world_size()
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):  # type: ignore[no-untyped-call]
+        parts: Sequence[Tensor] = flat.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
+        for tensor, part in zip(tensors, parts, strict=True):
             tensor.detach().copy_(part.view(tensor.shape))

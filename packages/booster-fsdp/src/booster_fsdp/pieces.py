@@ -1,4 +1,4 @@
-"""What the user's optimizer updates in place of DTensors: plain tensors, this rank's rows or whole parameters.
+r"""What the user's optimizer updates in place of DTensors: plain tensors, this rank's rows or whole parameters.
 
 torch's optimizers call DTensor's dispatcher for each operation, and some (Adafactor, Muon, Rprop) use operations that
 it can't do. Rows that lie here are updated as the plain tensors that they are, for optimizers that treat all elements

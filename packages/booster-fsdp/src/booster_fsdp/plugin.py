@@ -1,8 +1,8 @@
 """`TorchFSDPPlugin`: ``torch.distributed.fsdp.fully_shard`` behind `Booster`; wires the parts of this package together.
 
-Parameters lie in shards, one per rank; a unit's are gathered right before its forward and backward need them and let go
-afterwards, and its gradients are reduced into shards as backward leaves it (Zhao et al. 2023, "PyTorch FSDP",
-arXiv:2304.11277). torch does that; the plugin chooses the units, brings the user's optimizer along, and shows the state.
+Parameters lie in shards, one per rank; a unit's are gathered right before its forward and backward need them and let
+go afterwards, and its gradients are reduced into shards as backward leaves it (Zhao et al. 2023,
+"PyTorch FSDP", arXiv:2304.11277). torch does that; the plugin chooses the units, brings the user's optimizer along, and shows the state.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from booster_core.errors import ConfigError
 from booster_core.precision.narrow import NARROW, kept_as_they_are
 from booster_core.sharding.ranks import ShardingRanks, sharding_groups
 from booster_core.state.naming import NamedTensors
+from booster_fsdp.outputs import return_no_views
 from booster_fsdp.units import Units
 from booster_fsdp.wrapping import choose_units, find_ignored, parameters_by_unit
 
@@ -129,7 +130,7 @@ def shard_model(
         dtype_of[name], odd = _formats(parameter for parameter in parameters if parameter not in whole)
         whole |= odd
     modules = dict(model.named_modules())
-    is_auto = config.reshard_after_forward is True
+    asked = config.reshard_after_forward
     for parameter in model.parameters():
         if parameter not in whole and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -138,15 +139,14 @@ def shard_model(
         offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for name in (*reversed(chosen), ""):
         module = modules[name]
+        return_no_views(module)
         options: dict[str, Any] = {} if not whole else {"ignored_params": whole}
         try:
             fully_shard(
                 module,
                 mesh=mesh,
                 # `None` lets torch keep the outermost unit gathered, which backward needs at once.
-                reshard_after_forward=None
-                if is_auto or (not name and config.reshard_after_forward)
-                else config.reshard_after_forward,
+                reshard_after_forward=asked if name or not asked else None,
                 mp_policy=_mixed_precision(policy, dtype_of[name]),
                 offload_policy=offload_policy,
                 **options,

@@ -1,8 +1,8 @@
 """The FSDP units of a model, and what this package has to know of torch's inside of them; nothing else looks there.
 
 torch reduces the gradients of those parameters that have one on this rank, so ranks that used different parameters
-would reduce different buffers. Before each reduction a missing gradient is therefore put in as zero, and who was used is
-noted, so that what no rank used can have no gradient at all, as in one process.
+would reduce different buffers. Before each reduction a missing gradient is therefore put in as zero, and who was used
+is noted, so that what no rank used can have no gradient at all, as in one process.
 """
 
 from __future__ import annotations

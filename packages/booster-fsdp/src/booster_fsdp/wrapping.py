@@ -39,7 +39,7 @@ def choose_units(model: nn.Module, config: FSDPConfig) -> list[str]:
     if config.unit_classes:
         chosen = _by_class(model, config.unit_classes)
     elif config.unit_min_numel is not None:
-        chosen = _by_size(model, config.unit_min_numel, lambda name: bool(name))
+        chosen = _by_size(model, config.unit_min_numel, bool)
     elif config.unit_if is not None:
         chosen = _by_function(model, config.unit_if)
     else:
