@@ -140,7 +140,14 @@ class Plugin(ABC):
         return check_no_masters(policy, self.name)
 
     def supports_device(self, device_type: str) -> bool:
-        """Return whether the plugin runs on devices of this type, such as ``"cpu"`` or ``"cuda"``."""
+        """Return whether the plugin runs on devices of this type, such as ``"cpu"`` or ``"cuda"``.
+
+        An accelerator that extends torch from outside is driven as CUDA is.
+        """
+        import torch
+
+        if device_type == torch._C._get_privateuse1_backend_name():  # noqa: SLF001 - torch has no public way to ask
+            return Capability.CUDA in self.capabilities
         return device_type in {capability.value for capability in self.capabilities}
 
     def data_parallel_coordinates(self, context: BoostContext) -> tuple[int, int]:

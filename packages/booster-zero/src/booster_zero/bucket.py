@@ -17,18 +17,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core import collectives
+from booster_core.collectives import Pending
 from booster_core.errors import ConfigError
 from booster_core.sharding.bucket import ShardedBucket
+from booster_core.sharding.hosting import is_cut
+from booster_core.sharding.lane import in_ram
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import nn
+    from torch import Tensor, nn
 
-    from booster_core.collectives import Pending
-    from booster_core.sharding.bucket import Format
+    from booster_core.sharding.bucket import Format, Piece
+    from booster_core.sharding.hosting import State
     from booster_core.sharding.partition import BucketPlan
     from booster_core.sharding.ranks import ShardingRanks
+    from booster_zero.room import Room
 
 
 class Bucket(ShardedBucket):
@@ -39,6 +43,7 @@ class Bucket(ShardedBucket):
         parameters: The model's parameters by number; those of the plan become views of this bucket.
         format: Formats and places.
         ranks: The ranks that share the bucket.
+        room: Where what the optimizer updates and keeps is to lie.
 
     Collective: none; values are taken from this rank's parameters.
     """
@@ -49,11 +54,15 @@ class Bucket(ShardedBucket):
         parameters: Mapping[int, nn.Parameter],
         format: Format,  # noqa: A002 - the noun for it
         ranks: ShardingRanks,
+        *,
+        room: Room,
     ) -> None:
+        self._room = room
+        self._files: dict[tuple[str, torch.dtype], Tensor] = {}
         self.flat = torch.zeros(plan.numel, dtype=format.working, device=format.device)
         low, high = plan.bounds[ranks.shard_rank], plan.bounds[ranks.shard_rank + 1]
         self.own = self.flat[low:high]
-        values = torch.zeros(high - low, dtype=format.master, device=format.home) if format.has_copy else self.own
+        values = room.zeros(high - low, format.master, format.home, format.device) if format.has_copy else self.own
         super().__init__(plan, parameters, format, ranks, values)
         for piece in self.pieces:
             part = piece.parameter.data.reshape(-1)[piece.start : piece.stop]
@@ -103,6 +112,59 @@ class Bucket(ShardedBucket):
 
         Collective: the shard group.
         """
-        if self.format.has_copy:
-            self.own.copy_(self.values)
-        return collectives.all_gather(self.flat, self.plan.bounds, self.ranks.shard_group)
+        bounds, group = self.plan.bounds, self.ranks.shard_group
+        if self.lane is None:
+            if self.format.has_copy:
+                self.own.copy_(self.values)
+            return collectives.all_gather(self.flat, bounds, group)
+        values = self.values
+        if values.dtype != self.own.dtype:
+            values = in_ram(values.numel(), self.own.dtype, values.device, self.own.device).copy_(values)
+        with self.lane.entered():
+            self.own.copy_(values, non_blocking=True)
+            copied = self.lane.mark()
+            gathered = collectives.all_gather(self.flat, bounds, group)
+
+        def finish() -> None:
+            if copied is not None:
+                copied.synchronize()  # `values` may be changed again
+
+        return Pending([gathered], finish, keep=values)
+
+    # ---- what the optimizer keeps
+
+    def state_room(self, piece: Piece, key: str, dtype: torch.dtype) -> Tensor:
+        """Return memory for a piece's part of an elementwise state, in the shape of the piece's values; not filled."""
+        filed = self._filed(key, dtype)
+        return super().state_room(piece, key, dtype) if filed is None else self.slice_of(filed, piece)
+
+    def house(self, states: Mapping[int, State]) -> None:
+        """Move what the optimizer has made in RAM, of the pieces' elementwise state, to where it is to lie.
+
+        What finds no room there stays.
+
+        Args:
+            states: By parameter, what the optimizer keeps; entries are replaced.
+        """
+        if not self._room.is_on_disk:
+            return
+        for piece in self.pieces:
+            state = states.get(piece.index, {})
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) or not is_cut(key, value, piece.values.shape):
+                    continue
+                filed = self._filed(key, value.dtype)
+                if filed is None or filed.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+                    continue
+                state[key] = self.slice_of(filed, piece).copy_(value)
+
+    def _filed(self, key: str, dtype: torch.dtype) -> Tensor | None:
+        """Return the file that holds a state of all of this rank's pieces, end to end; ``None`` where there is none."""
+        if not self._room.is_on_disk or self.format.home.type != "cpu":
+            return None
+        known = self._files.get((key, dtype))
+        if known is None:
+            known = self._room.filed(self.values.numel(), dtype)
+            if known is not None:
+                self._files[key, dtype] = known
+        return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from booster_core import collectives
 from booster_core.sharding.elementwise import partition_for
 from booster_core.sharding.layout import Layout
 from booster_core.sharding.optimizer import ShardedOptimizer
+from booster_core.sharding.parts import only, steps_in_parts
 from booster_zero.bucket import Bucket
 
 if TYPE_CHECKING:
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from booster_core.collectives import Pending
     from booster_core.sharding.bucket import Format
     from booster_core.sharding.ranks import ShardingRanks
     from booster_zero.config import ZeroConfig
+    from booster_zero.room import Room
 
 
 class ZeroOptimizer(ShardedOptimizer):
@@ -32,6 +36,7 @@ class ZeroOptimizer(ShardedOptimizer):
         config: Options.
         ranks: The ranks that share the state.
         format_of: Formats and places of a parameter.
+        room: Where what the optimizer updates and keeps is to lie.
         **kwargs: As for `OptimizerWrapper`.
 
     Raises:
@@ -50,13 +55,22 @@ class ZeroOptimizer(ShardedOptimizer):
         config: ZeroConfig,
         ranks: ShardingRanks,
         format_of: Callable[[nn.Parameter], Format],
+        room: Room,
         **kwargs: Any,
     ) -> None:
         self._format_of = format_of
+        self._steps_in_parts = config.offloads and steps_in_parts(optim)
+        self.room = room
+        self._pending: dict[Bucket, Pending] = {}
         super().__init__(
             optim,
             model,
-            layout=Layout(ranks, Bucket, kind=partition_for(optim, config.partition), bucket_bytes=config.bucket_bytes),
+            layout=Layout(
+                ranks,
+                functools.partial(Bucket, room=room),
+                kind=partition_for(optim, config.partition),
+                bucket_bytes=config.bucket_bytes,
+            ),
             ranks=ranks,
             max_norm=config.max_norm,
             overlap=config.overlap_communication,
@@ -97,8 +111,37 @@ class ZeroOptimizer(ShardedOptimizer):
         """
         for bucket in self.layout.buckets:
             bucket.notice_changes(self.names)
+        self._pending = {}
         result = self.update_pieces(closure)
-        self.publish([bucket for bucket in self.layout.buckets if self.is_used(bucket)])
+        self._end_publishing(
+            {
+                bucket: self._pending[bucket] if bucket in self._pending else bucket.publish()
+                for bucket in self.layout.buckets
+                if self.is_used(bucket)
+            }
+        )
+        self.room.check_together(
+            "The step was taken, and nothing is lost: what found no room stays in RAM and can be saved."
+        )
+        return result
+
+    def step_pieces(self) -> Any:
+        """Step on all pieces at once; offloaded ones bucket by bucket, each on its way while the next one is stepped.
+
+        Collective: the shard group.
+        """
+        if not self._steps_in_parts:
+            return super().step_pieces()
+        result = None
+        groups = [list(group["params"]) for group in self.param_groups]
+        for bucket in self.layout.buckets:
+            own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
+            if own:
+                with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
+                    result = self.optim.step()
+                bucket.house(self.hosted.states())
+            if self.is_used(bucket):
+                self._pending[bucket] = bucket.publish()
         return result
 
     def publish(self, buckets: Sequence[Bucket] | None = None) -> None:
@@ -106,11 +149,14 @@ class ZeroOptimizer(ShardedOptimizer):
 
         Collective: the shard group.
         """
-        chosen = self.layout.buckets if buckets is None else buckets
-        pending = [bucket.publish() for bucket in chosen]
-        for each in pending:
+        self._end_publishing(
+            {bucket: bucket.publish() for bucket in (self.layout.buckets if buckets is None else buckets)}
+        )
+
+    def _end_publishing(self, pending: Mapping[Bucket, Pending]) -> None:
+        for each in pending.values():
             each.wait()
         # A graph that was built before the update must not be run backward after it, as everywhere in torch.
-        for bucket in chosen:
+        for bucket in pending:
             torch.autograd.graph.increment_version(bucket.parameters)
             bucket.note_versions()

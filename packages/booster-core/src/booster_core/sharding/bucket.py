@@ -20,12 +20,14 @@ from torch import nn
 
 from booster_core import collectives
 from booster_core.collectives import Pending
+from booster_core.sharding.lane import Lane, in_ram
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
+    from booster_core.sharding.hosting import State
     from booster_core.sharding.partition import BucketPlan, Slot
     from booster_core.sharding.ranks import ShardingRanks
 
@@ -112,6 +114,7 @@ class ShardedBucket:
         self.ranks = ranks
         self.parameters = [parameters[slot.index] for slot in plan.slots]
         self.values = values
+        self.lane = Lane(format.device) if format.home != format.device else None
         self.gradient: Tensor | None = None
         self.has_gradient = False
         self.pieces: list[Piece] = []
@@ -144,7 +147,7 @@ class ShardedBucket:
     def make_gradient(self) -> Tensor:
         """Return this rank's gradient to be written to; zeros where there was none."""
         if self.gradient is None:
-            self.gradient = torch.zeros(self.values.numel(), dtype=self.format.master, device=self.format.home)
+            self.gradient = in_ram(self.values.numel(), self.format.master, self.format.home, self.format.device)
         self.has_gradient = True
         return self.gradient
 
@@ -176,19 +179,23 @@ class ShardedBucket:
                 parts, bounds, target, group, scale=scale, accumulate=not is_first, scratch=scratch
             )
         source = self._joined(self.plan.slots, gradients)
-        if target.device == source.device:
+        if self.lane is None:
             return collectives.reduce_scatter(source, bounds, target, group, scale=scale, accumulate=not is_first)
-        staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
-        pending = collectives.reduce_scatter(source, bounds, staged, group, scale=scale)
+        # The way home begins as soon as the sum is there, while the device goes on with backward.
+        landing = target if is_first else in_ram(target.numel(), target.dtype, target.device, source.device)
+        with self.lane.entered():
+            staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
+            collectives.reduce_scatter(source, bounds, staged, group, scale=scale).wait()
+            landing.copy_(staged, non_blocking=True)
+            arrived = self.lane.mark()
 
-        def move() -> None:
-            home = staged.to(target.device)
-            if is_first:
-                target.copy_(home)
-            else:
-                target.add_(home)
+        def add_up() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            if landing is not target:
+                target.add_(landing)
 
-        return Pending([pending], move)
+        return Pending(finish=add_up, keep=(source, staged))
 
     def _parts(self, gradients: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
         """Return the bucket's gradient in parts: large ones as they are, runs of small ones joined."""
@@ -218,6 +225,18 @@ class ShardedBucket:
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.format.wire, device=self.format.device)
+
+    def state_room(self, piece: Piece, key: str, dtype: torch.dtype) -> Tensor:
+        """Return memory for a piece's part of an elementwise state, in the shape of the piece's values; not filled."""
+        del key
+        return torch.empty(piece.values.shape, dtype=dtype, device=piece.values.device)
+
+    def house(self, states: Mapping[int, State]) -> None:
+        """Move what the optimizer keeps of the pieces to where it is to lie, if that is elsewhere.
+
+        Args:
+            states: By parameter; entries are replaced.
+        """
 
     def drop_gradient(self) -> None:
         """Forget the gradient. Its memory is kept: asking for it anew in each step takes longer than a sum."""

@@ -150,7 +150,9 @@ class Layout(Generic[BucketT]):
         states: Mapping[int, State],
     ) -> dict[int, State]:
         if self._kind == "parameter":
-            return dict(states)  # owners stay
+            for bucket in self.buckets:  # owners stay; memory may be another
+                bucket.house(states)
+            return dict(states)
         # What is elementwise moves by slices; the rest is small, and equal on every rank that has a part.
         kinds: dict[int, dict[str, torch.dtype]] = {}
         others: dict[int, State] = {}
@@ -168,6 +170,7 @@ class Layout(Generic[BucketT]):
         moved = {
             index: dict(state) for _, of_rank in gathered for index, state in of_rank.items() if index in new_pieces
         }
+        homes = {piece.index: bucket for bucket in self.buckets for piece in bucket.pieces}
         for bucket in old:
             present = [slot.index for slot in bucket.plan.slots if slot.index in kinds]
             for key in sorted({key for index in present for key in kinds[index]}):
@@ -186,7 +189,7 @@ class Layout(Generic[BucketT]):
                         bucket,
                         own,
                         lambda piece, part, key=key: moved[piece.index].__setitem__(
-                            key, part.to(piece.values.device, copy=True)
+                            key, homes[piece.index].state_room(piece, key, part.dtype).copy_(part)
                         ),  # type: ignore[misc]
                         having,
                     )

@@ -102,6 +102,8 @@ class ShardedOptimizer(OptimizerWrapper):
         for indices in members:
             own = {index: pieces[index] for index in indices if index in pieces}
             self.hosted.adopt(len(self.hosted.groups), indices, own)
+        for bucket in self.layout.buckets:
+            bucket.house(self.hosted.states())
         self.reducer.set_buckets(self.buckets_in_order())
 
     def lay_out(self, parameters: Mapping[int, nn.Parameter]) -> None:
@@ -333,7 +335,7 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         if closure is None:
             self.settle()
-            result = self.optim.step()
+            result = self.step_pieces()
         else:
 
             def evaluated() -> float:
@@ -343,7 +345,16 @@ class ShardedOptimizer(OptimizerWrapper):
                 return loss
 
             result = self.optim.step(evaluated)
+            for bucket in self.layout.buckets:
+                bucket.house(self.hosted.states())
         self._send_buffers()
+        return result
+
+    def step_pieces(self) -> Any:
+        """Step the optimizer inside on pieces that show their gradients."""
+        result = self.optim.step()
+        for bucket in self.layout.buckets:
+            bucket.house(self.hosted.states())
         return result
 
     def is_used(self, bucket: ShardedBucket) -> bool:
