@@ -263,8 +263,8 @@ class FSDPOptimizer(OptimizerWrapper):
         """
         if closure is not None and not self._takes_rows:
             msg = (
-                f"{type(self.unwrap()).__name__} gets whole parameters for the time of a step, in which a closure can't "
-                "run the model. Call `step()` without one, or use plugin='ddp'."
+                f"{type(self.unwrap()).__name__} gets whole parameters for the time of a step, in which a closure "
+                "can't run the model. Call `step()` without one, or use plugin='ddp'."
             )
             raise ConfigError(msg)
         if closure is None:

@@ -1,8 +1,9 @@
 """`TorchFSDPPlugin`: ``torch.distributed.fsdp.fully_shard`` behind `Booster`; wires the parts of this package together.
 
 Parameters lie in shards, one per rank; a unit's are gathered right before its forward and backward need them and let
-go afterwards, and its gradients are reduced into shards as backward leaves it (Zhao et al. 2023,
-"PyTorch FSDP", arXiv:2304.11277). torch does that; the plugin chooses the units, brings the user's optimizer along, and shows the state.
+go afterwards, and its gradients are reduced into shards as backward leaves it (Zhao et al. 2023, "PyTorch FSDP",
+arXiv:2304.11277). torch does that; the plugin chooses the units, brings the user's optimizer along, and shows the
+state.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from booster_core.errors import ConfigError
+from booster_core.lazy import is_lazy
 from booster_core.plugin import Boosted, Capability, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.replicated import place_model
@@ -22,6 +24,7 @@ from booster_core.sharding.agreement import agree_on_values
 from booster_core.state.naming import NamedTensors
 from booster_core.wrappers import unwrap_model
 from booster_fsdp.config import FSDPConfig
+from booster_fsdp.lazy import fill_model, hollow_model
 from booster_fsdp.model import FSDPModel
 from booster_fsdp.optimizer import FSDPOptimizer
 from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, shard_model
@@ -70,6 +73,7 @@ class TorchFSDPPlugin(Plugin):
     """
 
     name: ClassVar[str] = "fsdp"
+    handles_lazy: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.CPU,
@@ -141,13 +145,20 @@ class TorchFSDPPlugin(Plugin):
         mesh = self._mesh_of_world(context)
         model = objects.model
         methods = self._forward_methods(model)
-        place_model(model, objects.optimizer, context.device, context.precision)
+        recording = None
+        if is_lazy(model):
+            recording = hollow_model(model, objects.optimizer, context.device, context.precision)
+        else:
+            place_model(model, objects.optimizer, context.device, context.precision)
+            agree_on_values(model)
         check_parameters(model)
-        agree_on_values(model)
         named = NamedTensors.of(model)
         before = dict(enumerate(model.parameters()))
         names = {index: named.name_of[id(parameter)] for index, parameter in before.items()}
-        units, _ = shard_model(model, mesh, self.config, context.precision, offload=self.config.cpu_offload)
+        offload = self.config.cpu_offload
+        units = shard_model(model, mesh, self.config, context.precision, offload=offload)
+        if recording is not None:
+            fill_model(model, recording, units, context.device, context.precision, offload=offload)
         for method in methods:
             register_fsdp_forward_method(model, method)
         wrapped = FSDPModel(model, units=units, precision=context.precision, forward_methods=methods)

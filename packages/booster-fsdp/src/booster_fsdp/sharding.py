@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,6 +19,7 @@ from booster_fsdp.wrapping import choose_units, find_ignored, parameters_by_unit
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -79,8 +79,8 @@ def check_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             msg = (
-                f"Parameter '{name}' is a DTensor already, {parameter.placements} on {parameter.device_mesh}. Boost the "
-                "plain model; to combine sharding with tensor parallelism, use plugin='hybrid'."
+                f"Parameter '{name}' is a DTensor already, {parameter.placements} on {parameter.device_mesh}. Boost "
+                "the plain model; to combine sharding with tensor parallelism, use plugin='hybrid'."
             )
             raise ConfigError(msg)
         if parameter.numel() and parameter.device.type != "meta":
@@ -99,8 +99,8 @@ def check_parameters(model: nn.Module) -> None:
 
 def shard_model(
     model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: PrecisionPolicy, *, offload: bool
-) -> tuple[Units, set[nn.Parameter]]:
-    """Shard a model in place, and return its units and the parameters that stay whole on every rank.
+) -> Units:
+    """Shard a model in place, and return its units; some parameters stay whole on every rank.
 
     Whole stay: what the user says, scalars, which have no rows to split; BatchNorm's under a narrow format, which its
     kernels want in fp32; and, in a unit of several formats, those that don't have its most frequent one, because torch
@@ -157,7 +157,7 @@ def shard_model(
             raise ConfigError(msg) from cause
     sharded = [cast("FSDPModule", modules[name]) for name in chosen]
     _prefetch(cast("FSDPModule", model), sharded, config)
-    return Units([cast("FSDPModule", model), *sharded]), whole
+    return Units([cast("FSDPModule", model), *sharded])
 
 
 def _formats(parameters: Iterable[nn.Parameter]) -> tuple[torch.dtype | None, set[nn.Parameter]]:
