@@ -47,7 +47,7 @@ class Ref:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
-@dataclass
+@dataclass(eq=False)
 class Const:
     """A real tensor that an operation reads.
 
@@ -74,7 +74,7 @@ class Const:
         return self.tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """One recorded operation.
 

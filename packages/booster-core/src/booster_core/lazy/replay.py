@@ -31,6 +31,7 @@ class Replay:
         hand_over: Called with each wanted slot and its storage, once, when it has its final values.
         skips_draws: Leave dead draws out whose generator's state afterwards is known, and remember every state: for
             replays in the middle of a recording.
+        draws_in_vain: Do dead draws at all; without, nothing that is wanted may depend on a draw.
         seeds: States to start draws from in place of those that they recorded.
     """
 
@@ -43,6 +44,7 @@ class Replay:
         hand_over: Callable[[int, torch.UntypedStorage], None],
         *,
         skips_draws: bool = False,
+        draws_in_vain: bool = True,
         seeds: Mapping[Draw, torch.Tensor] | None = None,
     ) -> None:
         self._entries = entries
@@ -51,6 +53,7 @@ class Replay:
         self._slot_devices = slot_devices
         self._hand_over = hand_over
         self._skips_draws = skips_draws
+        self._draws_in_vain = draws_in_vain
         self._seeds = seeds or {}
         self._plan: Plan = make_plan(entries, wanted)
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -76,7 +79,7 @@ class Replay:
                         if not self._is_done[index] and not (entry.is_source and self._plan.followers[index]):
                             self._execute(index)
                             self._cascade()
-                    elif entry.draw is not None:
+                    elif entry.draw is not None and self._draws_in_vain:
                         self._draw_in_vain(entry)
         finally:
             torch.set_default_dtype(default_dtype)
