@@ -41,6 +41,8 @@ class ZeroStateAdapter(StateAdapter):
     # ---- the model, which every rank has whole
 
     def model_shards(self) -> Iterator[TensorShard]:
+        if self._optimizer is not None:
+            self._optimizer.gathers.wait()
         return self._replicated.model_shards()
 
     def tied_names(self) -> Mapping[str, str]:
@@ -56,6 +58,7 @@ class ZeroStateAdapter(StateAdapter):
 
     def optimizer_shards(self) -> Iterator[TensorShard]:
         zero = self._required_optimizer()
+        zero.gathers.wait()
         pieces = zero.layout.pieces()
         for index, state in zero.hosted.states().items():
             tensors, _ = flatten_state(zero.names[index], state)
@@ -138,6 +141,7 @@ class ZeroStateAdapter(StateAdapter):
         zero = self._optimizer
         if zero is None:
             return
+        zero.gathers.wait()
         for bucket in zero.layout.buckets:
             is_taken = any(slot.index in self._taken_as_parameters for slot in bucket.plan.slots)
             if model or is_taken:
