@@ -6,6 +6,7 @@ In these tests a gather hides what it brings: other ranks' parts of a bucket are
 import contextlib
 import random
 import time
+import warnings
 
 import pytest
 import torch
@@ -210,11 +211,13 @@ class LazyOutput(Base):
 
 MODELS = [
     Base, TiedHead, Functional, InLists, Repeated, Checkpointed, KeptView, ByData, ByNumpy, ByOperator, CustomFunction,
-    ForeignKernel, Recurrent, Mapped, FunctionalCall, CompiledModule, CompiledFunction, LazyOutput,
+    ForeignKernel, Recurrent, Mapped, FunctionalCall, LazyOutput,
 ]  # fmt: skip
 
 
 def trained(model_class, options, precision, hides):
+    if model_class in (CompiledModule, CompiledFunction, Scripted):
+        warnings.simplefilter("ignore")  # torch's compilers warn of themselves
     torch.manual_seed(0)
     net = model_class()
     booster = Booster("cpu", precision, LowLevelZeroPlugin(bucket_bytes=64, **options))
@@ -237,8 +240,9 @@ def trained(model_class, options, precision, hides):
 
 def same_bits(model_class, options=None, precision="fp32"):
     options = options or {}
-    plain = run_on_ranks(trained, 2, model_class, options, precision, False)
-    hidden = run_on_ranks(trained, 2, model_class, {**options, "overlap_allgather": True}, precision, True)
+    plain = run_on_ranks(trained, 2, model_class, options, precision, False, timeout_seconds=150)
+    overlapping = {**options, "overlap_allgather": True}
+    hidden = run_on_ranks(trained, 2, model_class, overlapping, precision, True, timeout_seconds=150)
     for (losses, parameters), (expected, others) in zip(hidden, plain, strict=True):
         assert losses == expected
         assert all(torch.equal(others[name], value) for name, value in parameters.items())
@@ -249,9 +253,9 @@ def test_no_forward_reads_a_parameter_that_is_not_there_yet(model_class):
     same_bits(model_class)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_scripted_modules_wait_too():
-    same_bits(Scripted)
+@pytest.mark.parametrize("model_class", [Scripted, CompiledModule, CompiledFunction])
+def test_compiled_code_waits_too(model_class):
+    same_bits(model_class)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

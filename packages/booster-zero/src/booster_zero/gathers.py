@@ -12,8 +12,8 @@ What waits, and for what:
   (checkpoints, averages), ``backward``, the next ``step``, and the end of ``forward``.
 
 What can't wait is a read that none of these see: of a parameter held by the user's own hands between ``step`` and the
-next forward, without the boosted model; of another module's parameter inside of ``forward`` by a kernel that is no torch
-function; or by another thread.
+next forward, without the boosted model; of another module's parameter inside of ``forward`` by a kernel that is none of
+torch's functions; or by another thread.
 """
 
 from __future__ import annotations
@@ -142,6 +142,9 @@ class _WaitingForArguments(TorchFunctionMode):
         super().__init__()
         self._gathers = gathers
 
+    # Not traced: a compiled function that forward calls breaks its graph at each call while gathers are underway, where
+    # tracing would wait once and for all. With ``fullgraph=True`` that raises. Compile modules, which are waited for.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         gathers = self._gathers
