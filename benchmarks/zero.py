@@ -35,6 +35,8 @@ SIZES = {
 }
 BARS = {"ddp": 0.95, "redundancy": 0.94, "alone": 1.12}
 SAMPLES, LENGTH = 2, 128
+STEPS = 4
+"""Steps that a contender takes in a row: what goes on after its step is its own to pay for."""
 
 
 def make_model(size: str, dtype: torch.dtype) -> nn.Module:
@@ -55,13 +57,15 @@ def make_model(size: str, dtype: torch.dtype) -> nn.Module:
     return model.to(dtype)
 
 
-def make_step(kind: str, size: str, dtype: torch.dtype, stage: int) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Return one training step of a kind of run, and a function that tells the bytes of its optimizer state here."""
+def make_step(
+    kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[Callable[[], None], Callable[[], int], Callable[[], None]]:
+    """Return a training step of a kind of run, what tells the bytes of its optimizer state here, and what ends a step."""
     model = make_model(size, dtype)
     trained: Any = model
     optimizer: Any
     if kind == "zero":
-        plugin = LowLevelZeroPlugin(stage=stage, master_weights=False)
+        plugin = LowLevelZeroPlugin(master_weights=False, **options)
         booster = Booster("cpu", "bf16" if dtype == torch.bfloat16 else "fp32", plugin)
         trained, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
     elif kind == "redundancy":
@@ -93,28 +97,34 @@ def make_step(kind: str, size: str, dtype: torch.dtype, stage: int) -> tuple[Cal
             if isinstance(value, torch.Tensor)
         )
 
-    return step, state_bytes
+    def finish() -> None:
+        next(trained.parameters())  # waits for gathers that are underway
+
+    return step, state_bytes, finish
 
 
-def timed(kinds: list[str], size: str, dtype: torch.dtype, stage: int, turns: int) -> dict[str, Any]:
+def timed(kinds: list[str], size: str, dtype: torch.dtype, options: dict[str, Any], turns: int) -> dict[str, Any]:
     """Return the times of each kind's steps, turn by turn, and its state's bytes.
 
     Collective: every rank of the world.
     """
     warnings.filterwarnings("ignore")
-    runs = {kind: make_step(kind, size, dtype, stage) for kind in kinds}
+    runs = {kind: make_step(kind, size, dtype, options) for kind in kinds}
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for turn in range(turns + 2):
-        for kind, (step, _) in runs.items():
+    for turn in range(turns + 1):
+        for kind, (step, _, finish) in runs.items():
             dist.barrier()
             started = time.perf_counter()
-            step()
-            if turn >= 2:  # the first two steps make state, buckets and caches
-                times[kind].append(time.perf_counter() - started)
-    return {"times": times, "state": {kind: state_bytes() for kind, (_, state_bytes) in runs.items()}}
+            for _ in range(STEPS):
+                step()
+            if kind == "zero":
+                finish()
+            if turn:  # the first steps make state, buckets and caches
+                times[kind].append((time.perf_counter() - started) / STEPS)
+    return {"times": times, "state": {kind: state_bytes() for kind, (_, state_bytes, _) in runs.items()}}
 
 
-def peak_bytes(kind: str, size: str, dtype: torch.dtype, stage: int) -> int:
+def peak_bytes(kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]) -> int:
     """Return the peak of resident memory above what was there before the model was built.
 
     Collective: every rank of the world.
@@ -123,7 +133,7 @@ def peak_bytes(kind: str, size: str, dtype: torch.dtype, stage: int) -> int:
     from booster_core.testing import peak_memory
 
     with peak_memory() as used:
-        step, _ = make_step(kind, size, dtype, stage)
+        step, _, _ = make_step(kind, size, dtype, options)
         for _ in range(4):
             step()
     return used.peak_bytes
@@ -135,8 +145,9 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="25M")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--stage", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--overlap-allgather", action="store_true", help="gather while the next forward begins")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--no-memory", action="store_true", help="measure times only")
     options = parser.parse_args()
     dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
@@ -151,13 +162,16 @@ def main() -> None:
     here = importlib.util.module_from_spec(spec)
     sys.modules["zero_benchmark"] = here
     spec.loader.exec_module(here)
-    case = (options.size, dtype, options.stage)
+    plugin_options = {"stage": options.stage, "overlap_allgather": options.overlap_allgather}
+    case = (options.size, dtype, plugin_options)
     results = run_on_ranks(here.timed, options.ranks, kinds, *case, options.turns, timeout_seconds=3600)
     slowest = {
         kind: [max(times) for times in zip(*(result["times"][kind] for result in results), strict=True)]
         for kind in kinds
     }
-    print(f"Llama {options.size} {options.dtype}, stage {options.stage}, {options.ranks} ranks, {options.turns} turns")
+    print(
+        f"Llama {options.size} {options.dtype}, {plugin_options}, {options.ranks} ranks, {options.turns} turns of {STEPS} steps"
+    )
     for kind in kinds:
         state = max(result["state"][kind] for result in results)
         print(f"  {kind:11} median {1e3 * statistics.median(slowest[kind]):8.1f} ms   state {state / 2**20:8.1f} MiB")
