@@ -60,7 +60,7 @@ def make_model(size: str, dtype: torch.dtype) -> nn.Module:
 def make_step(
     kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> tuple[Callable[[], None], Callable[[], int], Callable[[], None]]:
-    """Return a training step of a kind of run, what tells the bytes of its optimizer state here, and what ends a step."""
+    """Return a step of a kind of run, what tells the bytes of its optimizer state here, and what ends the last step."""
     model = make_model(size, dtype)
     trained: Any = model
     optimizer: Any
@@ -169,9 +169,8 @@ def main() -> None:
         kind: [max(times) for times in zip(*(result["times"][kind] for result in results), strict=True)]
         for kind in kinds
     }
-    print(
-        f"Llama {options.size} {options.dtype}, {plugin_options}, {options.ranks} ranks, {options.turns} turns of {STEPS} steps"
-    )
+    measured = f"{options.ranks} ranks, {options.turns} turns of {STEPS} steps"
+    print(f"Llama {options.size} {options.dtype}, {plugin_options}, {measured}")
     for kind in kinds:
         state = max(result["state"][kind] for result in results)
         print(f"  {kind:11} median {1e3 * statistics.median(slowest[kind]):8.1f} ms   state {state / 2**20:8.1f} MiB")
