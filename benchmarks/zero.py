@@ -148,7 +148,8 @@ def main() -> None:
     parser.add_argument("--overlap-allgather", action="store_true", help="gather while the next forward begins")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--no-memory", action="store_true", help="measure times only")
+    parser.add_argument("--bucket-mib", type=float, default=25, help="size of a bucket")
+    parser.add_argument("--only", choices=["times", "memory"], help="measure one of the two")
     options = parser.parse_args()
     dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
     kinds = ["zero", *BARS]
@@ -162,15 +163,28 @@ def main() -> None:
     here = importlib.util.module_from_spec(spec)
     sys.modules["zero_benchmark"] = here
     spec.loader.exec_module(here)
-    plugin_options = {"stage": options.stage, "overlap_allgather": options.overlap_allgather}
+    plugin_options = {
+        "stage": options.stage,
+        "overlap_allgather": options.overlap_allgather,
+        "bucket_bytes": int(options.bucket_mib * 2**20),
+    }
     case = (options.size, dtype, plugin_options)
+    measured = f"{options.ranks} ranks, {options.turns} turns of {STEPS} steps"
+    print(f"Llama {options.size} {options.dtype}, {plugin_options}, {measured}")
+    if options.only != "memory":
+        report_times(here, kinds, case, options)
+    if options.only != "times":
+        report_memory(here, case, options)
+    close_ranks()
+
+
+def report_times(here: Any, kinds: list[str], case: tuple[Any, ...], options: argparse.Namespace) -> None:
+    """Print times, and ratios within turns, of the slower rank; and bytes of optimizer state."""
     results = run_on_ranks(here.timed, options.ranks, kinds, *case, options.turns, timeout_seconds=3600)
     slowest = {
         kind: [max(times) for times in zip(*(result["times"][kind] for result in results), strict=True)]
         for kind in kinds
     }
-    measured = f"{options.ranks} ranks, {options.turns} turns of {STEPS} steps"
-    print(f"Llama {options.size} {options.dtype}, {plugin_options}, {measured}")
     for kind in kinds:
         state = max(result["state"][kind] for result in results)
         print(f"  {kind:11} median {1e3 * statistics.median(slowest[kind]):8.1f} ms   state {state / 2**20:8.1f} MiB")
@@ -178,12 +192,24 @@ def main() -> None:
         ratios = sorted(own / other for own, other in zip(slowest["zero"], slowest[kind], strict=True))
         low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
         print(f"  zero / {kind:11} {middle:.3f} (quartiles {low:.3f} to {high:.3f}; bar {bar})")
-    if not options.no_memory:
-        for kind in kinds:
-            close_ranks()  # a new process each: memory that was freed may stay with the old one
-            peak = max(run_on_ranks(here.peak_bytes, options.ranks, kind, *case, timeout_seconds=3600))
-            print(f"  {kind:11} peak {peak / 2**20:8.1f} MiB")
-    close_ranks()
+
+
+def report_memory(here: Any, case: tuple[Any, ...], options: argparse.Namespace) -> None:
+    """Print peaks of resident memory, and how much of what the paper's sums give is saved against DDP.
+
+    Of P parameters of w bytes on N ranks, that is (N - 1) / N of the state's 2 P w, and with stage 2 of the gradients'
+    P w as well.
+    """
+    peaks = {}
+    for kind in ("zero", "ddp", "redundancy"):
+        close_ranks()  # a new process each: memory that was freed may stay with the old one
+        peaks[kind] = max(run_on_ranks(here.peak_bytes, options.ranks, kind, *case, timeout_seconds=3600))
+        print(f"  {kind:11} peak {peaks[kind] / 2**20:8.1f} MiB")
+    with torch.device("meta"):
+        parameter_bytes = sum(p.numel() * p.element_size() for p in make_model(options.size, case[1]).parameters())
+    saved = peaks["ddp"] - peaks["zero"]
+    theory = (options.ranks - 1) / options.ranks * parameter_bytes * (2 if options.stage == 1 else 3)
+    print(f"  saved {saved / 2**20:.1f} MiB of {theory / 2**20:.1f} MiB: {saved / theory:.2f} (bar 0.9)")
 
 
 if __name__ == "__main__":
