@@ -400,6 +400,29 @@ def test_a_graph_from_before_the_step_is_refused():
     run_on_ranks(a_stale_graph, 2)
 
 
+def one_rank_reads_alone():
+    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
+    torch.manual_seed(0)
+    net = Base()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    seen = []
+    for _ in range(3):
+        booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            seen.append(float(model.second.weight.detach().sum()))
+            seen.append(float(model(torch.ones(2, WIDTH)).detach().sum()))
+        dist.barrier()  # the other waits here for the one that waits for its part
+    return seen
+
+
+def test_one_rank_may_look_at_parameters_alone():
+    first, second = run_on_ranks(one_rank_reads_alone, 2, timeout_seconds=30)
+    assert len(first) == 6
+    assert second == []
+
+
 def ends_with_gathers_underway():
     net = nn.Linear(512, 512)
     booster = Booster(plugin=LowLevelZeroPlugin(overlap_allgather=True))
