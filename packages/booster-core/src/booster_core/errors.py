@@ -31,6 +31,10 @@ class CheckpointError(BoosterError):
     """A checkpoint cannot be written or read: path, permission, space, layout, or content."""
 
 
+class OffloadError(BoosterError):
+    """Memory that a run was told to use beside its own is not there: a disk is full, or its folder is gone."""
+
+
 class MissingRanksError(BoosterError, TimeoutError):
     """Some ranks did not reach a collective call within the time limit; the message names them."""
 
