@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_core.coordinator import DistCoordinator
-    from booster_zero.bucket import Bucket, Piece
+    from booster_core.sharding.bucket import Piece
+    from booster_zero.bucket import Bucket
     from booster_zero.optimizer import ZeroOptimizer
 
 
@@ -110,6 +111,7 @@ class ZeroStateAdapter(StateAdapter):
     ) -> None:
         zero = self._required_optimizer()
         pieces, states = zero.layout.pieces(), zero.hosted.states()
+        homes = {piece.index: bucket for bucket in zero.layout.buckets for piece in bucket.pieces}
         keeps_masters = {slot.index for bucket in self._buckets_with_masters() for slot in bucket.plan.slots}
         self._taken_as_parameters = set()
         for members, group, saved in zip(zero.hosted.groups, zero.param_groups, groups, strict=True):
@@ -127,6 +129,10 @@ class ZeroStateAdapter(StateAdapter):
                 room = {key: _cut_meta(key, meta, piece) for key, meta in stored.items()}
                 state = restore_state(piece.values, group, states.get(index, {}), room, scalars.get(name, {}))
                 zero.hosted.set_state(index, state)
+                # One after the other, so that never more than a bucket's worth is in RAM that is to lie in files.
+                if state:
+                    homes[index].house({index: state})
+        zero.room.check_together("What found no room has it in RAM; nothing has been read yet.")
 
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
         zero = self._optimizer
