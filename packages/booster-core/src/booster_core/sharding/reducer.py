@@ -157,8 +157,7 @@ class Reducer:
     def zero(self) -> None:
         """Set the gradients to zero; parameters that have one keep it."""
         for bucket in self.buckets:
-            if bucket.has_gradient and bucket.gradient is not None:
-                bucket.gradient.zero_()
+            bucket.zero_gradient()
             for parameter in bucket.parameters:
                 parameter.grad = None
 
