@@ -55,6 +55,20 @@ def nothing_left_behind():
         pytest.fail(f"the test left behind: {'; '.join(left)}", pytrace=False)
 
 
+@pytest.fixture(scope="module")
+def simulated_device():
+    """Build the simulated accelerator; functions on ranks pass its library to ``simulated_device.load``."""
+    from simulated_device import NotBuiltError, build
+
+    try:
+        library = build(Path(__file__).parents[1] / "build" / "simulated_device")
+    except NotBuiltError as error:
+        pytest.skip(str(error))
+    close_ranks()  # autograd counts the devices when it first runs, and would know of none
+    yield library
+    close_ranks()  # torch would take the device for the machine's accelerator in whatever they ran next
+
+
 _OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 """Variables that pytest and torch set themselves, the latter when an optimizer is first used."""
 

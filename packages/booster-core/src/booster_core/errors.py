@@ -31,6 +31,10 @@ class CheckpointError(BoosterError):
     """A checkpoint cannot be written or read: path, permission, space, layout, or content."""
 
 
+class OffloadError(BoosterError):
+    """Memory that a run was told to use beside its own is not there: a disk is full, or its folder is gone."""
+
+
 class MissingRanksError(BoosterError, TimeoutError):
     """Some ranks did not reach a collective call within the time limit; the message names them."""
 
@@ -41,3 +45,7 @@ class RankFailedError(BoosterError, RuntimeError):
 
 class GradientError(BoosterError, RuntimeError):
     """A loss has no gradient, a norm is not finite where that was forbidden, or backward was misused."""
+
+
+class LazyInitError(BoosterError, RuntimeError):
+    """A model that has no values yet is used as if it had, or its recording can't be replayed."""

@@ -98,6 +98,8 @@ class Plugin(ABC):
             whose engine is not there yet: ``booster plugins`` says so, and ``configure`` raises.
         capabilities: What the plugin can do.
         precision: The precision asked for through the plugin's constructor; ``None`` where none was.
+        handles_lazy: Whether ``configure`` takes lazy models (`booster_core.lazy`) and places their values itself, by
+            ``take_recording``. Any other plugin gets them with their values, whole, on the run's device.
     """
 
     name: ClassVar[str]
@@ -107,6 +109,7 @@ class Plugin(ABC):
         {Capability.CPU, Capability.FP32, Capability.DATA_PARALLEL}
     )
     precision: PrecisionPolicy | str | None = None
+    handles_lazy: ClassVar[bool] = False
 
     @abstractmethod
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
@@ -137,7 +140,14 @@ class Plugin(ABC):
         return check_no_masters(policy, self.name)
 
     def supports_device(self, device_type: str) -> bool:
-        """Return whether the plugin runs on devices of this type, such as ``"cpu"`` or ``"cuda"``."""
+        """Return whether the plugin runs on devices of this type, such as ``"cpu"`` or ``"cuda"``.
+
+        An accelerator that extends torch from outside is driven as CUDA is.
+        """
+        import torch
+
+        if device_type == torch._C._get_privateuse1_backend_name():  # noqa: SLF001 - torch has no public way to ask
+            return Capability.CUDA in self.capabilities
         return device_type in {capability.value for capability in self.capabilities}
 
     def data_parallel_coordinates(self, context: BoostContext) -> tuple[int, int]:

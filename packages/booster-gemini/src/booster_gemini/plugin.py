@@ -1,47 +1,67 @@
-"""`GeminiPlugin`: ZeRO-3 in chunks behind `Booster`.
-
-This version has the interface only: options are checked, and `configure` says that it does not train yet.
-"""
+"""`GeminiPlugin`: ZeRO-3 in chunks behind `Booster`; wires the parts of this package together."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from booster_core.errors import PluginError
-from booster_core.plugin import Capability, Plugin
+import torch
+import torch.distributed as dist
+
+from booster_core.errors import ConfigError
+from booster_core.plugin import Boosted, Capability, Plugin
 from booster_core.precision import PrecisionPolicy
+from booster_core.precision.narrow import NARROW, kept_as_they_are
+from booster_core.replicated import check_no_masters, place_model
+from booster_core.sharding.agreement import agree_on_values
+from booster_core.sharding.bucket import Format
+from booster_core.sharding.elementwise import partition_for
+from booster_core.sharding.ranks import ShardingRanks, make_ranks
+from booster_core.wrappers import unwrap_model
+from booster_gemini.chunk.manager import ChunkManager
+from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
+from booster_gemini.memory.home import DeviceHome
+from booster_gemini.module import GeminiModel
+from booster_gemini.optimizer import GeminiOptimizer
+from booster_gemini.state import GeminiStateAdapter
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
-    from booster_core.plugin import BoostContext, Boosted
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from booster_core.plugin import BoostContext
+    from booster_core.state.adapter import StateAdapter
 
 
 class GeminiPlugin(Plugin):
-    """Data parallelism whose parameters, gradients and optimizer state lie in chunks, on device, host or disk.
-
-    This version does not train yet.
+    """Data parallelism whose parameters, gradients and optimizer state lie in chunks, split over the ranks.
 
     Args:
-        chunk_bytes: See `GeminiConfig`, which documents this and the following options.
-        placement_policy: Who decides where a chunk lies.
-        offload_param_fraction: Parameters off the device.
-        offload_optim_fraction: Optimizer state off the device.
-        device_budget_bytes: Device memory that may be used.
-        host_budget_bytes: Host memory that may be used.
-        disk_path: Folder for the rest.
+        min_chunk_bytes: See `GeminiConfig`, which documents this and the following options.
+        max_prefetch: How many chunks are gathered ahead.
+        max_norm: Clip gradients by this global norm in each step.
+        overlap_communication: Reduce while backward goes on.
+        communication_dtype: Format in which gradients travel.
+        master_weights: Keep fp32 masters of narrow parameters.
+        replica_size: Number of replicas of the sharded state.
+        partition: Cut parameters anywhere, or leave them whole.
+        unused: What to do about parameters that took no part in backward.
+        broadcast_buffers: Keep buffers that forward changes equal on all ranks.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
 
+    Memory per rank, for N ranks: 1/N of parameters, gradients, optimizer state and masters; the chunks in use.
+    Communication per rank and step: two all-gathers of the parameters and one reduce-scatter of the gradients.
     Reference: Fang et al. 2022, "Parallel Training of Pre-Trained Models via Chunk-Based Dynamic Memory Management"
     (arXiv:2108.05818).
     """
 
     name: ClassVar[str] = "gemini"
-    available: ClassVar[bool] = False
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.CPU,
@@ -49,47 +69,150 @@ class GeminiPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
-            Capability.LORA,
             Capability.DATA_PARALLEL,
+            Capability.SYNCHRONOUS,
         }
     )
 
     def __init__(
         self,
         *,
-        chunk_bytes: int | None = None,
-        placement_policy: str = "static",
-        offload_param_fraction: float = 0.0,
-        offload_optim_fraction: float = 0.0,
-        device_budget_bytes: int | None = None,
-        host_budget_bytes: int | None = None,
-        disk_path: str | Path | None = None,
+        min_chunk_bytes: int = 16 * 2**20,
+        max_prefetch: int = 1,
+        max_norm: float = 0.0,
+        overlap_communication: bool = True,
+        communication_dtype: torch.dtype | str | None = None,
+        master_weights: bool = True,
+        replica_size: int = 1,
+        partition: str = "auto",
+        unused: str = "zero",
+        broadcast_buffers: bool = True,
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
         self.config = GeminiConfig(
-            chunk_bytes=chunk_bytes,
-            placement_policy=placement_policy,
-            offload_param_fraction=offload_param_fraction,
-            offload_optim_fraction=offload_optim_fraction,
-            device_budget_bytes=device_budget_bytes,
-            host_budget_bytes=host_budget_bytes,
-            disk_path=disk_path,
+            min_chunk_bytes=min_chunk_bytes,
+            max_prefetch=max_prefetch,
+            max_norm=max_norm,
+            overlap_communication=overlap_communication,
+            communication_dtype=communication_dtype,
+            master_weights=master_weights,
+            replica_size=replica_size,
+            partition=partition,
+            unused=unused,
+            broadcast_buffers=broadcast_buffers,
         )
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
+        self._ranks: tuple[Any, ShardingRanks] | None = None
 
-    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
-        """Say that this version does not train.
+    def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
+        """Return the policy with working parameters in the compute format, and masters beside them where it is narrow.
 
         Raises:
-            PluginError: Always.
-
-        Collective: none; every rank raises.
+            ConfigError: If ``reduce_dtype`` and ``communication_dtype`` differ, or fp32 compute is to have masters.
         """
-        del objects, context
-        raise PluginError(_NOT_YET)
+        wire = self.config.wire_dtype
+        if wire is not None:
+            if policy.reduce_dtype not in (torch.float32, wire):
+                msg = (
+                    f"`reduce_dtype={policy.reduce_dtype}` of the precision and `communication_dtype={wire}` of the "
+                    "plugin are two answers to one question. Give one of them."
+                )
+                raise ConfigError(msg)
+            policy = replace(policy, reduce_dtype=wire)
+        if policy.compute_dtype not in NARROW:
+            return check_no_masters(policy, self.name)
+        masters = policy.master_dtype if self.config.master_weights else policy.compute_dtype
+        return replace(policy, param_dtype=policy.compute_dtype, master_dtype=masters)
 
+    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+        """Lay all parameters out in chunks, and let the optimizer update this rank's slices of them.
 
-_NOT_YET = (
-    "GeminiPlugin does not train yet: booster-gemini 0.1 has its interface only. "
-    "Use plugin='ddp' of booster-ddp, which keeps the whole model on every rank."
-)
+        Raises:
+            ConfigError: If ``replica_size`` does not divide the number of ranks, or the optimizer or a parameter can't
+                be sharded.
+
+        Collective: every rank of the world.
+        """
+        ranks = self._ranks_of_world()
+        model = objects.model
+        place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
+        agree_on_values(model)
+        format_of = self._formats(model, objects.optimizer, context)
+        kind = "flat" if objects.optimizer is None else partition_for(objects.optimizer, self.config.partition)
+        manager = ChunkManager(
+            model,
+            ranks,
+            format_of,
+            kind=kind,
+            chunk_bytes=self._chunk_bytes(model, ranks),
+            max_prefetch=self.config.max_prefetch,
+            home=DeviceHome(),
+        )
+        optimizer = None
+        if objects.optimizer is not None:
+            optimizer = GeminiOptimizer(
+                objects.optimizer,
+                model,
+                manager=manager,
+                config=self.config,
+                precision=context.precision,
+                after_step=context.after_step,
+            )
+        wrapped = GeminiModel(model, manager, precision=context.precision, optimizer=optimizer)
+        return objects._replace(model=wrapped, optimizer=optimizer)
+
+    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+        """Return the view of this rank's slices of parameters, masters and optimizer state."""
+        assert isinstance(model, GeminiModel), "Booster passes what `configure` returned"
+        gemini = optimizer if isinstance(optimizer, GeminiOptimizer) else None
+        return GeminiStateAdapter(model, gemini, context.coordinator)
+
+    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+        """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
+        if not isinstance(optimizer, GeminiOptimizer):
+            return None
+        return optimizer.full_gradient(unwrap_model(model).get_parameter(name))
+
+    def describe(self) -> Mapping[str, object]:
+        """Return the options and their values."""
+        return asdict(self.config)
+
+    def _ranks_of_world(self) -> ShardingRanks:
+        """Return this rank's place; process groups are made once for each world."""
+        world = dist.group.WORLD
+        if self._ranks is None or self._ranks[0] is not world:
+            self._ranks = (world, make_ranks(self.config.replica_size))
+        return self._ranks[1]
+
+    def _chunk_bytes(self, model: nn.Module, ranks: ShardingRanks) -> int:
+        itemsize = 4
+        numels = [parameter.numel() for parameter in model.parameters()]
+        least = max(self.config.min_chunk_bytes // itemsize, 1)
+        return itemsize * search_chunk_numel(numels, ranks.shard_size, least)
+
+    def _formats(
+        self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext
+    ) -> Callable[[nn.Parameter], Format]:
+        policy, device = context.precision, context.device
+        kept = kept_as_they_are(model)
+        groups = [] if optimizer is None else optimizer.param_groups
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        asked = self.config.wire_dtype or (policy.reduce_dtype if policy.reduce_dtype != torch.float32 else None)
+
+        def format_of(parameter: nn.Parameter) -> Format:
+            working = parameter.dtype
+            if policy.param_dtype is not None and parameter.is_floating_point():
+                is_kept = id(parameter) in kept and policy.param_dtype in NARROW
+                working = working if is_kept else policy.param_dtype
+            is_trained = parameter.requires_grad or id(parameter) in held
+            narrow_with_master = working in NARROW and policy.param_dtype is not None and is_trained
+            return Format(
+                working=working,
+                master=policy.master_dtype if narrow_with_master else working,
+                wire=asked or working,
+                device=device,
+                home=device,
+                is_trained=is_trained,
+            )
+
+        return format_of

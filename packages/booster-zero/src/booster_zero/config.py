@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,14 @@ class ZeroConfig:
         overlap_communication: Go on with backward while buckets are being reduced.
         communication_dtype: Format in which gradients travel, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a dtype; ``None``
             for the parameters' own. Sums are in fp32 in any case.
-        cpu_offload: Keep optimizer state and the parameters that it updates on the host, and step there. Where
-            forward runs on the CPU, they are there already.
+        overlap_allgather: Let ``step`` return while updated parameters are still being gathered; each is waited for
+            on first use in the model's forward. See `booster_zero.gathers` for what waits, and what can't.
+        cpu_offload: The same as ``offload="cpu"``.
+        offload: ``"cpu"`` keeps optimizer state and the parameters that it updates on the host, and steps there, bucket
+            by bucket; where forward runs on the CPU, they are there already. ``"disk"`` keeps elementwise optimizer
+            state, and the masters or copies that it updates, in memory-mapped files of ``offload_dir``.
+        offload_dir: An existing folder of each host for ``offload="disk"``, on a disk with room for the host's state.
+            Files have no name there, and go with the process.
         master_weights: Keep fp32 masters of parameters whose working format is bf16 or fp16; without, the optimizer
             updates the working parameters.
         replica_size: Number of replicas of the sharded state: state is split within groups of
@@ -48,7 +55,10 @@ class ZeroConfig:
     bucket_bytes: int = 25 * 2**20
     overlap_communication: bool = True
     communication_dtype: torch.dtype | str | None = None
+    overlap_allgather: bool = False
     cpu_offload: bool = False
+    offload: str | None = None
+    offload_dir: str | os.PathLike[str] | None = None
     master_weights: bool = True
     replica_size: int = 1
     partition: str = "auto"
@@ -69,7 +79,11 @@ class ZeroConfig:
             if getattr(self, name) < 1:
                 msg = f"`{name}={getattr(self, name)}` must be positive; it is {meaning}."
                 raise ConfigError(msg)
-        for name, known in (("partition", ("auto", "flat", "parameter")), ("unused", ("zero", "raise"))):
+        for name, known in (
+            ("partition", ("auto", "flat", "parameter")),
+            ("unused", ("zero", "raise")),
+            ("offload", (None, "cpu", "disk")),
+        ):
             if getattr(self, name) not in known:
                 msg = f"`{name}={getattr(self, name)!r}` is not one of {', '.join(map(repr, known))}."
                 raise ConfigError(msg)
@@ -79,6 +93,28 @@ class ZeroConfig:
                 "or a torch dtype of these."
             )
             raise ConfigError(msg)
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        if self.cpu_offload and self.offload == "disk":
+            msg = "`cpu_offload=True` and `offload='disk'` are two answers to one question. Give one of them."
+            raise ConfigError(msg)
+        if self.offload == "disk" and self.offload_dir is None:
+            msg = "`offload='disk'` needs `offload_dir`, an existing folder on a disk with room for the state."
+            raise ConfigError(msg)
+        if self.offload_dir is None:
+            return
+        if not isinstance(self.offload_dir, (str, os.PathLike)):
+            msg = f"`offload_dir` is the path of a folder; got `{type(self.offload_dir).__name__}`."
+            raise TypeError(msg)
+        if self.offload != "disk":
+            msg = f"`offload_dir='{os.fspath(self.offload_dir)}'` is for `offload='disk'`; `offload={self.offload!r}`."
+            raise ConfigError(msg)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer steps on the host."""
+        return self.cpu_offload or self.offload is not None
 
     @property
     def wire_dtype(self) -> torch.dtype | None:

@@ -11,20 +11,23 @@ import torch.distributed as dist
 
 from booster_core import collectives
 from booster_core.errors import ConfigError
+from booster_core.memory.mapped import MappedFolder
 from booster_core.plugin import Boosted, Capability, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.precision.narrow import NARROW, kept_as_they_are
 from booster_core.replicated import check_no_masters, place_model
 from booster_core.sharding.agreement import agree_on_values
+from booster_core.sharding.bucket import Format
 from booster_core.sharding.ranks import ShardingRanks, make_ranks
 from booster_core.wrappers import unscaled_gradient, unwrap_model
-from booster_zero.bucket import Format
 from booster_zero.config import ZeroConfig
 from booster_zero.model import ZeroModel
 from booster_zero.optimizer import ZeroOptimizer
+from booster_zero.room import Room
 from booster_zero.state import ZeroStateAdapter
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
@@ -44,7 +47,10 @@ class LowLevelZeroPlugin(Plugin):
         bucket_bytes: Size of a bucket.
         overlap_communication: Reduce while backward goes on.
         communication_dtype: Format in which gradients travel.
+        overlap_allgather: Gather updated parameters while the next forward begins.
         cpu_offload: Keep optimizer state on the host, and step there.
+        offload: Keep it on the host, ``"cpu"``, or on its disk, ``"disk"``.
+        offload_dir: The folder for ``offload="disk"``.
         master_weights: Keep fp32 masters of narrow parameters.
         replica_size: Number of replicas of the sharded state.
         partition: Cut parameters anywhere, or leave them whole.
@@ -54,6 +60,7 @@ class LowLevelZeroPlugin(Plugin):
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
+        TypeError: If ``offload_dir`` is no path.
 
     Memory per rank and step, for N ranks: parameters; gradients as buckets underway and 1/N of their sum (under stage
     1's ``no_sync`` all of them); 1/N of optimizer state and masters.
@@ -69,6 +76,7 @@ class LowLevelZeroPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
+            Capability.LORA,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
         }
@@ -82,7 +90,10 @@ class LowLevelZeroPlugin(Plugin):
         bucket_bytes: int = 25 * 2**20,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype | str | None = None,
+        overlap_allgather: bool = False,
         cpu_offload: bool = False,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
         master_weights: bool = True,
         replica_size: int = 1,
         partition: str = "auto",
@@ -96,7 +107,10 @@ class LowLevelZeroPlugin(Plugin):
             bucket_bytes=bucket_bytes,
             overlap_communication=overlap_communication,
             communication_dtype=communication_dtype,
+            overlap_allgather=overlap_allgather,
             cpu_offload=cpu_offload,
+            offload=offload,
+            offload_dir=offload_dir,
             master_weights=master_weights,
             replica_size=replica_size,
             partition=partition,
@@ -130,12 +144,14 @@ class LowLevelZeroPlugin(Plugin):
         """Lay the trained parameters out in buckets, and let the optimizer update this rank's part of them.
 
         Raises:
-            ConfigError: If ``replica_size`` does not divide the number of ranks, or the optimizer or a parameter can't
-                be sharded.
+            ConfigError: If ``replica_size`` does not divide the number of ranks, the optimizer or a parameter can't
+                be sharded, or ``offload_dir`` is not a folder that can be written to.
+            OffloadError: If ``offload_dir`` has no room for the masters and the state that there is.
 
         Collective: every rank of the world.
         """
         ranks = self._ranks_of_world()
+        room = self._room(context)
         model = objects.model
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
         agree_on_values(model)
@@ -148,11 +164,15 @@ class LowLevelZeroPlugin(Plugin):
                 config=self.config,
                 ranks=ranks,
                 format_of=format_of,
+                room=room,
                 precision=context.precision,
                 after_step=context.after_step,
             )
+            room.check_together("Nothing is lost: what found no room lies in RAM.")
         for parameter in model.parameters():  # those that the optimizer does not hold
             parameter.data = parameter.data.to(format_of(parameter).working)
+        if self.config.overlap_allgather and optimizer is not None:
+            optimizer.gathers.watch(model)
         wrapped = ZeroModel(model, precision=context.precision, optimizer=optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
 
@@ -191,6 +211,19 @@ class LowLevelZeroPlugin(Plugin):
             self._ranks = (world, make_ranks(self.config.replica_size))
         return self._ranks[1]
 
+    def _room(self, context: BoostContext) -> Room:
+        """Return where the optimizer's tensors are to lie; a folder is tried out on every rank first."""
+        if self.config.offload_dir is None:
+            return Room()
+        folder = MappedFolder(self.config.offload_dir, option="offload_dir")
+        error: ConfigError | None = None
+        try:
+            folder.check()
+        except ConfigError as caught:
+            error = caught
+        context.coordinator.raise_together(error, name="boost")
+        return Room(folder)
+
     def _formats(self, model: nn.Module, context: BoostContext) -> Callable[[nn.Parameter], Format]:
         policy, device = context.precision, context.device
         kept = kept_as_they_are(model)
@@ -207,7 +240,7 @@ class LowLevelZeroPlugin(Plugin):
                 master=policy.master_dtype if narrow_with_master else working,
                 wire=asked or working,
                 device=device,
-                home=torch.device("cpu") if self.config.cpu_offload else device,
+                home=torch.device("cpu") if self.config.offloads else device,
                 is_trained=parameter.requires_grad,
             )
 

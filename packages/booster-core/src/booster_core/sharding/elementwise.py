@@ -81,9 +81,9 @@ def _probed(optimizer: Optimizer) -> str:
         gradients = [(torch.randn(_SHAPE), 100 * torch.randn(_SHAPE)) for _ in range(_STEPS)]
     ones, others = [grads[0] for grads in gradients], [grads[1] for grads in gradients]
     try:
-        alone = _run(optimizer, [first], [[grad] for grad in ones])[0]
-        also_alone = _run(optimizer, [second], [[grad] for grad in others])[0]
-        together = _run(optimizer, [first, second], [list(grads) for grads in gradients])
+        alone = probed_steps(optimizer, [first], [[grad] for grad in ones])[0]
+        also_alone = probed_steps(optimizer, [second], [[grad] for grad in others])[0]
+        together = probed_steps(optimizer, [first, second], [list(grads) for grads in gradients])
     except Exception as cause:
         msg = (
             f"The optimizer {type(optimizer).__qualname__} could not be tried on a parameter of shape {_SHAPE}: "
@@ -104,7 +104,7 @@ def _probed(optimizer: Optimizer) -> str:
         )
         raise ConfigError(msg)
     try:
-        halves = _run(optimizer, _halves(first), [_halves(grad) for grad in ones])
+        halves = probed_steps(optimizer, _halves(first), [_halves(grad) for grad in ones])
     except Exception:  # noqa: BLE001 - whatever it minds about vectors, it can have matrices
         return "parameter"
     return "flat" if torch.equal(torch.cat(halves), alone.flatten()) else "parameter"
@@ -115,8 +115,19 @@ def _halves(tensor: Tensor) -> list[Tensor]:
     return [flat[:_CUT].clone(), flat[_CUT:].clone()]
 
 
-def _run(optimizer: Optimizer, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return what some values become in steps of an optimizer like the user's, with the settings of its first group."""
+def probed_steps(
+    optimizer: Optimizer, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], *, in_parts: bool = False
+) -> list[Tensor]:
+    """Return what some values become in steps of an optimizer like the user's, with the settings of its first group.
+
+    Args:
+        optimizer: The user's optimizer; left alone.
+        values: What to start from.
+        gradients: For each step, one gradient for each value.
+        in_parts: Call ``step`` for one value after the other, instead of once.
+
+    Collective: none.
+    """
     kind: Any = type(optimizer)
     known = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     probe = object.__new__(kind)
@@ -136,5 +147,8 @@ def _run(optimizer: Optimizer, values: Sequence[Tensor], gradients: Sequence[Seq
     for grads in gradients:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad.clone()
-        kind.step(probe)
+        for part in [[parameter] for parameter in parameters] if in_parts else [parameters]:
+            probe.param_groups[0]["params"] = part
+            kind.step(probe)
+        probe.param_groups[0]["params"] = parameters
     return [parameter.detach() for parameter in parameters]

@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from booster_zero.partition import ALIGNMENT, assign_owners, plan_flat, plan_whole
+from booster_core.sharding.partition import ALIGNMENT, assign_owners, plan_flat, plan_whole
 
 sizes = st.lists(st.integers(0, 200), min_size=1, max_size=12).map(lambda numels: list(enumerate(numels)))
 worlds = st.integers(1, 5)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_core.collectives import Pending
-    from booster_zero.bucket import Bucket
-    from booster_zero.partition import Slot
+    from booster_core.sharding.bucket import ShardedBucket
+    from booster_core.sharding.partition import Slot
 
 _MOST_IN_FLIGHT = 2
 """Buckets that are underway at once. Each keeps full gradients of its size alive."""
@@ -55,13 +55,13 @@ class Reducer:
 
     def __init__(
         self,
-        buckets: Iterable[Bucket],
+        buckets: Iterable[ShardedBucket],
         names: Mapping[int, str],
         *,
         overlap: bool,
         agree_on_record: Callable[[list[int], set[int]], set[int]],
     ) -> None:
-        self.buckets: list[Bucket] = []
+        self.buckets: list[ShardedBucket] = []
         self.is_paused = False
         self.used: set[int] = set()
         self.order: list[int] = []
@@ -71,8 +71,8 @@ class Reducer:
         self._agree_on_record = agree_on_record
         self._names = names
         self._overlap = overlap
-        self._place: dict[int, tuple[Bucket, Slot]] = {}
-        self._filling: dict[Bucket, _Filling] = {}
+        self._place: dict[int, tuple[ShardedBucket, Slot]] = {}
+        self._filling: dict[ShardedBucket, _Filling] = {}
         self._underway: deque[tuple[Pending, Tensor]] = deque()
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._is_open = False
@@ -85,7 +85,7 @@ class Reducer:
 
     # ---- layout
 
-    def set_buckets(self, buckets: Iterable[Bucket]) -> None:
+    def set_buckets(self, buckets: Iterable[ShardedBucket]) -> None:
         """Reduce these buckets from now on, in this order. Not during a round."""
         self.buckets = list(buckets)
         self._place = {slot.index: (bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots}
@@ -157,8 +157,7 @@ class Reducer:
     def zero(self) -> None:
         """Set the gradients to zero; parameters that have one keep it."""
         for bucket in self.buckets:
-            if bucket.has_gradient and bucket.gradient is not None:
-                bucket.gradient.zero_()
+            bucket.zero_gradient()
             for parameter in bucket.parameters:
                 parameter.grad = None
 
@@ -250,7 +249,7 @@ class Reducer:
         )
         raise GradientError(msg)
 
-    def _take(self, bucket: Bucket, filling: _Filling, slot: Slot, parameter: nn.Parameter) -> None:
+    def _take(self, bucket: ShardedBucket, filling: _Filling, slot: Slot, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, without a copy where it has the format that travels."""
         gradient = parameter.grad
         assert gradient is not None, "asked for a gradient that is not there"
@@ -271,7 +270,7 @@ class Reducer:
                 return
             self._start(bucket, filling)
 
-    def _start(self, bucket: Bucket, filling: _Filling) -> None:
+    def _start(self, bucket: ShardedBucket, filling: _Filling) -> None:
         gradients, filling.gradients, filling.is_started = filling.gradients, {}, True
         scratch = self._borrow(bucket)
         self._underway.append((bucket.start_reduction(gradients, scratch), scratch))
@@ -284,7 +283,7 @@ class Reducer:
             pending.wait()
         self._spare.setdefault(scratch.dtype, []).append(scratch)
 
-    def _borrow(self, bucket: Bucket) -> Tensor:
+    def _borrow(self, bucket: ShardedBucket) -> Tensor:
         """Return memory to receive into, long enough for any bucket; a few pieces serve all of them in turn."""
         wire = bucket.format.wire
         spare = self._spare.setdefault(wire, [])

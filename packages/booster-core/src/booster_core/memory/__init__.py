@@ -1,0 +1,1 @@
+"""Memories beside RAM and devices in which tensors may lie."""

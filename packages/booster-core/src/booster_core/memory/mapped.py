@@ -1,0 +1,135 @@
+"""Tensors that lie in files of a folder: the kernel moves their pages between disk and RAM as they are used.
+
+Such a tensor is an ordinary CPU tensor to every kernel. Its pages belong to the page cache: they don't count as the
+process' own (anonymous) memory, and go to the disk when somebody else needs the room. A file has no name once it is
+mapped, so that nothing is left behind, also when the process is killed; its room is given back with the last tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_core.errors import ConfigError, OffloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+_MAPS = Path("/proc/self/maps")
+
+
+class MappedFolder:
+    """A folder in whose files tensors lie.
+
+    Args:
+        folder: A folder of this host, on a disk: one in memory (tmpfs) saves nothing.
+        option: The option that named the folder, for errors.
+
+    Making one touches no file.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, option: str = "folder") -> None:
+        self.folder = Path(folder)
+        self._option = option
+
+    def check(self) -> None:
+        """Try the folder out.
+
+        Raises:
+            ConfigError: If it is not there, is no folder, or can't be written to.
+
+        Collective: none.
+        """
+        asked = f"`{self._option}='{self.folder}'`"
+        if not self.folder.exists():
+            msg = f"{asked} does not exist on this host. Make the folder, or name another one."
+            raise ConfigError(msg)
+        if not self.folder.is_dir():
+            msg = f"{asked} is no folder. Name one on a disk with room for the state."
+            raise ConfigError(msg)
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.write(b"\0")
+        except OSError as cause:
+            msg = f"{asked} can't be written to: {cause.strerror}. Change its permissions, or name another folder."
+            raise ConfigError(msg) from cause
+
+    def free_bytes(self) -> int:
+        """Return what this process may still write into the folder's file system, in bytes.
+
+        Collective: none.
+        """
+        status = os.statvfs(self.folder)
+        return status.f_bavail * status.f_frsize
+
+    def zeros(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a contiguous CPU tensor of zeros in a file of its own, whose room on the disk is taken at once.
+
+        Args:
+            shape: Its shape, or its number of elements.
+            dtype: Its dtype.
+
+        Raises:
+            OffloadError: If there is no room for it, or the file can't be made or mapped.
+
+        Collective: none.
+        """
+        sizes = [shape] if isinstance(shape, int) else list(shape)
+        numel = math.prod(sizes)
+        if numel == 0:
+            return torch.zeros(sizes, dtype=dtype)
+        num_bytes = numel * dtype.itemsize
+        try:
+            descriptor, name = tempfile.mkstemp(prefix="booster-", suffix=".mapped", dir=self.folder)
+            try:
+                # Room is taken now: a page for which there is none when it is written ends the process by a signal.
+                _take_room(descriptor, num_bytes)
+                tensor = torch.from_file(name, shared=True, size=numel, dtype=dtype)
+            finally:
+                os.close(descriptor)
+                Path(name).unlink()
+        except (OSError, RuntimeError) as cause:
+            raise OffloadError(self._shortage(num_bytes, cause)) from cause
+        return tensor.view(sizes)
+
+    def _shortage(self, num_bytes: int, cause: Exception) -> str:
+        try:
+            free = f"{self.free_bytes()} are free"
+        except OSError as gone:
+            free = f"the folder can't be asked: {gone.strerror}"
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        return (
+            f"A tensor in a file of `{self._option}='{self.folder}'` needs {num_bytes} bytes, and {free} ({reason}). "
+            "Make room, or name another folder."
+        )
+
+
+def mapped_bytes(folder: str | os.PathLike[str]) -> int:
+    """Return how many bytes of tensors of this process lie in files of a folder (Linux only).
+
+    Collective: none.
+    """
+    prefix = f"{Path(folder).resolve()}/booster-"
+    total = 0
+    for line in _MAPS.read_text().splitlines():
+        addresses, _, rest = line.partition(" ")
+        if prefix in rest:
+            start, stop = (int(address, 16) for address in addresses.split("-"))
+            total += stop - start
+    return total
+
+
+def _take_room(descriptor: int, num_bytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    else:  # macOS: zeros take room as anything does
+        block = bytes(1 << 20)
+        while num_bytes > 0:
+            num_bytes -= os.write(descriptor, block[: min(num_bytes, len(block))])

@@ -1,0 +1,231 @@
+"""All chunks of one model: in which one a parameter lies, bringing chunks here before use and releasing them after."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_core.sharding.layout import Layout
+from booster_core.state.naming import NamedTensors
+from booster_gemini.chunk.chunk import Chunk
+from booster_gemini.chunk.pool import BufferPool
+from booster_gemini.chunk.state import ChunkState
+from booster_gemini.chunk.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from booster_core.sharding.bucket import Format
+    from booster_core.sharding.partition import BucketPlan
+    from booster_core.sharding.ranks import ShardingRanks
+    from booster_gemini.memory.home import Home
+
+
+class ChunkManager:
+    """Keeps the model's parameters in chunks.
+
+    Args:
+        model: The user's model, with values on this rank's device; its parameters become placeholders.
+        ranks: The ranks that share the chunks.
+        format_of: Formats and places of a parameter.
+        kind: ``"flat"`` or ``"parameter"``, see `booster_core.sharding.partition`.
+        chunk_bytes: Size of a chunk in the format in which its gradients travel.
+        max_prefetch: How many chunks are gathered ahead of their use.
+        home: Keeps the chunks' blocks.
+
+    Attributes:
+        parameters: By number.
+        names: Their names in the user's model, by number.
+        layout: What lies where.
+        first_uses: The parameters in the order of their first use, until they have been laid out by it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: ShardingRanks,
+        format_of: Callable[[nn.Parameter], Format],
+        *,
+        kind: str,
+        chunk_bytes: int,
+        max_prefetch: int,
+        home: Home,
+    ) -> None:
+        self.ranks = ranks
+        self.home = home
+        self.timeline = Timeline()
+        self.parameters: dict[int, nn.Parameter] = {}
+        self.names: dict[int, str] = {}
+        self.index_of: dict[int, int] = {}
+        named = NamedTensors.of(model)
+        for index, parameter in enumerate(model.parameters()):
+            self.parameters[index] = parameter
+            self.names[index] = named.name_of[id(parameter)]
+            self.index_of[id(parameter)] = index
+        self.first_uses: dict[int, None] | None = {}
+        self._max_prefetch = max_prefetch
+        self._pool = BufferPool(most_idle_bytes=2 * chunk_bytes)
+        self._used: dict[int, Chunk] = {}
+        self._ahead: dict[int, Chunk] = {}
+        self._chunk_of: dict[int, Chunk] = {}
+        self._number_of: dict[Chunk, int] = {}
+        self.layout: Layout[Chunk] = Layout(
+            ranks, partial(self._make, takes_values=True), kind=kind, bucket_bytes=chunk_bytes
+        )
+        self.layout.add(self.parameters, {i: format_of(parameter) for i, parameter in self.parameters.items()})
+        self._enumerate()
+
+    def _make(
+        self,
+        plan: BucketPlan,
+        parameters: Mapping[int, nn.Parameter],
+        format_: Format,
+        ranks: ShardingRanks,
+        *,
+        takes_values: bool,
+    ) -> Chunk:
+        return Chunk(
+            plan,
+            parameters,
+            format_,
+            ranks,
+            pool=self._pool,
+            home=self.home,
+            takes_values=takes_values and not self._number_of,
+        )
+
+    def _enumerate(self) -> None:
+        self._number_of = {chunk: number for number, chunk in enumerate(self.layout.buckets)}
+        self._chunk_of = {slot.index: chunk for chunk in self.layout.buckets for slot in chunk.plan.slots}
+
+    def chunk_of(self, index: int) -> Chunk:
+        """Return the chunk in which a parameter lies."""
+        return self._chunk_of[index]
+
+    def chunk_holding(self, address: int) -> Chunk | None:
+        """Return the chunk whose whole lies in the storage that begins at an address, if one does."""
+        for chunk in self._used.values():
+            if chunk.buffer is not None and chunk.buffer.data_ptr() == address:
+                return chunk
+        return None
+
+    # ---- use
+
+    def begin(self, kind: Hashable) -> None:
+        """Begin a phase: a forward or a backward."""
+        self.timeline.begin(kind)
+        self._look_ahead()
+
+    def end(self) -> None:
+        """End a phase: release what nobody pins."""
+        self.timeline.end()
+        with _plainly():
+            self.release_unused(keep=0)
+
+    def use(self, chunk: Chunk) -> None:
+        """Return once a chunk's parameters can be read. They can until others are used, or as long as it is pinned.
+
+        Collective: every rank of the shard group, in the same order.
+        """
+        number = self._number_of[chunk]
+        self.timeline.note(number)
+        self._ahead.pop(number, None)
+        self._used.pop(number, None)
+        self._used[number] = chunk  # the last one used is the last one released
+        if not chunk.is_gathered:
+            with _plainly():
+                self.release_unused(keep=1)
+                if chunk.state is ChunkState.SHARDED:
+                    chunk.start_gather()
+                chunk.finish_gather(self.names)
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Start gathering what is expected next."""
+        if self.ranks.shard_size == 1:
+            return
+        for number in self.timeline.upcoming(self._max_prefetch):
+            chunk = self.layout.buckets[number]
+            if len(self._ahead) >= self._max_prefetch:
+                return
+            if chunk.state is ChunkState.SHARDED:
+                self._ahead[number] = chunk
+                with _plainly():
+                    chunk.start_gather()
+
+    def release_unused(self, keep: int) -> None:
+        """Release chunks that nobody pins, the least recently used first, until so many are left.
+
+        Collective: none.
+        """
+        loose = [number for number, chunk in self._used.items() if not chunk.pins and chunk.is_gathered]
+        for number in loose[: len(loose) - keep]:
+            self._used.pop(number).release()
+        if self.timeline.kind is None:
+            for chunk in self._ahead.values():  # nobody came for them
+                chunk.release()
+            self._ahead = {}
+
+    def release_all(self) -> None:
+        """Release every chunk, pinned or not.
+
+        Collective: none.
+        """
+        for chunk in self.layout.buckets:
+            chunk.release()
+            chunk.pins = 0
+        self._used = {}
+        self._ahead = {}
+
+    def note_first_use(self, indices: Sequence[int]) -> None:
+        """Remember in which order parameters are used first."""
+        if self.first_uses is not None:
+            self.first_uses.update(dict.fromkeys(indices))
+
+    # ---- changes
+
+    def order_of_first_use(self) -> list[int]:
+        """Return all parameters in the order of their first use so far, unused ones last."""
+        first = self.first_uses or {}
+        return [*first, *(index for index in self.parameters if index not in first)]
+
+    def present_order(self) -> list[int]:
+        """Return all parameters in the order in which they lie."""
+        return [slot.index for chunk in self.layout.buckets for slot in chunk.plan.slots]
+
+    def after_laying_out(self) -> None:
+        """Take note that the layout has new chunks, whose values are in place.
+
+        Collective: none.
+        """
+        for chunk in self.layout.buckets:
+            with chunk.at_hand(changes=True):
+                chunk.take_up_values()
+        self._used = {}
+        self._ahead = {}
+        self._pool.clear()
+        self._enumerate()
+        self.timeline.forget()
+
+    def publish(self, chunks: Sequence[Chunk]) -> None:
+        """Let the next use of chunks see what the optimizer made of their shards.
+
+        Collective: none.
+        """
+        for chunk in chunks:
+            if chunk.ranks.shard_size > 1:
+                chunk.release()
+            # A graph that was built before the update must not be run backward after it, as everywhere in torch.
+            torch.autograd.graph.increment_version(chunk.parameters)
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Leave inference mode, in which memory could not be used in training later, and be seen by no mode."""
+    with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunction():  # noqa: SLF001 - as torch's own modes do
+        yield

@@ -1,0 +1,51 @@
+"""The size of chunks that wastes least: pure arithmetic on numbers of elements.
+
+Chunks of a family are equally large, so that their buffers can take each other's place. What a chunk can't fill
+because the next parameter doesn't fit is waste.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from booster_core.sharding.partition import plan_flat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_CANDIDATES = 64
+"""Sizes that are tried. Waste changes wherever a parameter more fits; finer steps find little more."""
+
+
+def search_chunk_numel(numels: Sequence[int], world_size: int, min_numel: int) -> int:
+    """Return the number of elements per chunk that wastes least.
+
+    Args:
+        numels: Elements of each parameter, in the order in which they are to lie.
+        world_size: Ranks that share each chunk.
+        min_numel: The smallest chunk; the largest that is tried has twice as many.
+
+    Returns:
+        The size; of several that waste equally little, the smallest.
+
+    Collective: none.
+    """
+    sizes = sorted({min_numel + min_numel * step // _CANDIDATES for step in range(_CANDIDATES + 1)})
+    return min(sizes, key=lambda size: (wasted_numel(numels, world_size, size), size))
+
+
+def wasted_numel(numels: Sequence[int], world_size: int, chunk_numel: int) -> int:
+    """Return how many elements stay empty in chunks of a size.
+
+    The last chunk ends where its parameters end, and parameters larger than a chunk have one of their own.
+
+    Args:
+        numels: Elements of each parameter, in order.
+        world_size: Ranks that share each chunk.
+        chunk_numel: Elements per chunk.
+    """
+    plans = plan_flat(list(enumerate(numels)), world_size, chunk_numel)
+    lengths = [max(plan.numel, chunk_numel) for plan in plans]
+    if plans:
+        lengths[-1] = plans[-1].numel
+    return sum(lengths) - sum(numels)

@@ -1,0 +1,81 @@
+"""The order in which chunks are used, recorded as it happens and expected again the next time.
+
+A *phase* is one forward or one backward. Phases of one kind (training forward, evaluation, backward) are expected to
+use chunks in the order of the last one of their kind; where one does not, the expectation is taken up again at the
+next chunk that fits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+
+class Timeline:
+    """What was used, and what will be.
+
+    Attributes:
+        position: How many uses there have been in the present phase.
+        kind: The kind of the present phase; ``None`` between phases.
+    """
+
+    def __init__(self) -> None:
+        self.kind: Hashable | None = None
+        self.position = 0
+        self._expected: list[int] = []
+        self._cursor = 0
+        self._present: list[int] = []
+        self._recorded: dict[Hashable, list[int]] = {}
+
+    def begin(self, kind: Hashable) -> None:
+        """Begin a phase, ending the one that may be open."""
+        self.end()
+        self.kind = kind
+        self._expected = self._recorded.get(kind, [])
+        self._cursor = self.position = 0
+        self._present = []
+
+    def end(self) -> None:
+        """End the present phase and remember its order."""
+        if self.kind is not None:
+            self._recorded[self.kind] = self._present
+        self.kind = None
+        self._expected = []
+
+    def note(self, chunk: int) -> None:
+        """Note the use of a chunk, by its number; repetitions in a row are one use."""
+        if self._present and self._present[-1] == chunk:
+            return
+        self._present.append(chunk)
+        self.position += 1
+        try:
+            self._cursor = self._expected.index(chunk, self._cursor) + 1
+        except ValueError:
+            return  # not expected any more: what comes next is as likely as before
+
+    def upcoming(self, most: int) -> list[int]:
+        """Return the chunks that are expected next, each once, at most so many."""
+        found: list[int] = []
+        for chunk in self._expected[self._cursor :]:
+            if len(found) == most:
+                break
+            if chunk not in found:
+                found.append(chunk)
+        return found
+
+    def next_use(self, chunk: int) -> int | None:
+        """Return in how many uses from now a chunk is expected in this phase; ``None`` where it is not."""
+        try:
+            return self._expected.index(chunk, self._cursor) - self._cursor
+        except ValueError:
+            return None
+
+    def forget(self) -> None:
+        """Drop all records, because chunks have got other numbers."""
+        self.kind = None
+        self._recorded = {}
+        self._expected = []
+        self._present = []
+        self._cursor = 0

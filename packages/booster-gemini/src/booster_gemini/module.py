@@ -1,0 +1,117 @@
+"""`GeminiModel`: the user's model run with its parameters fetched, and in the working precision."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.precision.casting import cast_floating
+from booster_core.precision.narrow import NARROW
+from booster_core.wrappers import ModelWrapper
+from booster_gemini.param_hooks import ParameterHooks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from booster_core.precision import PrecisionPolicy
+    from booster_gemini.chunk.manager import ChunkManager
+    from booster_gemini.optimizer import GeminiOptimizer
+
+
+class GeminiModel(ModelWrapper):
+    """The user's model, whose parameters lie in chunks and are whole only while they are used.
+
+    Args:
+        module: The user's model.
+        manager: Its chunks.
+        precision: Precision of the run. Compute in a narrow format runs under autocast, although the parameters
+            have that format: inputs and buffers may then be wider.
+        optimizer: The optimizer that steps on the chunks; ``None`` where nothing is trained.
+
+    ``state_dict`` and `whole_parameters` gather; every rank must call them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        manager: ChunkManager,
+        *,
+        precision: PrecisionPolicy,
+        optimizer: GeminiOptimizer | None,
+    ) -> None:
+        super().__init__(module, precision=precision)
+        self.manager = manager
+        self._optimizer = optimizer
+        self.hooks = ParameterHooks(module, manager, self._before_forward)
+
+    def _before_forward(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.reducer.watch()
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        precision = self.precision
+        if precision is None or precision.compute_dtype not in NARROW:
+            return self.module(*args, **kwargs)
+        with torch.autocast(self._device_type, dtype=precision.compute_dtype):
+            outputs = self.module(*args, **kwargs)
+        return cast_floating(outputs, precision.output_dtype)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Drop (or zero) all gradients, those in shards as well.
+
+        Collective: none.
+        """
+        super().zero_grad(set_to_none)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none)
+
+    @contextlib.contextmanager
+    def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
+        """Have all parameters of the user's model whole on every rank for the block.
+
+        Args:
+            writes: Keep what the block writes into them in place; it must write the same on every rank.
+
+        Memory: the whole model on every rank.
+
+        Collective: every rank of the world.
+        """
+        chunks = self.manager.layout.buckets
+        for chunk in chunks:
+            chunk.pins += 1
+        try:
+            for chunk in chunks:
+                self.manager.use(chunk)
+            yield
+            if writes:
+                for chunk in chunks:
+                    chunk.write_back()
+                    torch.autograd.graph.increment_version(chunk.parameters)
+        finally:
+            for chunk in chunks:
+                chunk.pins = max(chunk.pins - 1, 0)
+            self.manager.end()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return copies of the user's model's whole state, on every rank; see `Booster.save_model` for files.
+
+        Collective: every rank of the world.
+        """
+        with self.whole_parameters():
+            state = super().state_dict(*args, **kwargs)
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.detach().clone()
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's signature
+        """Load a whole state, the same on every rank, into the user's model; see `Booster.load_model` for files.
+
+        Collective: every rank of the world.
+        """
+        with self.whole_parameters(writes=True):
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)

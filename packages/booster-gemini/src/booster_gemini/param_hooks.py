@@ -1,0 +1,218 @@
+"""Fetch before use, release after: hooks on the user's modules, which can all be taken off again.
+
+A parameter may be used in three ways, and each is noticed in its own:
+
+- its module's forward runs: hooks before and after that;
+- a torch function gets it as an argument anywhere else, as tied heads and functional calls do: a
+  ``TorchFunctionMode`` that is active while the model runs;
+- backward needs what forward has saved of it: `SavedUses`, which saves a note of where the values lie instead of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from booster_gemini.saved_uses import SavedUses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from booster_gemini.chunk.chunk import Chunk
+    from booster_gemini.chunk.manager import ChunkManager
+
+
+_VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Attributes of a tensor that lead to its values; all others only describe it."""
+
+_DESCRIPTIONS: frozenset[Any] = frozenset(
+    {
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.ndimension,
+        torch.Tensor.numel,
+        torch.Tensor.nelement,
+        torch.Tensor.stride,
+        torch.Tensor.element_size,
+        torch.Tensor.storage_offset,
+        torch.Tensor.untyped_storage,
+        torch.Tensor.data_ptr,
+        torch.Tensor.is_contiguous,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.Tensor.is_inference,
+        torch.Tensor.get_device,
+        torch.Tensor.requires_grad_,
+        torch.Tensor.register_hook,
+        torch.Tensor.__len__,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_inference,
+        torch.numel,
+    }
+)
+"""Functions that look at a tensor without reading values."""
+
+
+@dataclass
+class _Frame:
+    """One running forward."""
+
+    module: nn.Module
+    pinned: list[Chunk] = field(default_factory=list)
+    saves: bool = False
+    is_outermost: bool = False
+
+
+class ParameterHooks:
+    """Fetches parameters for a model's modules.
+
+    Args:
+        model: The user's model.
+        manager: Its chunks.
+        before_forward: Called before each outermost forward.
+    """
+
+    def __init__(self, model: nn.Module, manager: ChunkManager, before_forward: Callable[[], None]) -> None:
+        self._manager = manager
+        self._before_forward = before_forward
+        self._frames: list[_Frame] = []
+        self._saved_uses = SavedUses(manager)
+        self._mode = _FunctionUses(self)
+        self._handles: list[Any] = []
+        for name, module in model.named_modules():
+            own = [manager.index_of[id(parameter)] for parameter in module.parameters(recurse=False)]
+            if own or any(True for _ in module.parameters()):
+                self._hook(module, own, name or type(model).__name__)
+
+    def _hook(self, module: nn.Module, own: list[int], name: str) -> None:
+        hooks = weakref.ref(self)  # a module must not keep alive what belongs to another run
+
+        def before(module: nn.Module, _: Any) -> None:
+            owner = hooks()
+            if owner is not None:
+                owner.enter(module, own, name)
+
+        def after(module: nn.Module, *_: Any) -> None:
+            owner = hooks()
+            if owner is not None:
+                owner.leave(module)
+
+        self._handles += [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Take all hooks off.
+
+        Collective: none.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ---- modules
+
+    def enter(self, module: nn.Module, own: Sequence[int], name: str) -> None:
+        """Fetch a module's own parameters before its forward."""
+        frame = _Frame(module)
+        if not self._frames and not _is_in_backward():
+            self._before_forward()
+            self._manager.begin(("forward", module.training, torch.is_grad_enabled(), id(module)))
+            frame.is_outermost = True
+        self._frames.append(frame)
+        if len(self._frames) == 1:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        if own:
+            self._manager.home.moment(name)
+            self._manager.note_first_use(own)
+            self._pin(frame, own)
+            frame.saves = self._saved_uses.push()
+
+    def leave(self, module: nn.Module) -> None:
+        """Let go of a module's parameters after its forward, also where that raised."""
+        if not self._frames or self._frames[-1].module is not module:
+            return  # it never got as far as `enter`
+        frame = self._frames.pop()
+        if frame.saves:
+            self._saved_uses.pop()
+        for chunk in frame.pinned:
+            chunk.pins = max(chunk.pins - 1, 0)
+        if not self._frames:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            if frame.is_outermost:
+                self._manager.end()
+
+    def _pin(self, frame: _Frame, indices: Iterable[int]) -> None:
+        for chunk in dict.fromkeys(self._manager.chunk_of(index) for index in indices):
+            if chunk not in frame.pinned:
+                self._manager.use(chunk)
+                chunk.pins += 1
+                frame.pinned.append(chunk)
+
+    # ---- functions
+
+    def parameters_among(self, values: Iterable[Any]) -> list[int]:
+        """Return the numbers of the model's parameters among a call's arguments."""
+        index_of = self._manager.index_of
+        found = []
+        for value in values:
+            if isinstance(value, nn.Parameter):
+                index = index_of.get(id(value))
+                if index is not None:
+                    found.append(index)
+            elif isinstance(value, (list, tuple)):
+                found += self.parameters_among(value)
+        return found
+
+    def call(self, func: Callable[..., Any], indices: Sequence[int], args: Any, kwargs: Any) -> Any:
+        """Call a torch function that reads parameters."""
+        frame = self._frames[-1]
+        if all(self._manager.chunk_of(index) in frame.pinned for index in indices):
+            return func(*args, **kwargs)
+        self._manager.note_first_use(indices)
+        # They stay until the running forward ends: it may go on with views of them.
+        self._pin(frame, indices)
+        saves = not frame.saves and self._saved_uses.push()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            if saves:
+                self._saved_uses.pop()
+
+
+class _FunctionUses(TorchFunctionMode):
+    """Notices torch functions that get parameters, while a forward runs."""
+
+    def __init__(self, hooks: ParameterHooks) -> None:
+        super().__init__()
+        self._hooks = weakref.ref(hooks)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Fetch what a function reads, and call it."""
+        kwargs = kwargs or {}
+        hooks = self._hooks()
+        if hooks is None or _only_describes(func):
+            return func(*args, **kwargs)
+        indices = hooks.parameters_among(args)
+        if kwargs:
+            indices += hooks.parameters_among(kwargs.values())
+        return hooks.call(func, indices, args, kwargs) if indices else func(*args, **kwargs)
+
+
+def _only_describes(func: Any) -> bool:
+    if func in _DESCRIPTIONS:
+        return True
+    owner = getattr(func, "__self__", None)
+    return getattr(func, "__name__", "") == "__get__" and getattr(owner, "__name__", "") not in _VALUE_PROPERTIES
+
+
+def _is_in_backward() -> bool:
+    """Whether autograd is running, as it is when checkpointed layers are computed again."""
+    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - no public name

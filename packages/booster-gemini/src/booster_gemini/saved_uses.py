@@ -1,0 +1,123 @@
+"""What autograd keeps of parameters between forward and backward: notes of where their values lie, not the values.
+
+Saved tensors that lie in a gathered chunk are replaced by the number of their parameter and their place in it, so that
+the chunk's memory can go; backward brings the chunk back when it needs them. Other tensors are kept as they are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from booster_gemini.chunk.manager import ChunkManager
+
+_CHECKPOINT = "torch.utils.checkpoint"
+"""The module whose hooks save nothing, or what was computed again for just now."""
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Where saved values lie: in which parameter, from which element, and with which strides."""
+
+    index: int
+    start: int | torch.SymInt
+    shape: torch.Size
+    strides: tuple[int, ...]
+    version: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What somebody else's hooks keep."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+
+class SavedUses:
+    """Hooks on what autograd saves.
+
+    Args:
+        manager: The chunks.
+    """
+
+    def __init__(self, manager: ChunkManager) -> None:
+        self._manager = manager
+        self._others: list[Any] = []
+        self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def push(self) -> bool:
+        """Look at what is saved from now on, and return whether that is so.
+
+        It is not where nothing is saved, and under a checkpoint, which saves nothing either. What others keep in
+        their way, they are still asked to keep.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        autograd: Any = torch._C._autograd  # noqa: SLF001 - torch's own hooks ask so
+        if not autograd._saved_tensors_hooks_is_enabled():  # noqa: SLF001
+            return False
+        others = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
+        if others is not None and (others[0] == self._pack or _CHECKPOINT in others[0].__module__):
+            return False
+        self._others.append(others)
+        self._context.__enter__()
+        return True
+
+    def pop(self) -> None:
+        """Stop what `push` has begun."""
+        self._others.pop()
+        self._context.__exit__()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - as torch's own modes do
+            storage = tensor.untyped_storage()
+            chunk = self._manager.chunk_holding(storage.data_ptr()) if storage.nbytes() else None
+            if chunk is None:
+                others = self._others[-1]
+                if others is not None:
+                    return _Kept(others[0](tensor), others[1])
+                return tensor, tensor._version  # noqa: SLF001 - autograd's own check, which hooks switch off
+            offset = tensor.storage_offset()
+            position = bisect_right(chunk.plan.slots, offset, key=lambda slot: slot.offset) - 1
+            slot = chunk.plan.slots[position]
+            parameter = chunk.parameters[position]
+            return _Note(slot.index, offset - slot.offset, tensor.shape, tensor.stride(), parameter._version)  # noqa: SLF001
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, _Note):
+            return self._fetched(saved)
+        if isinstance(saved, _Kept):
+            return saved.unpack(saved.packed)
+        tensor: Tensor
+        tensor, version = saved
+        if tensor._version != version:  # noqa: SLF001
+            msg = (
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected version {version}."  # noqa: SLF001
+            )
+            raise RuntimeError(msg)
+        return tensor
+
+    def _fetched(self, note: _Note) -> Tensor:
+        manager = self._manager
+        parameter = manager.parameters[note.index]
+        if parameter._version != note.version:  # noqa: SLF001
+            msg = (
+                f"Backward needs parameter '{manager.names[note.index]}' as it was in forward, but it has been changed "
+                "in place since, by `optimizer.step()` or by hand. Run backward before the step."
+            )
+            raise RuntimeError(msg)
+        chunk = manager.chunk_of(note.index)
+        manager.use(chunk)
+        slot = next(slot for slot in chunk.plan.slots if slot.index == note.index)
+        assert chunk.buffer is not None, "what is in use has been gathered"
+        return chunk.buffer.as_strided(note.shape, note.strides, slot.offset + note.start)

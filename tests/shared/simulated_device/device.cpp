@@ -1,0 +1,534 @@
+// An accelerator without hardware, for tests: device type "simulated" over torch's PrivateUse1 key.
+//
+// Its memory is the host's, but every allocation is counted and a limit can be set, beyond which OutOfMemoryError is
+// raised as on CUDA. Its operators are the CPU's: a fallback shows the CPU's kernel the same memory as CPU tensors, and
+// adopts what the kernel allocated, so nothing is copied and results have the CPU's bits. Collectives go to the
+// group's CPU backend in the same way. Streams and events exist and do nothing, because nothing runs asynchronously.
+
+#include <ATen/Functions.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using torch::jit::Stack;
+
+const c10::Device kDevice(c10::DeviceType::PrivateUse1, 0);
+const c10::Device kHost(c10::DeviceType::CPU);
+
+// ---- memory: what is allocated, the highest it was, the limit, and the bytes that crossed
+
+class Accounts {
+ public:
+  void take(int64_t num_bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, limit_ < 0 || allocated_ + num_bytes <= limit_,
+        "the simulated device is out of memory: tried to allocate ", num_bytes, " bytes, ", allocated_,
+        " bytes are in use, the limit is ", limit_, " bytes");
+    allocated_ += num_bytes;
+    peak_ = std::max(peak_, allocated_);
+  }
+  void give_back(int64_t num_bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    allocated_ -= num_bytes;
+  }
+  void count_copy(const Tensor& from, const Tensor& to) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (from.is_cpu()) to_device_ += from.nbytes();
+    else if (to.is_cpu()) to_host_ += from.nbytes();
+  }
+  void count_read(int64_t num_bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    to_host_ += num_bytes;
+  }
+  void reset_peak() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    peak_ = allocated_;
+  }
+  void set_limit(int64_t num_bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    limit_ = num_bytes;
+  }
+  int64_t allocated() { return read(allocated_); }
+  int64_t peak() { return read(peak_); }
+  int64_t limit() { return read(limit_); }
+  int64_t to_device() { return read(to_device_); }
+  int64_t to_host() { return read(to_host_); }
+
+ private:
+  int64_t read(const int64_t& value) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return value;
+  }
+  std::mutex mutex_;
+  int64_t allocated_ = 0, peak_ = 0, limit_ = -1, to_device_ = 0, to_host_ = 0;
+};
+
+Accounts& accounts() {
+  static Accounts* one = new Accounts;  // never destroyed: tensors may outlive everything static
+  return *one;
+}
+
+// What stands behind a device pointer: memory of its own, or a CPU storage that an operator's kernel made.
+struct Block {
+  void* own = nullptr;
+  c10::Storage adopted;
+  int64_t num_bytes = 0;
+};
+
+void release(void* context) {
+  auto* block = static_cast<Block*>(context);
+  accounts().give_back(block->num_bytes);
+  if (block->own != nullptr) c10::free_cpu(block->own);
+  delete block;
+}
+
+struct DeviceAllocator final : at::Allocator {
+  at::DataPtr allocate(size_t num_bytes) override {
+    if (num_bytes == 0) return {nullptr, nullptr, &no_release, kDevice};
+    accounts().take(static_cast<int64_t>(num_bytes));
+    auto* block = new Block;
+    block->own = c10::alloc_cpu(num_bytes);
+    block->num_bytes = static_cast<int64_t>(num_bytes);
+    return {block->own, block, &release, kDevice};
+  }
+  // Without a raw deleter, because a block is not its data pointer.
+  at::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, std::size_t num_bytes) const override { std::memcpy(to, from, num_bytes); }
+  static void no_release(void*) {}
+};
+
+DeviceAllocator device_allocator;
+REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &device_allocator)
+
+// Pinned memory is plain memory that is remembered, so that `is_pinned` answers as on CUDA.
+struct PinnedAllocator final : at::Allocator {
+  at::DataPtr allocate(size_t num_bytes) override {
+    void* data = c10::alloc_cpu(std::max<size_t>(num_bytes, 1));
+    std::lock_guard<std::mutex> lock(mutex());
+    begins()[data] = num_bytes;
+    return {data, data, &unpin, kHost};
+  }
+  at::DeleterFnPtr raw_deleter() const override { return &unpin; }
+  void copy_data(void* to, const void* from, std::size_t num_bytes) const override { std::memcpy(to, from, num_bytes); }
+  static bool holds(const void* pointer) {
+    std::lock_guard<std::mutex> lock(mutex());
+    for (const auto& [begin, num_bytes] : begins())
+      if (pointer >= begin && pointer < static_cast<const char*>(begin) + num_bytes) return true;
+    return false;
+  }
+  static void unpin(void* data) {
+    {
+      std::lock_guard<std::mutex> lock(mutex());
+      begins().erase(data);
+    }
+    c10::free_cpu(data);
+  }
+  static std::mutex& mutex() {
+    static auto* one = new std::mutex;
+    return *one;
+  }
+  static std::unordered_map<void*, size_t>& begins() {
+    static auto* one = new std::unordered_map<void*, size_t>;
+    return *one;
+  }
+};
+
+PinnedAllocator pinned_allocator;
+
+// ---- one device, whose streams and events have nothing to wait for
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static constexpr c10::DeviceType static_type = c10::DeviceType::PrivateUse1;
+  Guard() = default;
+  explicit Guard(c10::DeviceType) {}
+  c10::DeviceType type() const override { return static_type; }
+  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
+  c10::Device getDevice() const override { return kDevice; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Stream getStream(c10::Device d) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, d); }
+  c10::Stream getDefaultStream(c10::Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
+  c10::Stream getNewStream(c10::Device d, int) const override { return c10::Stream(c10::Stream::UNSAFE, d, 1); }
+  c10::Stream exchangeStream(c10::Stream s) const noexcept override { return s; }
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+    *event = const_cast<c10::Device*>(&kDevice);  // any address but null: "was recorded"
+  }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+void resize_storage(const c10::Storage& storage, size_t num_bytes) {
+  auto fresh = device_allocator.allocate(num_bytes);
+  if (storage.data() != nullptr && fresh.get() != nullptr)
+    std::memcpy(fresh.get(), storage.data(), std::min(num_bytes, storage.nbytes()));
+  auto* impl = storage.unsafeGetStorageImpl();
+  impl->set_data_ptr_noswap(std::move(fresh));
+  impl->set_nbytes(num_bytes);
+}
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  bool isPinnedPtr(const void* pointer) const override { return PinnedAllocator::holds(pointer); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  at::Device getDeviceFromPtr(void*) const override { return kDevice; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t num_bytes) const override {
+    resize_storage(storage, num_bytes);
+  }
+};
+
+[[maybe_unused]] const bool hooks_are_registered = [] {
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  return true;
+}();
+
+// ---- tensors: making them, seeing them as the CPU's, adopting the CPU's
+
+const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
+
+Tensor empty(
+    at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>,
+    std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(sizes, &device_allocator, kKeys, c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(
+    at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(sizes, strides, &device_allocator, kKeys, c10::dtype_or_default(dtype));
+}
+
+// The view keeps the storage alive: a collective may still be at work on it when the device tensor is gone.
+Tensor cpu_view(const Tensor& tensor) {
+  if (tensor.is_cpu()) return tensor;
+  auto options = tensor.options().device(kHost).pinned_memory(false);
+  if (tensor.numel() == 0) return at::empty(tensor.sizes(), options);
+  auto storage = tensor.storage();
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [storage](void*) {}, options);
+}
+
+Tensor adopt(const Tensor& tensor) {
+  if (tensor.numel() == 0)
+    return empty_strided(tensor.sizes(), tensor.strides(), tensor.scalar_type(), {}, {}, {});
+  const auto num_bytes = static_cast<int64_t>(tensor.storage().nbytes());
+  accounts().take(num_bytes);
+  auto* block = new Block;
+  block->adopted = tensor.storage();
+  block->num_bytes = num_bytes;
+  at::DataPtr data(block->adopted.mutable_data(), block, &release, kDevice);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), num_bytes, std::move(data), &device_allocator, /*resizable=*/true);
+  auto result = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), kKeys, tensor.dtype());
+  result.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset());
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  return result;
+}
+
+// ---- operators: the CPU's kernels on the same memory
+
+struct Seen {
+  Tensor device;
+  Tensor host;
+};
+
+// How one call's arguments are shown to the CPU and its results brought back.
+class Translation {
+ public:
+  c10::IValue to_host(const c10::IValue& value) {
+    if (value.isTensor()) return host_of(value.toTensor());
+    if (value.isDevice()) return c10::IValue(kHost);
+    if (!value.isList()) return value;
+    return each(value, [this](const c10::IValue& item) { return to_host(item); });
+  }
+  c10::IValue to_device(const c10::IValue& value) {
+    if (value.isTensor()) return device_of(value.toTensor());
+    if (!value.isList()) return value;
+    return each(value, [this](const c10::IValue& item) { return to_device(item); });
+  }
+  bool mixes_devices() const { return !seen_.empty() && has_host_tensor_; }
+
+ private:
+  template <typename Function>
+  static c10::IValue each(const c10::IValue& value, Function&& function) {
+    auto items = value.toList();
+    c10::impl::GenericList result(items.elementType());
+    result.reserve(items.size());
+    for (const c10::IValue& item : items) result.push_back(function(item));
+    return result;
+  }
+  Tensor host_of(const Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    if (tensor.is_cpu()) {
+      has_host_tensor_ |= tensor.dim() > 0;
+      return tensor;
+    }
+    seen_.push_back({tensor, cpu_view(tensor)});
+    return seen_.back().host;
+  }
+  Tensor device_of(const Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    for (auto& [device, host] : seen_) {
+      if (!host.is_same(tensor)) continue;
+      if (device.sizes() != tensor.sizes()) {  // an output that the kernel has given its size
+        at::native::resize_(device, tensor.sizes(), std::nullopt);
+        cpu_view(device).copy_(tensor);
+      }
+      return device;
+    }
+    const auto* address = static_cast<const char*>(tensor.numel() ? tensor.const_data_ptr() : nullptr);
+    for (auto& [device, host] : seen_) {
+      const auto* begin = static_cast<const char*>(device.storage().data());
+      if (address == nullptr || address < begin || address >= begin + device.storage().nbytes()) continue;
+      if (device.scalar_type() != tensor.scalar_type()) continue;
+      return at::cpu::as_strided(device, tensor.sizes(), tensor.strides(), (address - begin) / tensor.element_size());
+    }
+    return adopt(tensor);
+  }
+  std::vector<Seen> seen_;
+  bool has_host_tensor_ = false;
+};
+
+void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& schema = op.schema();
+  Translation translation;
+  const auto first = stack->size() - schema.arguments().size();
+  for (auto i = first; i < stack->size(); ++i) (*stack)[i] = translation.to_host((*stack)[i]);
+  // Indices may lie on the host, as on CUDA; anything else in two places is a mistake of the caller's.
+  TORCH_CHECK(
+      !translation.mixes_devices() || schema.name().find("index") != std::string::npos, schema.name(),
+      ": expected all tensors to be on the same device, but found some on the CPU and some on the simulated device");
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  const auto first_result = stack->size() - schema.returns().size();
+  for (auto i = first_result; i < stack->size(); ++i) (*stack)[i] = translation.to_device((*stack)[i]);
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
+  accounts().count_copy(from, to);
+  cpu_view(to).copy_(cpu_view(from));
+  return to;
+}
+
+Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  at::native::resize_(to, from.sizes(), std::nullopt);
+  return copy_from(from, to, false);
+}
+
+at::Scalar read_scalar(const Tensor& tensor) {
+  accounts().count_read(static_cast<int64_t>(tensor.nbytes()));
+  return cpu_view(tensor).item();
+}
+
+const Tensor& resize(const Tensor& tensor, at::SymIntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+  return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(sizes), format);
+}
+Tensor view(const Tensor& tensor, c10::SymIntArrayRef sizes) {
+  return at::native::view(tensor, C10_AS_INTARRAYREF_SLOW(sizes));
+}
+Tensor as_strided(
+    const Tensor& tensor, at::SymIntArrayRef sizes, at::SymIntArrayRef strides, std::optional<c10::SymInt> offset) {
+  return at::cpu::as_strided_symint(tensor, sizes, strides, offset);
+}
+Tensor reshape_alias(const Tensor& tensor, at::SymIntArrayRef sizes, at::SymIntArrayRef strides) {
+  return at::cpu::as_strided_symint(tensor, sizes, strides, tensor.storage_offset());
+}
+Tensor& set_storage(
+    Tensor& tensor, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
+  return at::cpu::set__symint(tensor, storage, offset, sizes, strides);
+}
+Tensor& set_whole_storage(Tensor& tensor, at::Storage storage) {
+  const auto numel = static_cast<int64_t>(storage.nbytes() / tensor.element_size());
+  return at::cpu::set_(tensor, std::move(storage), 0, {numel}, {});
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_local_scalar_dense", &read_scalar);
+  m.impl("resize_", &resize);
+  m.impl("view", &view);
+  m.impl("as_strided", &as_strided);
+  m.impl("_reshape_alias", &reshape_alias);
+  m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Storage", &set_whole_storage);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+// Where the CPU has a kernel, but other devices would take an operator apart, the CPU's is taken for its bits.
+[[maybe_unused]] const bool kernels_over_compositions_are_registered = [] {
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.getNamespace() != "aten") continue;
+    const auto op = dispatcher.findOp(name);
+    if (op.has_value() && op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) ||
+         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd)) &&
+        !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1))
+      library->impl(
+          c10::toString(name).substr(6).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
+  return true;
+}();
+
+// Attention takes the form that the CPU would take, so that results keep the CPU's bits.
+int64_t choose_attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout,
+    bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  std::optional<Tensor> host_mask;
+  if (mask.has_value() && mask->defined()) host_mask = cpu_view(*mask);
+  auto seen = [](const Tensor& tensor) { return cpu_view(tensor).requires_grad_(tensor.requires_grad()); };
+  return at::_fused_sdp_choice(
+      seen(query), seen(key), seen(value), host_mask, dropout, is_causal, scale, enable_gqa);
+}
+
+// ---- autocast, with the CPU's choice of operators
+
+void run_cast(const c10::OperatorHandle& op, Stack* stack, at::ScalarType dtype) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastPrivateUse1);
+  const auto cast = [dtype](const Tensor& tensor) {
+    return at::autocast::cached_cast(dtype, tensor, c10::DeviceType::PrivateUse1);
+  };
+  for (auto i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i) {
+    auto& value = (*stack)[i];
+    if (value.isTensor()) {
+      if (value.toTensor().defined()) value = cast(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> items;
+      for (const Tensor& item : value.toTensorVector()) items.push_back(cast(item));
+      value = items;
+    }
+  }
+  op.callBoxed(stack);
+}
+
+void run_narrow(const c10::OperatorHandle& op, Stack* stack) {
+  run_cast(op, stack, at::autocast::get_autocast_dtype(c10::DeviceType::PrivateUse1));
+}
+void run_in_fp32(const c10::OperatorHandle& op, Stack* stack) { run_cast(op, stack, at::kFloat); }
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  for (const char* name :
+       {"conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d", "conv3d.padding", "bmm", "mm",
+        "linalg_vecdot", "baddbmm", "addmm", "addbmm", "linear", "_convolution.deprecated", "matmul", "conv_tbc",
+        "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "prelu",
+        "scaled_dot_product_attention", "_native_multi_head_attention"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_narrow>());
+  for (const char* name :
+       {"avg_pool3d", "binary_cross_entropy", "grid_sampler", "prod", "prod.dim_int", "cdist", "trace", "mse_loss",
+        "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "poisson_nll_loss",
+        "smooth_l1_loss", "cross_entropy_loss", "l1_loss", "huber_loss", "margin_ranking_loss", "soft_margin_loss",
+        "triplet_margin_loss", "multi_margin_loss", "kl_div", "multilabel_margin_loss",
+        "binary_cross_entropy_with_logits"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_in_fp32>());
+}
+
+// ---- collectives, over the group's CPU backend
+
+// gloo gathers equal sizes only; NCCL gathers any by broadcasting each rank's in turn, and so do we.
+void all_gather(const c10::OperatorHandle& op, Stack* stack) {
+  const auto num_arguments = op.schema().arguments().size();
+  const auto first = stack->size() - num_arguments;
+  const auto outputs = (*stack)[first].toList();
+  const auto inputs = (*stack)[first + 1].toTensorVector();
+  auto slices = outputs.get(0).toTensorVector();
+  auto group = (*stack)[first + 2].toCustomClass<c10d::ProcessGroup>();
+  if (std::all_of(slices.begin(), slices.end(), [&](const Tensor& s) { return s.numel() == slices[0].numel(); }))
+    return run_on_host(op, stack);
+  c10::intrusive_ptr<c10d::Work> last;
+  for (size_t rank = 0; rank < slices.size(); ++rank) {
+    if (slices[rank].numel() == 0) continue;
+    if (static_cast<int>(rank) == group->getRank()) cpu_view(slices[rank]).copy_(cpu_view(inputs.at(0)));
+    if (last) last->wait();
+    c10d::BroadcastOptions options;
+    options.rootRank = static_cast<int64_t>(rank);
+    std::vector<Tensor> message{cpu_view(slices[rank])};
+    last = group->getBackend(c10::DeviceType::CPU)->broadcast(message, options);
+  }
+  const c10::IValue result = outputs;
+  stack->resize(first);
+  stack->push_back(result);
+  stack->emplace_back(last);
+}
+
+// torch has kernels for these, which want a backend registered for the device; ours take their place, without the
+// warning that this deserves elsewhere.
+struct Quiet final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+[[maybe_unused]] const bool collectives_are_registered = [] {
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  auto* library =
+      new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  for (const char* name :
+       {"send", "recv_", "recv_any_source_", "broadcast_", "allreduce_", "allreduce_coalesced_", "_allgather_base_",
+        "allgather_coalesced_", "allgather_into_tensor_coalesced_", "reduce_", "reduce_scatter_",
+        "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "gather_", "scatter_", "alltoall_",
+        "alltoall_base_", "barrier"})
+    library->impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  library->impl("allgather_", torch::CppFunction::makeFromBoxedFunction<&all_gather>());
+  return true;
+}();
+
+// ---- what tests ask and set
+
+TORCH_LIBRARY(simulated_device, m) {
+  m.def("memory_allocated() -> int", []() -> int64_t { return accounts().allocated(); });
+  m.def("max_memory_allocated() -> int", []() -> int64_t { return accounts().peak(); });
+  m.def("reset_peak_memory_stats() -> ()", []() { accounts().reset_peak(); });
+  m.def("limit() -> int", []() -> int64_t { return accounts().limit(); });
+  m.def("set_limit(int num_bytes) -> ()", [](int64_t num_bytes) { accounts().set_limit(num_bytes); });
+  m.def("bytes_to_device() -> int", []() -> int64_t { return accounts().to_device(); });
+  m.def("bytes_to_host() -> int", []() -> int64_t { return accounts().to_host(); });
+  m.def("cpu_view(Tensor(a) tensor) -> Tensor(a)");
+}
+TORCH_LIBRARY_IMPL(simulated_device, PrivateUse1, m) { m.impl("cpu_view", &cpu_view); }
+
+}  // namespace
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &choose_attention)
+}  // namespace at::native
