@@ -55,7 +55,7 @@ class Style(enum.Enum):
     EXPERTS = "experts"
     """A mixture of experts, each expert split: (hidden states, expert indices, weights) in, partial sums out."""
     SUMMED_GRADIENT = "summed_gradient"
-    """A module is whole on every rank, but works on split activations: its gradients are summed."""
+    """A module or parameter is whole on every rank, but works on split activations: its gradients are summed."""
     PARAMETER = "parameter"
     """A parameter outside of a linear layer is cut along the rule's ``dim``; nothing is communicated."""
 

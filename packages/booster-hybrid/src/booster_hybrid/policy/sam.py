@@ -13,6 +13,8 @@ RULES = (
         num_blocks=3,
         scaled=("num_attention_heads",),
     ),
+    ModuleRule("vision_encoder.layers.*.attn.rel_pos_h", Style.SUMMED_GRADIENT, is_optional=True),
+    ModuleRule("vision_encoder.layers.*.attn.rel_pos_w", Style.SUMMED_GRADIENT, is_optional=True),
     ModuleRule("vision_encoder.layers.*.attn.proj", Style.ROW, "num_attention_heads"),
     *(
         ModuleRule(f"**.{kind}.{name}", style, "num_attention_heads", scaled=("num_attention_heads", "internal_dim"))

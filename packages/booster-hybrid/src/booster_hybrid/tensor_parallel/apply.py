@@ -123,15 +123,16 @@ class _Applier:
             self._cut(parameter, rule.dim % parameter.dim(), rule, name)
             self._scale(rule, name)
             return
+        if rule.style is Style.SUMMED_GRADIENT:
+            self._sum_gradients(name)
+            return
         module = self._modules[name]
         if rule.style in _ROWS:
             self._apply_row(rule, name, module)
         elif rule.style is Style.VOCABULARY:
             self._apply_vocabulary(rule, name, module)
-        elif rule.style is Style.EXPERTS:
-            module.forward = _experts_forward(module.forward, self._group)
         else:
-            self._sum_gradients(module)
+            module.forward = _experts_forward(module.forward, self._group)
 
     def _check_linear(self, name: str) -> None:
         """Refuse layers whose own forward does something else, which a forward of ours would silently leave out."""
@@ -177,12 +178,14 @@ class _Applier:
         split = self._cut(module.weight, 0, rule, name)
         module.forward = VocabularyForward(module, split.ranges[0][0], self._group)
 
-    def _sum_gradients(self, module: nn.Module) -> None:
+    def _sum_gradients(self, name: str) -> None:
+        parameter = self._parameters.get(name)
+        held = self._modules[name].parameters() if parameter is None else [parameter]
         from booster_hybrid.tensor_parallel.collectives import summed
 
-        for parameter in module.parameters():
+        for parameter in held:
             if parameter.requires_grad:
-                parameter.register_hook(lambda gradient: summed(gradient, self._group))  # type: ignore[no-untyped-call]
+                parameter.register_hook(lambda gradient: summed(gradient, self._group))
             self._result.summed.update(self._names_of[id(parameter)])
 
     def _cut(self, parameter: nn.Parameter, dim: int, rule: ModuleRule, name: str) -> Split:
