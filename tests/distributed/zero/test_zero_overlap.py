@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster, collectives
-from booster_core.collectives import Pending
+from booster_core.collectives.pending import Pending
 from booster_core.testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_core.collectives import Pending
+    from booster_core.collectives.pending import Pending
     from booster_zero.bucket import Bucket
 
 

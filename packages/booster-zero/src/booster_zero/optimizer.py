@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.collectives import Pending
+    from booster_core.collectives.pending import Pending
     from booster_core.sharding.bucket import Format
     from booster_core.sharding.ranks import ShardingRanks
     from booster_zero.config import ZeroConfig
