@@ -24,8 +24,8 @@ class HybridOptimizer(ZeroOptimizer):
     """Counts what is split over tensor parallel ranks on each of them, and what is whole on the first alone.
 
     Attributes:
-        splits: The parameters that are split, by name; set by the plugin, empty without tensor parallelism.
-        tensor_group: The tensor parallel ranks.
+        splits: The parameters that are split, by name; empty without tensor parallelism. The plugin sets it.
+        tensor_group: The tensor parallel ranks; set likewise.
     """
 
     splits: Mapping[str, Split]
@@ -35,9 +35,7 @@ class HybridOptimizer(ZeroOptimizer):
         """Clip by the norm over the whole model, each element counted once."""
         gradients = self.gradients()
         held = [
-            (self.names[piece.index], piece.values.grad)
-            for bucket in self.layout.buckets
-            for piece in bucket.pieces
+            (self.names[piece.index], piece.values.grad) for bucket in self.layout.buckets for piece in bucket.pieces
         ]
         counted = [
             gradient
