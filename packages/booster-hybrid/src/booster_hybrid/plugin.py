@@ -50,11 +50,12 @@ class HybridParallelPlugin(Plugin):
         pp_size: Number of pipeline stages; this version trains with 1.
         sp_size: Ranks over which each sequence is split; this version trains with 1.
         num_microbatches: See `PipelineConfig`; ``None`` means one for each stage.
-        schedule: See `PipelineConfig`.
-        sequence_mode: See `SequenceConfig`.
+        pp_style: See `PipelineConfig`.
+        sequence_parallelism_mode: See `SequenceConfig`.
         zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it by ZeRO.
-        parallel_output: Leave the logits of causal language models split by vocabulary: the model's own loss works on
-            split logits, and ``outputs.logits`` is this rank's part. ``False`` puts them together.
+        parallel_output: Leave the logits of causal language models split by vocabulary, so that the whole ones never
+            exist: the model's own loss works on split logits, and ``outputs.logits`` is this rank's part, which a
+            criterion of one's own must know. ``False`` puts them together.
         custom_policy: How the model is split, where it is not one that is known; see
             `booster_hybrid.policy.base.ShardingPolicy`.
         max_norm: Clip gradients by this global norm in each step; 0 does not.
@@ -86,10 +87,10 @@ class HybridParallelPlugin(Plugin):
         pp_size: int = 1,
         sp_size: int = 1,
         num_microbatches: int | None = None,
-        schedule: str = "1f1b",
-        sequence_mode: str = "split_gather",
+        pp_style: str = "1f1b",
+        sequence_parallelism_mode: str | None = None,
         zero_stage: int = 0,
-        parallel_output: bool = True,
+        parallel_output: bool = False,
         custom_policy: ShardingPolicy | None = None,
         max_norm: float = 0.0,
         precision: PrecisionPolicy | str | None = None,
@@ -99,9 +100,9 @@ class HybridParallelPlugin(Plugin):
             pipeline=PipelineConfig(
                 size=pp_size,
                 num_microbatches=pp_size if num_microbatches is None else num_microbatches,
-                schedule=schedule,
+                style=pp_style,
             ),
-            sequence=SequenceConfig(size=sp_size, mode=sequence_mode),
+            sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode),
             zero=None if zero_stage == 0 else ZeroConfig(stage=zero_stage),
         )
         self.parallel_output = parallel_output
@@ -174,10 +175,15 @@ class HybridParallelPlugin(Plugin):
         return {**asdict(self.config), "parallel_output": self.parallel_output}
 
     def _check_built(self) -> None:
-        for name, size in (("pp_size", self.config.pipeline.size), ("sp_size", self.config.sequence.size)):
-            if size > 1:
+        sequence = self.config.sequence
+        asked = {
+            "pp_size": self.config.pipeline.size if self.config.pipeline.size > 1 else None,
+            "sequence_parallelism_mode": sequence.mode,
+        }
+        for name, value in asked.items():
+            if value is not None:
                 msg = (
-                    f"`{name}={size}`: booster-hybrid 0.1 trains with tensor and data parallelism only. Use `tp_size`, "
+                    f"`{name}={value!r}`: booster-hybrid 0.1 trains with tensor and data parallelism only. Use `tp_size`, "
                     "and `zero_stage` for the optimizer's state."
                 )
                 raise PluginError(msg)
