@@ -7,6 +7,7 @@ it. It holds no strategy logic and no file code.
 from __future__ import annotations
 
 import difflib
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,7 @@ class Booster(BoosterIO):
         self._context: BoostContext | None = None
         # Operations that lazy models' construction could not record.
         self._run_eagerly: Counter[str] = Counter()
+        self._were_lazy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def context(self) -> BoostContext:
@@ -144,6 +146,9 @@ class Booster(BoosterIO):
         error: Exception | None = None
         try:
             check_boost_arguments(objects)
+            if model in self._were_lazy:
+                msg = "This model was lazy and is boosted already. Use what `boost` returned, or build another model."
+                raise ConfigError(msg)
             prepare_adapters(model, optimizer, self.plugin)
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
@@ -168,9 +173,15 @@ class Booster(BoosterIO):
             agree_on_seeds(model, context.coordinator)
         if not is_lazy(model):
             return
+        self._were_lazy.add(model)
         self._run_eagerly.update(Recording(model).run_eagerly)
         if not self.plugin.handles_lazy:
-            materialize_objects(model, objects.optimizer, context.device)
+            error: Exception | None = None
+            try:
+                materialize_objects(model, objects.optimizer, context.device)
+            except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+                error = caught
+            context.coordinator.raise_together(error)
 
     def enable_lora(
         self,

@@ -22,7 +22,7 @@ from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
 from booster_core.state.naming import compiled_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -235,6 +235,10 @@ class OptimizerWrapper(Optimizer):
         """Return the gradients that this rank holds and steps with."""
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
 
+    def gradients_in_parts(self) -> Iterator[list[Tensor]]:
+        """Yield the gradients that this rank steps with; some at a time, for strategies that don't have all at hand."""
+        yield self.gradients()
+
     def clip_grad_by_norm(
         self,
         max_norm: float,
@@ -278,7 +282,8 @@ class OptimizerWrapper(Optimizer):
         Collective: as `unscale_gradients`.
         """
         self.unscale_gradients()
-        clip_by_value(self.gradients(), clip_value)
+        for gradients in self.gradients_in_parts():
+            clip_by_value(gradients, clip_value)
 
     def unscale_gradients(self) -> None:
         """Divide the gradients by the loss scale, once a step, and note whether one overflowed on any rank.
@@ -287,17 +292,20 @@ class OptimizerWrapper(Optimizer):
         """
         if self.loss_scaler is None or self.is_unscaled:
             return
-        gradients = self.gradients()
-        self._found_overflow = self.overflow_anywhere(any_nonfinite(gradients))
-        for gradient in gradients:
-            gradient.div_(self.loss_scaler.scale)
+        overflows = []
+        for gradients in self.gradients_in_parts():
+            overflows.append(any_nonfinite(gradients))
+            for gradient in gradients:
+                gradient.div_(self.loss_scaler.scale)
+        self._found_overflow = self.overflow_anywhere(any(overflows))
         self.is_unscaled = True
 
     def _rescale_gradients(self) -> None:
         """Multiply unscaled gradients that are still there by the loss scale, so that backward may add to them."""
         if self.loss_scaler is not None and self.is_unscaled:
-            for gradient in self.gradients():
-                gradient.mul_(self.loss_scaler.scale)
+            for gradients in self.gradients_in_parts():
+                for gradient in gradients:
+                    gradient.mul_(self.loss_scaler.scale)
         self.is_unscaled = False
         self._found_overflow = False
 

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from booster_core.lazy.context import LazyInitContext
 from booster_core.lazy.model import Recording, is_lazy, materialize, take_recording
+from booster_core.lazy.pretrained import load_pretrained
 
-__all__ = ["LazyInitContext", "Recording", "is_lazy", "materialize", "take_recording"]
+__all__ = ["LazyInitContext", "Recording", "is_lazy", "load_pretrained", "materialize", "take_recording"]

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import ConfigError, LazyInitError
 from booster_core.lazy.recorder import Recorder, recorder_of
+from booster_core.lazy.safe_open import lazy_files
 from booster_core.lazy.substitutes import substitutes
 from booster_core.lazy.tensor import LazyTensor
 
@@ -74,6 +75,7 @@ class LazyInitContext:
             _OPEN.append(self.recorder)
             stack.callback(_OPEN.clear)
             stack.enter_context(substitutes(self.recorder))
+            stack.enter_context(lazy_files(self.recorder))
             stack.enter_context(_Mode(self.recorder))
             if self.default_device is not None:
                 stack.enter_context(self.default_device)

@@ -21,7 +21,7 @@ _MAX_DEPTH = 4
 """How deep lists, tuples and dicts in a module's attributes are searched."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Holder:
     """One lazy tensor of a model.
 

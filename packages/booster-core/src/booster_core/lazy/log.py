@@ -42,12 +42,8 @@ class Ref:
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
-    def scratch(self) -> torch.Tensor:
-        """Return memory of the same geometry, for values that nobody keeps."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
-
-@dataclass
+@dataclass(eq=False)
 class Const:
     """A real tensor that an operation reads.
 
@@ -74,7 +70,7 @@ class Const:
         return self.tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """One recorded operation.
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from booster_core.checkpoint.reader import ShardReader
 from booster_core.errors import LazyInitError
+from booster_core.lazy.direct import find_reads
 from booster_core.lazy.holders import Holder, find_holders, loosened
 from booster_core.lazy.tensor import LazyTensor
 from booster_core.state.regions import pack, slices_of
@@ -17,8 +19,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from booster_core.lazy.files import FileRead
     from booster_core.lazy.recorder import Recorder
     from booster_core.state.shard import TensorShard
+
+
+_BUCKET_BYTES = 1 << 24
+"""Most memory for values that can't be read straight into their place."""
 
 
 def is_lazy(model: nn.Module) -> bool:
@@ -137,8 +144,8 @@ class Recording:
             by_slot[id(holder.recorder), holder.ref.slot].append(holder)
         for key, recorder in self._recorders.items():
 
-            def hand_over(slot: int, storage: torch.UntypedStorage, key: int = key) -> None:
-                self._hand_over(by_slot[key, slot], storage, place, names, device)
+            def hand_over(slot: int, storage: torch.UntypedStorage, key: int = key) -> bool:
+                return self._hand_over(by_slot[key, slot], storage, place, names, device)
 
             with loosened(self._model):
                 recorder.finish([slot for owner, slot in by_slot if owner == key], hand_over)
@@ -164,7 +171,23 @@ class Recording:
                 else:
                     pack(part, *shard.flat, shard.data.detach())
 
+        self._read_directly(by_name)
         self.place(write, by_name.keys(), device)
+
+    def _read_directly(self, by_name: dict[str, list[TensorShard]]) -> None:
+        """Fill the shards of tensors that are a file's from their ranges of it, and take them off the lists."""
+        for key, recorder in self._recorders.items():
+            holders = [holder for holder in self._holders if id(holder.recorder) == key]
+            reads = find_reads(recorder.entries, {holder.ref.slot for holder in holders})
+            with recorder.files.kept_open():
+                for holder in holders:
+                    name = next((name for name in holder.names if name in by_name), None)
+                    read = reads.get(holder.ref.slot)
+                    if name is not None and read is not None and _can_read(holder, read, by_name[name]):
+                        with ShardReader(read.source(), _BUCKET_BYTES) as reader:
+                            for shard in by_name.pop(name):
+                                reader.fill(shard, read.key)
+                        self._holders.remove(holder)
 
     def _become(self, holder: Holder, value: Tensor) -> None:
         old = holder.tensor
@@ -179,7 +202,7 @@ class Recording:
         place: Callable[[str, Tensor], None],
         names: Collection[str],
         device: torch.device | str | None,
-    ) -> None:
+    ) -> bool:
         kept = []
         for holder in holders:
             name = next((name for name in holder.names if name in names), None)
@@ -192,3 +215,11 @@ class Recording:
             storage = everything.to(device).untyped_storage()
         for holder in kept:
             self._become(holder, holder.ref.of(storage))
+        return bool(kept)
+
+
+def _can_read(holder: Holder, read: FileRead, shards: list[TensorShard]) -> bool:
+    """Return whether a tensor is a file's tensor as a whole, so that converting its parts converts it."""
+    ref = holder.ref
+    is_whole = ref.size == read.meta.shape and ref.offset == 0 and holder.tensor.is_contiguous()
+    return is_whole and all(ref.dtype in (read.meta.dtype, shard.dtype) for shard in shards)

@@ -32,6 +32,12 @@ FACTORIES = frozenset(
 """What makes a tensor without needing values. Constants (``arange``, ``linspace``, literals) stay real: what reads them
 is then computed as in eager construction, and they are small."""
 
+UNSET = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
+)
+"""Those whose results hold nothing yet."""
+
 SHAPE_ONLY = frozenset(
     f"aten::{name}"
     for name in (
@@ -69,6 +75,9 @@ OVERWRITES = frozenset(
 )
 """What writes its first argument without reading it."""
 
+_UNTOLD_WRITES = {f"aten::{name}_batch_norm": ("running_mean", "running_var") for name in ("native", "cudnn", "miopen")}
+"""Arguments that are written although torch's schema does not say so."""
+
 _SMALL_NUMEL = 1024
 """Integers up to this number are made for real: they tend to steer construction."""
 
@@ -78,24 +87,26 @@ def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def is_deferrable(func: Any, device: torch.device | None, result: torch.Tensor) -> bool:
+def is_deferrable(func: Any, result: torch.Tensor) -> bool:
     """Return whether a tensor made without lazy inputs is to be lazy.
 
     Args:
         func: The operation.
-        device: Where the tensor would lie.
         result: A meta tensor of the result's geometry.
     """
-    del device
     if is_random(func):
         return True
+    if not result.numel():  # a shell that is given a memory, as when files are unpickled
+        return False
     return result.is_floating_point() or result.is_complex() or result.numel() > _SMALL_NUMEL
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """Yield the arguments that an operation writes in place, lists flattened."""
-    for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - what dispatch modes are meant to read
-        if argument.alias_info is None or not argument.alias_info.is_write:
+    untold = _UNTOLD_WRITES.get(func._schema.name, ())  # noqa: SLF001 - what dispatch modes are meant to read
+    for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+        is_write = argument.alias_info is not None and argument.alias_info.is_write
+        if not is_write and argument.name not in untold:
             continue
         value = args[number] if number < len(args) else kwargs.get(argument.name)
         if isinstance(value, (list, tuple)):

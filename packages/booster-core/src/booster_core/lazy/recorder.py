@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from booster_core.errors import LazyInitError
+from booster_core.lazy.files import Files
 from booster_core.lazy.log import Const, Entry, Ref
 from booster_core.lazy.operations import FACTORIES, OVERWRITES, SHAPE_ONLY, is_deferrable, is_random, written
+from booster_core.lazy.plan import find_live
 from booster_core.lazy.replay import Replay
 from booster_core.lazy.streams import Draw, Stream, default_generator
 from booster_core.lazy.tensor import REMEDY, LazyTensor
@@ -45,6 +47,9 @@ class Recorder:
         self.streams: dict[int, Stream] = {}
         self.run_eagerly: Counter[str] = Counter()
         self.is_open = True
+        self.files = Files()
+        # Leave draws out where no values that are wanted depend on any.
+        self.draws_if_needed = False
         self._given_seeds: dict[Draw, torch.Tensor] = {}
         self._inner_storages: list[torch.UntypedStorage] = []
         self._slot_of: dict[int, int] = {}
@@ -111,7 +116,7 @@ class Recorder:
         const = Const(value.detach().clone(), 0)
         const.version = const.tensor._version  # noqa: SLF001 - the counter has no public name
         inner = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
-        return self.record_source("a real tensor", const.get, inner)
+        return self.record_source("a real tensor", lambda: const.get().clone(), inner)
 
     def check_open(self, what: str, instead: str) -> None:
         """Raise where something is legal in the context only.
@@ -123,9 +128,8 @@ class Recorder:
             msg = f"{what} is not possible before it has values. {instead}, or later: {REMEDY[0].lower()}{REMEDY[1:]}"
             raise LazyInitError(msg)
 
-    def value_of(self, tensor: LazyTensor, why: str) -> torch.Tensor:
+    def value_of(self, tensor: LazyTensor) -> torch.Tensor:
         """Return the present values of a lazy tensor."""
-        del why
         with self._lock:
             ref = self.ref_of(tensor)
             return ref.of(self._values({ref.slot})[ref.slot])
@@ -146,10 +150,17 @@ class Recorder:
         """Return the size of each storage."""
         return [storage.nbytes() for storage in self._inner_storages]
 
-    def finish(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], None]) -> None:
+    def finish(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], bool]) -> None:
         """Replay the recording for good: generators that nobody used since end up as after eager construction."""
         ends = {}
         untouched = [stream for stream in self.streams.values() if stream.is_untouched]
+        if self.draws_if_needed:
+            is_live = find_live(self.entries, wanted)
+            if not any(entry.draw is not None for entry, live in zip(self.entries, is_live, strict=True) if live):
+                self.replay(wanted, hand_over, draws_in_vain=False)
+                for stream in untouched:
+                    stream.generator.set_state(stream.found)
+                return
         if self._given_seeds:
             if untouched:
                 self.replay((), hand_over)
@@ -177,9 +188,10 @@ class Recorder:
     def replay(
         self,
         wanted: Collection[int],
-        hand_over: Callable[[int, torch.UntypedStorage], None],
+        hand_over: Callable[[int, torch.UntypedStorage], bool],
         *,
         skips_draws: bool = False,
+        draws_in_vain: bool = True,
         seeds: Mapping[Draw, torch.Tensor] | None = None,
     ) -> None:
         """Replay the recording; generators are left as they were before."""
@@ -194,10 +206,11 @@ class Recorder:
             self.slot_devices,
             hand_over,
             skips_draws=skips_draws,
+            draws_in_vain=draws_in_vain,
             seeds=seeds or {},
         )
         try:
-            with _disable_current_modes():
+            with _disable_current_modes(), self.files.kept_open():
                 run.run()
         finally:
             for stream, state in before.items():
@@ -212,7 +225,7 @@ class Recorder:
             if device != _META:
                 inner = self._inner_call(args, kwargs)
                 result = func(*inner[0], **inner[1])
-                if is_deferrable(func, device, result):
+                if is_deferrable(func, result):
                     return self._record(func, name, args, kwargs, inner, result, device)
         elif is_random(func) and any(tensor.device != _META for tensor in tensors):
             return self._eagerly(func, name, args, kwargs)
@@ -320,6 +333,7 @@ class Recorder:
     def _in_place_without_meta(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Record an in-place operation whose checks need values, such as assignment through a mask."""
         targets = list(written(func, args, kwargs))
+        self._run(func, args, kwargs)  # raises here and now where it is the user's mistake
         self._append(func, name, args, kwargs, targets, (), targets[0].device)
         return targets[0]
 
@@ -329,11 +343,11 @@ class Recorder:
             return replace(self.ref_of(leaf), is_shape_only=is_shape_only)
         if not isinstance(leaf, torch.Tensor) or leaf.device == _META:
             return leaf
-        tensor = leaf.detach()
-        const = Const(tensor.clone() if tensor.numel() <= _COPY_NUMEL else tensor, 0)
-        const.version = const.tensor._version  # noqa: SLF001
-        if const.tensor is tensor:
-            self._consts.setdefault(tensor.untyped_storage()._cdata, []).append(const)  # noqa: SLF001
+        is_copied = leaf.numel() <= _COPY_NUMEL
+        const = Const(leaf.clone() if is_copied else leaf, 0)
+        const.version = const.tensor._version  # noqa: SLF001 - the counter has no public name
+        if not is_copied:
+            self._consts.setdefault(leaf.untyped_storage()._cdata, []).append(const)  # noqa: SLF001
         return const
 
     def _slot(self, inner: torch.Tensor, device: torch.device) -> int:
@@ -371,7 +385,12 @@ class Recorder:
 
     def _values(self, slots: Collection[int]) -> dict[int, torch.UntypedStorage]:
         found: dict[int, torch.UntypedStorage] = {}
-        self.replay(slots, found.__setitem__, skips_draws=True)
+
+        def keep(slot: int, storage: torch.UntypedStorage) -> bool:
+            found[slot] = storage
+            return True
+
+        self.replay(slots, keep, skips_draws=True)
         return found
 
     def _eagerly(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:

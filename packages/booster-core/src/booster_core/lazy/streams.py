@@ -38,11 +38,17 @@ class Draw:
 
 
 class Stream:
-    """The draws from one generator."""
+    """The draws from one generator.
+
+    Attributes:
+        last: The last recorded draw.
+        found: The state that was last set from outside: where it would be if no draw were ever done.
+    """
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self.last: Draw | None = None
+        self.found = generator.get_state()
         self._marker = b""
         self._places: dict[bytes, Draw] = {}
 
@@ -63,7 +69,8 @@ class Stream:
             place = self._places[key]
             place.is_kept = True
             return Draw(self, None, place)
-        return Draw(self, self.generator.get_state(), None)
+        self.found = self.generator.get_state()
+        return Draw(self, self.found, None)
 
     @property
     def is_untouched(self) -> bool:

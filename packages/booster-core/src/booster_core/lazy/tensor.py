@@ -80,11 +80,11 @@ class LazyTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """Return the values, found out by replaying what led to them."""
-        return self.lazy_recorder.value_of(self, "tolist").tolist()
+        return self.lazy_recorder.value_of(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values, found out by replaying what led to them."""
-        return self.lazy_recorder.value_of(self, "numpy").numpy(force=force)
+        return self.lazy_recorder.value_of(self).numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
         values = self.numpy()
