@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 from booster_core.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 
 if TYPE_CHECKING:
+    from booster_core.activation_checkpointing import (
+        disable_activation_checkpointing,
+        enable_activation_checkpointing,
+    )
     from booster_core.booster import Booster
     from booster_core.checkpoint.io import CheckpointIO
     from booster_core.coordinator import DistCoordinator
@@ -35,6 +39,8 @@ __all__ = [
     "PipelinePlugin",
     "Plugin",
     "PrecisionPolicy",
+    "disable_activation_checkpointing",
+    "enable_activation_checkpointing",
     "hookimpl",
     "launch",
     "launch_from_openmpi",
@@ -54,6 +60,8 @@ _HOMES = {
     "PipelinePlugin": "booster_core.plugin",
     "Plugin": "booster_core.plugin",
     "PrecisionPolicy": "booster_core.precision",
+    "disable_activation_checkpointing": "booster_core.activation_checkpointing",
+    "enable_activation_checkpointing": "booster_core.activation_checkpointing",
     "hookimpl": "booster_core.hookspecs",
 }
 """Where each of the other public names is defined."""

@@ -85,18 +85,18 @@ class ParameterHooks:
         self._saved_uses = SavedUses(manager)
         self._mode = _FunctionUses(self)
         self._handles: list[Any] = []
-        for module in model.modules():
+        for name, module in model.named_modules():
             own = [manager.index_of[id(parameter)] for parameter in module.parameters(recurse=False)]
             if own or any(True for _ in module.parameters()):
-                self._hook(module, own)
+                self._hook(module, own, name or type(model).__name__)
 
-    def _hook(self, module: nn.Module, own: list[int]) -> None:
+    def _hook(self, module: nn.Module, own: list[int], name: str) -> None:
         hooks = weakref.ref(self)  # a module must not keep alive what belongs to another run
 
         def before(module: nn.Module, _: Any) -> None:
             owner = hooks()
             if owner is not None:
-                owner.enter(module, own)
+                owner.enter(module, own, name)
 
         def after(module: nn.Module, *_: Any) -> None:
             owner = hooks()
@@ -119,7 +119,7 @@ class ParameterHooks:
 
     # ---- modules
 
-    def enter(self, module: nn.Module, own: Sequence[int]) -> None:
+    def enter(self, module: nn.Module, own: Sequence[int], name: str) -> None:
         """Fetch a module's own parameters before its forward."""
         frame = _Frame(module)
         if not self._frames and not _is_in_backward():
@@ -130,6 +130,7 @@ class ParameterHooks:
         if len(self._frames) == 1:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         if own:
+            self._manager.home.moment(name)
             self._manager.note_first_use(own)
             self._pin(frame, own)
             frame.saves = self._saved_uses.push()

@@ -21,6 +21,7 @@ from booster_core.wrappers import unwrap_model
 from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
+from booster_gemini.memory.home import DeviceHome
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
 from booster_gemini.state import GeminiStateAdapter
@@ -145,6 +146,7 @@ class GeminiPlugin(Plugin):
             kind=kind,
             chunk_bytes=self._chunk_bytes(model, ranks),
             max_prefetch=self.config.max_prefetch,
+            home=DeviceHome(),
         )
         optimizer = None
         if objects.optimizer is not None:

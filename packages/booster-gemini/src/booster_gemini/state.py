@@ -10,6 +10,7 @@ from booster_core.sharding.state import ShardedStateAdapter
 from booster_core.state.naming import NamedTensors
 from booster_core.state.replicated import MASTER, balanced_shards
 from booster_core.state.shard import TensorShard, full_box
+from booster_gemini.memory.home import Role
 from booster_gemini.optimizer import GeminiOptimizer
 
 if TYPE_CHECKING:
@@ -40,8 +41,9 @@ class GeminiStateAdapter(ShardedStateAdapter[GeminiOptimizer]):
 
     def model_shards(self) -> Iterator[TensorShard]:
         for chunk in self._manager.layout.buckets:
-            for piece in chunk.pieces:
-                yield self._shard(piece, chunk.slice_of(chunk.shard, piece))
+            with chunk.in_use(Role.PARAM, changes=True):
+                for piece in chunk.pieces:
+                    yield self._shard(piece, chunk.slice_of(chunk.shard, piece))
         parameters = {id(parameter) for parameter in self._module.parameters()}
         buffers = [
             (name, None, tensor)
@@ -52,18 +54,22 @@ class GeminiStateAdapter(ShardedStateAdapter[GeminiOptimizer]):
         yield from balanced_shards(buffers, self._coordinator.rank, self._coordinator.world_size)
 
     def parameter_as_master(self, index: int) -> Iterator[TensorShard]:
-        for piece in self._manager.chunk_of(index).pieces:
-            if piece.index == index:
-                yield self._shard(piece, piece.values.detach(), MASTER, is_owner=False)
+        chunk = self._manager.chunk_of(index)
+        with chunk.in_use(Role.PARAM, changes=True):
+            for piece in chunk.pieces:
+                if piece.index == index:
+                    yield self._shard(piece, piece.values.detach(), MASTER, is_owner=False)
 
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
         chunks: list[Chunk] = self._manager.layout.buckets
         if model:
             for chunk in chunks:
-                chunk.take_working_values()
+                with chunk.at_hand(changes=True):
+                    chunk.take_working_values()
         if optimizer:
             for chunk in self.buckets_with_masters():
-                chunk.take_up_values()
+                with chunk.at_hand(changes=True):
+                    chunk.take_up_values()
         self.taken_as_parameters = set()
         self._manager.release_all()
         for chunk in chunks:

@@ -42,10 +42,6 @@ class Ref:
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
-    def scratch(self) -> torch.Tensor:
-        """Return memory of the same geometry, for values that nobody keeps."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-
 
 @dataclass(eq=False)
 class Const:

@@ -144,8 +144,8 @@ class Recording:
             by_slot[id(holder.recorder), holder.ref.slot].append(holder)
         for key, recorder in self._recorders.items():
 
-            def hand_over(slot: int, storage: torch.UntypedStorage, key: int = key) -> None:
-                self._hand_over(by_slot[key, slot], storage, place, names, device)
+            def hand_over(slot: int, storage: torch.UntypedStorage, key: int = key) -> bool:
+                return self._hand_over(by_slot[key, slot], storage, place, names, device)
 
             with loosened(self._model):
                 recorder.finish([slot for owner, slot in by_slot if owner == key], hand_over)
@@ -202,7 +202,7 @@ class Recording:
         place: Callable[[str, Tensor], None],
         names: Collection[str],
         device: torch.device | str | None,
-    ) -> None:
+    ) -> bool:
         kept = []
         for holder in holders:
             name = next((name for name in holder.names if name in names), None)
@@ -215,6 +215,7 @@ class Recording:
             storage = everything.to(device).untyped_storage()
         for holder in kept:
             self._become(holder, holder.ref.of(storage))
+        return bool(kept)
 
 
 def _can_read(holder: Holder, read: FileRead, shards: list[TensorShard]) -> bool:

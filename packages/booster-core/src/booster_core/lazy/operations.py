@@ -32,6 +32,12 @@ FACTORIES = frozenset(
 """What makes a tensor without needing values. Constants (``arange``, ``linspace``, literals) stay real: what reads them
 is then computed as in eager construction, and they are small."""
 
+UNSET = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
+)
+"""Those whose results hold nothing yet."""
+
 SHAPE_ONLY = frozenset(
     f"aten::{name}"
     for name in (

@@ -116,7 +116,7 @@ class Recorder:
         const = Const(value.detach().clone(), 0)
         const.version = const.tensor._version  # noqa: SLF001 - the counter has no public name
         inner = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
-        return self.record_source("a real tensor", const.get, inner)
+        return self.record_source("a real tensor", lambda: const.get().clone(), inner)
 
     def check_open(self, what: str, instead: str) -> None:
         """Raise where something is legal in the context only.
@@ -150,7 +150,7 @@ class Recorder:
         """Return the size of each storage."""
         return [storage.nbytes() for storage in self._inner_storages]
 
-    def finish(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], None]) -> None:
+    def finish(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], bool]) -> None:
         """Replay the recording for good: generators that nobody used since end up as after eager construction."""
         ends = {}
         untouched = [stream for stream in self.streams.values() if stream.is_untouched]
@@ -188,7 +188,7 @@ class Recorder:
     def replay(
         self,
         wanted: Collection[int],
-        hand_over: Callable[[int, torch.UntypedStorage], None],
+        hand_over: Callable[[int, torch.UntypedStorage], bool],
         *,
         skips_draws: bool = False,
         draws_in_vain: bool = True,
@@ -385,7 +385,12 @@ class Recorder:
 
     def _values(self, slots: Collection[int]) -> dict[int, torch.UntypedStorage]:
         found: dict[int, torch.UntypedStorage] = {}
-        self.replay(slots, found.__setitem__, skips_draws=True)
+
+        def keep(slot: int, storage: torch.UntypedStorage) -> bool:
+            found[slot] = storage
+            return True
+
+        self.replay(slots, keep, skips_draws=True)
         return found
 
     def _eagerly(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -12,6 +12,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from booster_core.lazy.log import Const, Entry, Ref
+from booster_core.lazy.memory import Memory
+from booster_core.lazy.operations import UNSET
 from booster_core.lazy.plan import Plan, make_plan
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ class Replay:
         wanted: Slots whose values are to be handed over.
         slot_bytes: Size of each storage.
         slot_devices: Where each storage is recorded to lie.
-        hand_over: Called with each wanted slot and its storage, once, when it has its final values.
+        hand_over: Called with each wanted slot and its storage, once, when it has its final values; returns whether
+            the storage is kept.
         skips_draws: Leave dead draws out whose generator's state afterwards is known, and remember every state: for
             replays in the middle of a recording.
         draws_in_vain: Do dead draws at all; without, nothing that is wanted may depend on a draw.
@@ -41,7 +44,7 @@ class Replay:
         wanted: Collection[int],
         slot_bytes: Sequence[int],
         slot_devices: Sequence[torch.device],
-        hand_over: Callable[[int, torch.UntypedStorage], None],
+        hand_over: Callable[[int, torch.UntypedStorage], bool],
         *,
         skips_draws: bool = False,
         draws_in_vain: bool = True,
@@ -56,6 +59,7 @@ class Replay:
         self._draws_in_vain = draws_in_vain
         self._seeds = seeds or {}
         self._plan: Plan = make_plan(entries, wanted)
+        self._memory = Memory()
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._num_uses = dict(self._plan.num_uses)
         self._is_done = [False] * len(entries)
@@ -99,6 +103,9 @@ class Replay:
 
     def _perform(self, index: int) -> None:
         entry = self._entries[index]
+        if entry.name in UNSET:
+            self._finish(index)  # made where it is first written
+            return
         if torch.get_default_dtype() != entry.dtype:
             torch.set_default_dtype(entry.dtype)
         args, kwargs = tree_map(self._real, (entry.args, entry.kwargs))
@@ -107,14 +114,17 @@ class Replay:
         made = entry.function(*args, **kwargs)
         if entry.draw is not None:
             self._remember(entry.draw)
-        del args, kwargs
         if entry.results:
+            given = {leaf.data_ptr() for leaf in tree_leaves((args, kwargs)) if _has_memory(leaf)}
             tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
             for number, ref in entry.results:
                 if ref.slot not in self._storages:
-                    self._storages[ref.slot] = self._storage_like(tensors[number], ref)
+                    # A storage must not be another one's as well: it is used again when it is let go of.
+                    tensor = tensors[number].clone() if tensors[number].data_ptr() in given else tensors[number]
+                    self._storages[ref.slot] = self._storage_like(tensor, ref)
+                    del tensor
             del tensors
-        del made
+        del args, kwargs, made
         self._finish(index)
 
     def _finish(self, index: int) -> None:
@@ -122,9 +132,11 @@ class Replay:
         for slot in self._entries[index].touches:
             self._num_uses[slot] -= 1
             if not self._num_uses[slot]:
-                storage = self._storages.pop(slot)
-                if slot in self._wanted:
-                    self._hand_over(slot, storage)
+                storage = self._storage(slot)
+                del self._storages[slot]
+                is_kept = slot in self._wanted and self._hand_over(slot, storage)
+                if not is_kept and storage.device == self._slot_devices[slot]:
+                    self._memory.give(storage)
                 del storage
         if self._entries[index].is_source:
             return
@@ -142,7 +154,7 @@ class Replay:
 
     def _storage(self, slot: int) -> torch.UntypedStorage:
         if slot not in self._storages:
-            self._storages[slot] = _memory(self._slot_bytes[slot], self._slot_devices[slot])
+            self._storages[slot] = self._memory.take(self._slot_bytes[slot], self._slot_devices[slot])
         return self._storages[slot]
 
     def _storage_like(self, tensor: torch.Tensor, ref: Ref) -> torch.UntypedStorage:
@@ -151,7 +163,7 @@ class Replay:
         is_same = tensor.stride() == ref.stride and tensor.storage_offset() == ref.offset
         if is_same and storage.nbytes() == self._slot_bytes[ref.slot]:
             return storage
-        laid_out = _memory(self._slot_bytes[ref.slot], storage.device)
+        laid_out = self._memory.take(self._slot_bytes[ref.slot], storage.device)
         ref.of(laid_out).copy_(tensor)
         return laid_out
 
@@ -180,18 +192,21 @@ class Replay:
         self._go_to(draw)
         if torch.get_default_dtype() != entry.dtype:
             torch.set_default_dtype(entry.dtype)
-        args, kwargs = tree_map(_scratch, (entry.args, entry.kwargs))
+        storages: list[torch.UntypedStorage] = []
+        args, kwargs = tree_map(lambda value: self._scratch(value, storages), (entry.args, entry.kwargs))
         entry.function(*args, **kwargs)
         self._remember(draw)
+        del args, kwargs
+        for storage in storages:
+            self._memory.give(storage)
+
+    def _scratch(self, value: Any, storages: list[torch.UntypedStorage]) -> Any:
+        """Return what stands for an argument whose values nobody keeps."""
+        if not isinstance(value, Ref) or value.is_shape_only:
+            return self._real(value)
+        storages.append(self._memory.take(self._slot_bytes[value.slot], self._slot_devices[value.slot]))
+        return value.of(storages[-1])
 
 
-def _memory(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
-
-
-def _scratch(value: Any) -> Any:
-    if isinstance(value, Ref):
-        if value.is_shape_only:
-            return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device="meta")
-        return value.scratch()
-    return value.get() if isinstance(value, Const) else value
+def _has_memory(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.numel() > 0

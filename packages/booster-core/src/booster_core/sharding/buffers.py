@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 class BufferWatch:
     """Notices changes of a model's buffers, by torch's version counters.
 
-    Running statistics of normalisation layers are written by kernels that don't count; those of layers in training mode
-    are taken to have changed.
+    Kernels of normalisation layers write running statistics past those; they count as changed while the layer trains.
 
     Args:
         model: The user's model.
@@ -31,14 +30,14 @@ class BufferWatch:
 
     def changed(self) -> list[bool]:
         """Return for each buffer whether it has changed since `forget`."""
-        written = {
+        statistics = {
             id(buffer)
             for module in self._model.modules()
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training  # noqa: SLF001 - the common base of batch and instance norm
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training  # noqa: SLF001 - their common base
             for buffer in module.buffers(recurse=False)
         }
         return [
-            id(buffer) in written
+            id(buffer) in statistics
             or name not in self._seen
             or self._seen[name][0] is not buffer
             or self._seen[name][1] != _version(buffer)

@@ -59,17 +59,17 @@ class ShardedStateAdapter(StateAdapter, Generic[OptimizerT]):
 
     def optimizer_shards(self) -> Iterator[TensorShard]:
         sharded = self.required_optimizer()
-        pieces = sharded.layout.pieces()
-        for index, state in sharded.hosted.states().items():
-            tensors, _ = flatten_state(sharded.names[index], state)
-            for key, tensor in tensors.items():
-                if is_cut(key, tensor, pieces[index].values.shape):
-                    yield self.cut_shard(pieces[index], key, tensor)
-                else:
-                    yield self._own_shard(pieces[index], key, tensor)
-        for bucket in self.buckets_with_masters():
-            for piece in bucket.pieces:
-                yield self.cut_shard(piece, MASTER, piece.values)
+        states = sharded.hosted.states()
+        with_masters = set(self.buckets_with_masters())
+        for bucket in sharded.layout.buckets:
+            with bucket.at_hand(changes=True):
+                for piece in bucket.pieces:
+                    tensors, _ = flatten_state(sharded.names[piece.index], states.get(piece.index, {}))
+                    for key, tensor in tensors.items():
+                        is_elementwise = is_cut(key, tensor, piece.values.shape)
+                        yield (self.cut_shard if is_elementwise else self._own_shard)(piece, key, tensor)
+                    if bucket in with_masters:
+                        yield self.cut_shard(piece, MASTER, piece.values)
         for index in sorted(self.taken_as_parameters):
             yield from self.parameter_as_master(index)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from booster_core.sharding.bucket import Format
     from booster_core.sharding.partition import BucketPlan
     from booster_core.sharding.ranks import ShardingRanks
+    from booster_gemini.memory.home import Home
 
 
 class ChunkManager:
@@ -35,6 +36,7 @@ class ChunkManager:
         kind: ``"flat"`` or ``"parameter"``, see `booster_core.sharding.partition`.
         chunk_bytes: Size of a chunk in the format in which its gradients travel.
         max_prefetch: How many chunks are gathered ahead of their use.
+        home: Keeps the chunks' blocks.
 
     Attributes:
         parameters: By number.
@@ -52,8 +54,10 @@ class ChunkManager:
         kind: str,
         chunk_bytes: int,
         max_prefetch: int,
+        home: Home,
     ) -> None:
         self.ranks = ranks
+        self.home = home
         self.timeline = Timeline()
         self.parameters: dict[int, nn.Parameter] = {}
         self.names: dict[int, str] = {}
@@ -86,7 +90,13 @@ class ChunkManager:
         takes_values: bool,
     ) -> Chunk:
         return Chunk(
-            plan, parameters, format_, ranks, pool=self._pool, takes_values=takes_values and not self._number_of
+            plan,
+            parameters,
+            format_,
+            ranks,
+            pool=self._pool,
+            home=self.home,
+            takes_values=takes_values and not self._number_of,
         )
 
     def _enumerate(self) -> None:
@@ -194,7 +204,8 @@ class ChunkManager:
         Collective: none.
         """
         for chunk in self.layout.buckets:
-            chunk.take_up_values()
+            with chunk.at_hand(changes=True):
+                chunk.take_up_values()
         self._used = {}
         self._ahead = {}
         self._pool.clear()
@@ -202,12 +213,11 @@ class ChunkManager:
         self.timeline.forget()
 
     def publish(self, chunks: Sequence[Chunk]) -> None:
-        """Let the next use of chunks see what the optimizer made of them.
+        """Let the next use of chunks see what the optimizer made of their shards.
 
         Collective: none.
         """
         for chunk in chunks:
-            chunk.take_up_values()
             if chunk.ranks.shard_size > 1:
                 chunk.release()
             # A graph that was built before the update must not be run backward after it, as everywhere in torch.

@@ -1,0 +1,239 @@
+"""The last of the memories: one file per rank, read and written past the page cache by a few threads.
+
+The file has no name: it goes with the process, however that ends, and nobody can remove or cut it behind our back.
+Room is taken when a region is made, so that a full disk shows before anything has moved there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_core.errors import ConfigError, OffloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+ALIGNMENT = 4096
+"""Offsets, lengths and addresses of direct file I/O are multiples of this many bytes."""
+
+_PIECE_BYTES = 8 << 20
+_THREADS = 4
+
+
+def aligned(num_bytes: int) -> int:
+    """Return a number of bytes rounded up to what direct file I/O can move."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Transfer:
+    """A read or write that has been started; `wait` ends it and raises what went wrong."""
+
+    def __init__(self, parts: Sequence[Future[None]], keep: object = None) -> None:
+        self._parts = list(parts)
+        self._keep = keep
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> None:
+        """Return once all bytes have been moved.
+
+        Raises:
+            OffloadError: If the file could not be read or written.
+        """
+        wait(self._parts)
+        parts, self._parts, self._keep = self._parts, [], None
+        for part in parts:
+            part.result()
+
+    def abandon(self) -> None:
+        """Return once nothing is moved any more, whatever came of it; parts that have not begun are left out."""
+        for part in self._parts:
+            part.cancel()
+        wait(self._parts)
+        self._parts, self._keep = [], None
+
+
+class DiskStore:
+    """Regions of bytes in a file of this process alone.
+
+    Args:
+        folder: A folder of this host, on a disk.
+        option: The option that named the folder, for errors.
+
+    Attributes:
+        is_direct: Whether transfers pass the page cache by.
+        bytes_read: Bytes read so far.
+        bytes_written: Bytes written so far.
+
+    Raises:
+        ConfigError: If the folder is not there, is none, or can't be written to.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, option: str = "offload_dir") -> None:
+        self.folder = Path(folder)
+        self._option = option
+        self._file, self.is_direct = self._open()
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="gemini disk")
+        self._lock = threading.Lock()
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+        self.bytes_read = self.bytes_written = 0
+
+    def _open(self) -> tuple[int, bool]:
+        asked = f"`{self._option}='{self.folder}'`"
+        if not self.folder.exists():
+            msg = f"{asked} does not exist on this host. Make the folder, or name another one."
+            raise ConfigError(msg)
+        if not self.folder.is_dir():
+            msg = f"{asked} is no folder. Name one on a disk with room for the state."
+            raise ConfigError(msg)
+        direct = getattr(os, "O_DIRECT", 0)
+        try:
+            descriptor, name = tempfile.mkstemp(prefix="booster-", suffix=".chunks", dir=self.folder)
+            try:
+                if direct:
+                    with contextlib.suppress(OSError):  # a file system without direct I/O
+                        opened = os.open(name, os.O_RDWR | os.O_CLOEXEC | direct)
+                        os.close(descriptor)
+                        return opened, True
+                return descriptor, False
+            finally:
+                Path(name).unlink()
+        except OSError as cause:
+            msg = f"{asked} can't be written to: {cause.strerror}. Change its permissions, or name another folder."
+            raise ConfigError(msg) from cause
+
+    def allocate(self, num_bytes: int) -> int:
+        """Take room for a region and return its offset.
+
+        Args:
+            num_bytes: Length of the region; rounded up to whole sectors.
+
+        Raises:
+            OffloadError: If the disk is full.
+        """
+        length = aligned(num_bytes)
+        free = self._free.get(length)
+        if free:
+            return free.pop()
+        offset = self._end
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file, offset, length)
+        except OSError as cause:
+            raise OffloadError(self._shortage(length, cause)) from cause
+        self._end += length
+        return offset
+
+    def free(self, offset: int, num_bytes: int) -> None:
+        """Give a region back, for others of its length."""
+        self._free.setdefault(aligned(num_bytes), []).append(offset)
+
+    def write(self, offset: int, buffer: Tensor, after: Callable[[], None] | None = None) -> Transfer:
+        """Start writing a buffer to a region.
+
+        Args:
+            offset: Where, as `allocate` returned.
+            buffer: 1-D uint8 on the CPU, of whole sectors, at an address that is a multiple of `ALIGNMENT`; left
+                alone until the transfer has ended.
+            after: Called by each thread that takes part before it begins; for what must end first.
+        """
+        return self._start(self._write, offset, buffer, after)
+
+    def read(self, offset: int, buffer: Tensor, after: Callable[[], None] | None = None) -> Transfer:
+        """Start reading a region into a buffer; see `write`."""
+        return self._start(self._read, offset, buffer, after)
+
+    def _start(
+        self,
+        move: Callable[[int, memoryview], None],
+        offset: int,
+        buffer: Tensor,
+        after: Callable[[], None] | None,
+    ) -> Transfer:
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type] # numpy's stubs for Python before 3.12
+
+        def part(start: int) -> None:
+            if after is not None:
+                after()
+            move(offset + start, view[start : start + _PIECE_BYTES])
+
+        starts = range(0, len(view), _PIECE_BYTES)
+        return Transfer([self._pool.submit(part, start) for start in starts], keep=buffer)
+
+    def _write(self, offset: int, view: memoryview) -> None:
+        position = 0
+        while position < len(view):
+            try:
+                count = os.pwrite(self._file, view[position:], offset + position)
+            except OSError as cause:
+                if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise OffloadError(self._shortage(len(view), cause)) from cause
+                raise OffloadError(self._trouble("written", offset, len(view), cause.strerror)) from cause
+            position += count
+        with self._lock:
+            self.bytes_written += len(view)
+
+    def _read(self, offset: int, view: memoryview) -> None:
+        position = 0
+        while position < len(view):
+            try:
+                count = os.preadv(self._file, [view[position:]], offset + position)
+            except OSError as cause:
+                raise OffloadError(self._trouble("read", offset, len(view), cause.strerror)) from cause
+            if count == 0:
+                size = os.fstat(self._file).st_size
+                reason = f"the file ends at byte {size}, so somebody has cut it"
+                raise OffloadError(self._trouble("read", offset, len(view), reason))
+            position += count
+        with self._lock:
+            self.bytes_read += len(view)
+
+    def _trouble(self, what: str, offset: int, length: int, reason: str | None) -> str:
+        return (
+            f"{length} bytes at offset {offset} of the offloaded chunks in `{self._option}='{self.folder}'` could not "
+            f"be {what}: {reason}. Start again from the last checkpoint, on a disk that works."
+        )
+
+    def _shortage(self, num_bytes: int, cause: OSError) -> str:
+        try:
+            status = os.statvfs(self.folder)
+            free = f"{status.f_bavail * status.f_frsize} are free"
+        except OSError as gone:
+            free = f"the folder can't be asked: {gone.strerror}"
+        return (
+            f"Offloading to `{self._option}='{self.folder}'` needs {num_bytes} more bytes, and {free} "
+            f"({cause.strerror}). Nothing is lost: what should have moved there is still in memory, and can be saved. "
+            "Make room, or name another folder."
+        )
+
+    def close(self) -> None:
+        """End the threads, and give the file's room back."""
+        self._pool.shutdown(wait=True)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def aligned_buffer(num_bytes: int) -> Tensor:
+    """Return fresh memory for direct file I/O: 1-D uint8 of whole pages, given back with its last tensor."""
+    room = mmap.mmap(-1, aligned(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=torch.uint8)
