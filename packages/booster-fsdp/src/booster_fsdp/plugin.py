@@ -82,6 +82,7 @@ class TorchFSDPPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
+            Capability.LORA,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
         }
