@@ -14,7 +14,7 @@ from booster_core.checkpoint.facts import run_facts
 from booster_core.checkpoint.io import CheckpointIO
 from booster_core.checkpoint.remote import local_source, local_target
 from booster_core.storage import local_path, scheme_of
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper, unwrap_model
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -116,7 +116,7 @@ class BoosterIO(ABC):
                 size_per_shard,
                 use_safetensors,
                 use_async,
-                module=model if boosted is None else boosted.unwrap(),
+                module=unwrap_model(model),
                 dtype=None if boosted is None else self.context.precision.save_dtype,
             )
 
@@ -157,6 +157,51 @@ class BoosterIO(ABC):
             )
 
     load = load_model
+
+    def save_lora_as_pretrained(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        use_safetensors: bool = True,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
+        *,
+        selected_adapters: Sequence[str] | None = None,
+    ) -> None:
+        """Write a model's adapters as peft does, without gathering them anywhere.
+
+        ``PeftModel.from_pretrained(base, checkpoint)`` loads them, and so does `Booster.enable_lora`. The adapter
+        ``default`` is written into the folder itself, others below it by name.
+
+        Args:
+            model: The model that `boost` returned.
+            checkpoint: The folder, or its URL.
+            use_safetensors: Write ``adapter_model.safetensors``; ``False`` writes ``adapter_model.bin``.
+            selected_adapters: Names of the adapters to write; all by default.
+
+        Raises:
+            TypeError: If ``model`` is not a module.
+            ConfigError: If the model has no adapters, or none of a selected name.
+            CheckpointError: If they can't be written.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank of the world.
+        """
+        from booster_core.checkpoint.adapters import adapted_model, save_adapters
+
+        self._check_module(model, "save_lora_as_pretrained")
+        adapted = adapted_model(unwrap_model(model))
+        with (
+            self._announced("save", "lora", checkpoint),
+            local_target(self.context.coordinator, checkpoint, "save_lora_as_pretrained") as path,
+        ):
+            save_adapters(
+                self.checkpoint_io,
+                adapted,
+                self.state_adapter(model),
+                path,
+                selected=selected_adapters,
+                use_safetensors=use_safetensors,
+                dtype=None if self._boosted_model(model) is None else self.context.precision.save_dtype,
+            )
 
     def save_optimizer(
         self,
@@ -412,6 +457,7 @@ class BoosterIO(ABC):
 
     def _boosted_model(self, model: nn.Module) -> ModelWrapper | None:
         """Return the boosted model that ``model`` is, or is the inside of; ``None`` for a plain one."""
+        model = boosted_inside(model)
         for boosted in self._optimizers:
             if isinstance(boosted, ModelWrapper) and (boosted is model or boosted.unwrap() is model):
                 return boosted
@@ -450,7 +496,7 @@ class BoosterIO(ABC):
                 loss_scaler=getattr(optimizer, "loss_scaler", None),
                 dataloader=dataloader,
             ),
-            texts=pretrained_files(model if boosted is None else boosted.unwrap(), dtype),
+            texts=pretrained_files(unwrap_model(model), dtype),
             dtype=dtype,
             facts=run_facts(self.plugin, self.context),
         )
@@ -459,7 +505,7 @@ class BoosterIO(ABC):
         if not isinstance(model, nn.Module):
             msg = f"`Booster.{call}` needs a torch.nn.Module; got `{type(model).__name__}`."
             raise TypeError(msg)
-        if isinstance(model, ModelWrapper) and self._boosted_model(model) is None:
+        if isinstance(boosted_inside(model), ModelWrapper) and self._boosted_model(model) is None:
             msg = f"`Booster.{call}` needs a model that this Booster has boosted; this one belongs to another Booster."
             raise TypeError(msg)
 

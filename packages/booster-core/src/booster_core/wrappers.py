@@ -19,6 +19,7 @@ from booster_core.gradients.norm import check_norm_arguments
 from booster_core.liveness import naming_missing_ranks
 from booster_core.precision.casting import cast_floating
 from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
+from booster_core.state.naming import compiled_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -77,11 +78,11 @@ class ModelWrapper(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the user's model as this rank holds it; see `Booster.save_model` for files."""
-        return self.unwrap().state_dict(*args, **kwargs)
+        return unwrap_model(self).state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's signature
         """Load a state into the user's model as this rank holds it; see `Booster.load_model` for files."""
-        return self.unwrap().load_state_dict(state_dict, strict=strict, assign=assign)
+        return unwrap_model(self).load_state_dict(state_dict, strict=strict, assign=assign)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -382,11 +383,31 @@ def unscaled_gradient(parameter: nn.Parameter, optimizer: Optimizer | None) -> T
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the user's own model, whether or not it is boosted.
+    """Return the user's own module: below our wrappers, ``DistributedDataParallel`` and ``torch.compile``.
+
+    A model with adapters is the user's own, and is returned as it is.
 
     Collective: none.
     """
-    return model.unwrap() if isinstance(model, ModelWrapper) else model
+    while True:
+        if isinstance(model, ModelWrapper):
+            inner: nn.Module | None = model.unwrap()
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = model.module
+        else:
+            inner = compiled_module(model)
+        if inner is None:
+            return model
+        model = inner
+
+
+def boosted_inside(model: nn.Module) -> nn.Module:
+    """Return the boosted model that ``torch.compile`` was called on; ``model`` itself where it is anything else.
+
+    Collective: none.
+    """
+    inner = compiled_module(model) if isinstance(model, nn.Module) else None
+    return inner if isinstance(inner, ModelWrapper) else model
 
 
 def model_device(model: nn.Module) -> torch.device | None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from booster_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -17,6 +21,20 @@ class GeminiConfig:
     """Options of Gemini.
 
     Args:
+        placement_policy: ``"static"`` keeps fixed fractions away from the memory that computes; ``"auto"`` keeps within
+            a budget, by furthest next use; any other name is asked of the hook ``placement_policy``.
+        offload_param_frac: Fraction of the parameters that lie elsewhere while they are not in use, for ``"static"``.
+        offload_optim_frac: Fraction of the optimizer state that lies elsewhere, for ``"static"``. On an accelerator it
+            is stepped on where it lies, on the host.
+        memory_budget_bytes: What chunks, gradients and optimizer state may take of the memory that computes, on each
+            rank, for ``"auto"``; activations come on top. ``None`` takes what is free on an accelerator.
+        host_budget_bytes: What they may take of the host's memory beneath an accelerator, where ``offload_dir`` takes
+            the rest; ``None`` sends everything there.
+        offload_dir: Folder on a disk for what lies elsewhere. On the CPU the disk is the only elsewhere; on an
+            accelerator ``None`` means the host's memory.
+        pin_memory: Lock the host's pages, so that an accelerator copies them by itself.
+        memory_record: Folder into which each rank writes what lay where, for ``booster memory``; ``None`` writes
+            nothing.
         min_chunk_bytes: Smallest size of a chunk in bytes; up to twice as large, the one that wastes least is taken. A
             parameter that is larger has a chunk of its own.
         max_prefetch: How many chunks are gathered ahead of their use; 0 waits for each.
@@ -40,6 +58,14 @@ class GeminiConfig:
         ConfigError: If a value is out of range.
     """
 
+    placement_policy: str = "static"
+    offload_param_frac: float = 0.0
+    offload_optim_frac: float = 0.0
+    memory_budget_bytes: int | None = None
+    host_budget_bytes: int | None = None
+    offload_dir: str | Path | None = None
+    pin_memory: bool = True
+    memory_record: str | Path | None = None
     min_chunk_bytes: int = 16 * 2**20
     max_prefetch: int = 1
     max_norm: float = 0.0
@@ -52,6 +78,7 @@ class GeminiConfig:
     broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:
+        self._check_placement()
         if not 0 <= self.max_norm < math.inf:
             msg = f"`max_norm={self.max_norm}` must be 0 (no clipping) or the largest global norm of the gradients."
             raise ConfigError(msg)
@@ -73,6 +100,43 @@ class GeminiConfig:
             msg = (
                 f"`communication_dtype={self.communication_dtype!r}` is not one of {', '.join(map(repr, _WIRES))}, "
                 "or a torch dtype of these."
+            )
+            raise ConfigError(msg)
+
+    def _check_placement(self) -> None:
+        is_static = self.placement_policy == "static"
+        for name in ("offload_param_frac", "offload_optim_frac"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                msg = f"`{name}={value}` must lie between 0 (nothing) and 1 (all)."
+                raise ConfigError(msg)
+            if value and not is_static:
+                msg = (
+                    f"`{name}={value}` is for placement_policy='static', and this is {self.placement_policy!r}, which "
+                    "takes `memory_budget_bytes` instead."
+                )
+                raise ConfigError(msg)
+        for name in ("memory_budget_bytes", "host_budget_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                msg = f"`{name}={value}` is a number of bytes and must be positive."
+                raise ConfigError(msg)
+        if self.memory_budget_bytes is not None and is_static:
+            msg = (
+                f"`memory_budget_bytes={self.memory_budget_bytes}` is for placement_policy='auto'; 'static' takes "
+                "`offload_param_frac` and `offload_optim_frac` instead."
+            )
+            raise ConfigError(msg)
+        if self.host_budget_bytes is not None and self.offload_dir is None:
+            msg = (
+                f"`host_budget_bytes={self.host_budget_bytes}` leaves the rest no place. Pass `offload_dir`, a folder "
+                "on a disk."
+            )
+            raise ConfigError(msg)
+        if self.offload_dir is not None and is_static and not (self.offload_param_frac or self.offload_optim_frac):
+            msg = (
+                f"`offload_dir='{self.offload_dir}'` would stay empty. Pass `offload_param_frac`, "
+                "`offload_optim_frac`, or placement_policy='auto' with `memory_budget_bytes`."
             )
             raise ConfigError(msg)
 

@@ -76,6 +76,7 @@ class LowLevelZeroPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
+            Capability.LORA,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
         }
@@ -170,6 +171,8 @@ class LowLevelZeroPlugin(Plugin):
             room.check_together("Nothing is lost: what found no room lies in RAM.")
         for parameter in model.parameters():  # those that the optimizer does not hold
             parameter.data = parameter.data.to(format_of(parameter).working)
+        if self.config.overlap_allgather and optimizer is not None:
+            optimizer.gathers.watch(model)
         wrapped = ZeroModel(model, precision=context.precision, optimizer=optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
 

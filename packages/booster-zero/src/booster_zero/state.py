@@ -25,10 +25,13 @@ class ZeroStateAdapter(ShardedStateAdapter[ZeroOptimizer]):
     """
 
     def model_shards(self) -> Iterator[TensorShard]:
+        if self.optimizer is not None:
+            self.optimizer.gathers.wait()
         return self.replicated.model_shards()
 
     def parameter_as_master(self, index: int) -> Iterator[TensorShard]:
         zero = self.required_optimizer()
+        zero.gathers.wait()
         parameter = zero.layout.parameters[index].detach()
         shape = tuple(parameter.shape)
         yield TensorShard(
@@ -54,6 +57,7 @@ class ZeroStateAdapter(ShardedStateAdapter[ZeroOptimizer]):
         zero = self.optimizer
         if zero is None:
             return
+        zero.gathers.wait()
         for bucket in zero.layout.buckets:
             is_taken = any(slot.index in self.taken_as_parameters for slot in bucket.plan.slots)
             if model or is_taken:

@@ -37,6 +37,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+__all__ = [
+    "Pending",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_parts",
+]
+
 _REDUCE_TAG, _GATHER_TAG = 7001, 7002
 """Tags of messages between two ranks, apart from the default 0 of what users send."""
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from booster_core import collectives
-from booster_core.collectives import Pending
+from booster_core.collectives.pending import Pending
 from booster_core.sharding.lane import Lane, in_ram
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_core.collectives import Pending
+    from booster_core.collectives.pending import Pending
     from booster_core.sharding.bucket import ShardedBucket
     from booster_core.sharding.partition import Slot
 

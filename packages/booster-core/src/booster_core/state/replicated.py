@@ -14,9 +14,10 @@ from typing_extensions import override
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter
-from booster_core.state.naming import NamedTensors, extra_state_modules, unwrap_model
+from booster_core.state.naming import NamedTensors, extra_state_modules
 from booster_core.state.optimizer_state import flatten_state, restore_state
 from booster_core.state.shard import TensorShard, full_box
+from booster_core.wrappers import unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

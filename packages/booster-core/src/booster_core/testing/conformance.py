@@ -117,6 +117,14 @@ class PluginConformance:
             for name, tensor in results[0].parameters[-1].items():
                 assert torch.equal(other.parameters[-1][name], tensor), name
 
+    def test_lazy_model_trains_as_an_eager_one(self) -> None:
+        eager = run_on_ranks(train_boosted, self.world_size, self.training(steps=2))
+        lazy = run_on_ranks(train_boosted, self.world_size, self.training(steps=2, lazy=True))
+        for one, other in zip(eager, lazy, strict=True):
+            assert one.losses == other.losses
+            for name, tensor in one.parameters[-1].items():
+                assert torch.equal(other.parameters[-1][name], tensor), name
+
     def test_frozen_parameters_stay(self) -> None:
         training = self.training(steps=2)
         before = training.make_model().state_dict()

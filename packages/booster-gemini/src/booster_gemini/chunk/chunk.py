@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_core.collectives import Pending
+    from booster_core.collectives.pending import Pending
     from booster_core.sharding.bucket import Format
     from booster_core.sharding.partition import BucketPlan
     from booster_core.sharding.ranks import ShardingRanks

@@ -32,7 +32,7 @@ class BufferPool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer with arbitrary values, shape ``(numel,)``."""
         for position, buffer in enumerate(self._idle):
-            if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device and _is_free(buffer):
+            if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device and is_free(buffer):
                 return self._idle.pop(position)
         # What is allocated under inference mode could not be used in training later.
         with torch.inference_mode(mode=False):
@@ -52,7 +52,8 @@ class BufferPool:
         self._idle.clear()
 
 
-def _is_free(buffer: Tensor) -> bool:
+def is_free(buffer: Tensor) -> bool:
+    """Return whether a buffer's memory is referred to by this tensor alone."""
     storage = buffer.untyped_storage()
     # As torch's own CUDA graphs ask; there is no public name for it.
     return int(torch._C._storage_Use_Count(storage._cdata)) == _OWN_REFERENCES  # noqa: SLF001

@@ -60,6 +60,13 @@ class Transfer:
         for part in parts:
             part.result()
 
+    def abandon(self) -> None:
+        """Return once nothing is moved any more, whatever came of it; parts that have not begun are left out."""
+        for part in self._parts:
+            part.cancel()
+        wait(self._parts)
+        self._parts, self._keep = [], None
+
 
 class DiskStore:
     """Regions of bytes in a file of this process alone.
@@ -159,7 +166,7 @@ class DiskStore:
         buffer: Tensor,
         after: Callable[[], None] | None,
     ) -> Transfer:
-        view = memoryview(buffer.numpy())
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type] # numpy's stubs for Python before 3.12
 
         def part(start: int) -> None:
             if after is not None:
@@ -197,7 +204,7 @@ class DiskStore:
         with self._lock:
             self.bytes_read += len(view)
 
-    def _trouble(self, what: str, offset: int, length: int, reason: str) -> str:
+    def _trouble(self, what: str, offset: int, length: int, reason: str | None) -> str:
         return (
             f"{length} bytes at offset {offset} of the offloaded chunks in `{self._option}='{self.folder}'` could not "
             f"be {what}: {reason}. Start again from the last checkpoint, on a disk that works."

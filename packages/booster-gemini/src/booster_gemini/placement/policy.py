@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-Key = Hashable
-"""Names a block; policies only compare keys."""
+Key = Any
+"""Names a block: anything hashable; policies only compare keys."""
 
 
 class Kind(enum.Enum):
@@ -92,7 +91,7 @@ class PlacementPolicy(ABC):
 
     @abstractmethod
     def plan(self, request: Request) -> Sequence[Moves]:
-        """Return what to move before each event of the step.
+        """Return what to move before each event of the step, and what after the last: one entry more than events.
 
         A block that is needed and not there is fetched then, without a plan; a plan only makes that rare.
 

@@ -10,7 +10,7 @@ from booster_gemini.placement.policy import Kind, Moves, PlacementPolicy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from booster_gemini.placement.policy import Event, Key, Request
+    from booster_gemini.placement.policy import Key, Request
 
 
 class StaticPlacement(PlacementPolicy):
@@ -97,12 +97,3 @@ def _until(key: Key, sizes: Mapping[Key, int]) -> list[Key]:
 def _is_away(bytes_before: int, size: int, fraction: float) -> bool:
     """Whether a block is away: the middles of those that are cut the bytes into even steps."""
     return int((bytes_before + size) * fraction / size + 0.5) > int(bytes_before * fraction / size + 0.5)
-
-
-def uses_of(events: Sequence[Event]) -> dict[Key, list[int]]:
-    """Return at which events each block's uses begin."""
-    positions: dict[Key, list[int]] = defaultdict(list)
-    for index, event in enumerate(events):
-        if event.kind is Kind.USE:
-            positions[event.key].append(index)
-    return positions

@@ -48,6 +48,10 @@ SCRATCH_BYTES = 1 << 19
 """Others' terms of a sum are read in blocks of this size, which stay in the cache."""
 
 
+class PeerEndedError(RuntimeError):
+    """A rank that something is needed of has ended."""
+
+
 class Peer:
     """Another rank of the group, as seen from here.
 
@@ -64,13 +68,25 @@ class Peer:
 
     def look(self, number: int) -> ctypes.Array[ctypes.c_int64]:
         """Return the words of an operation's board."""
-        memory.read(self.pid, self._board + (number % _WINDOW) * WORDS * 8, self._address, WORDS * 8)
+        self._copy(self._board + (number % _WINDOW) * WORDS * 8, self._address, WORDS * 8)
         return self._words
+
+    def entry(self, table: int, index: int) -> int:
+        """Return an address that stands in a table there."""
+        self._copy(table + 8 * index, self._address, 8)
+        return self._words[0]
 
     def read(self, source: int, target: Tensor) -> None:
         """Copy from an address there into a contiguous tensor."""
         if target.numel():
-            memory.read(self.pid, source, target.data_ptr(), target.numel() * target.element_size())
+            self._copy(source, target.data_ptr(), target.numel() * target.element_size())
+
+    def _copy(self, source: int, target: int, nbytes: int) -> None:
+        try:
+            memory.read(self.pid, source, target, nbytes)
+        except OSError as error:
+            msg = f"Rank {self.rank} of the group has ended, or its memory can't be read any more: {error}"
+            raise PeerEndedError(msg) from error
 
 
 class Channel:
@@ -136,8 +152,11 @@ class Channel:
         return bool(peer.look(number)[_PHASE] == number)
 
     def is_done(self, peer: Peer, number: int) -> bool:
-        """Whether a rank needs nothing of this one's any more."""
-        return bool(peer.look(number)[_DONE] == number)
+        """Whether a rank needs nothing of this one's any more, as one that has ended does not."""
+        try:
+            return bool(peer.look(number)[_DONE] == number)
+        except PeerEndedError:
+            return True
 
     # ---- operations
 
@@ -232,11 +251,13 @@ class _Helper:
             for channel in busy:
                 try:
                     channel.advance()
-                except (OSError, RuntimeError):
-                    return  # whoever waits for the operation meets the same error, and can raise it
+                except RuntimeError:
+                    self._channels.discard(channel)  # whoever waits for the operation meets the error, and raises it
 
 
 _HELPER = _Helper()
+_boards: list[Any] = []
+"""The boards of all groups that there ever were: a rank that is a little later still looks at them."""
 _state = {"is_enabled": True}
 _channels: weakref.WeakKeyDictionary[ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
 
@@ -283,6 +304,7 @@ def _connect(group: ProcessGroup) -> Channel | None:
     dist.all_gather_object(answers, can, group=group)
     if not all(answers):
         return None
+    _boards.append(board)
     return Channel(rank, peers, board, _timeout_of(group))
 
 

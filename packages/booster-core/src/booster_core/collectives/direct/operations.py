@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_core.collectives.direct import memory
 from booster_core.collectives.direct.channel import SCRATCH_BYTES
 from booster_core.collectives.sums import sum_into
 from booster_core.precision.narrow import NARROW
@@ -93,9 +92,7 @@ class Operation(ABC):
 
     def address(self, peer: Peer, index: int = 0) -> int:
         """Return where a rank's tensor lies there."""
-        entry = (ctypes.c_int64 * 1)()
-        memory.read(peer.pid, self._tables[peer.rank] + 8 * index, ctypes.addressof(entry), 8)
-        return int(entry[0])
+        return peer.entry(self._tables[peer.rank], index)
 
     @abstractmethod
     def read(self) -> bool:

@@ -1,0 +1,113 @@
+"""Making the home that a configuration asks for: which memories there are, and who decides what lies where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import ConfigError, PluginError
+from booster_gemini.memory.disk import DiskStore
+from booster_gemini.memory.home import DeviceHome, Role
+from booster_gemini.memory.record_file import MemoryRecord
+from booster_gemini.memory.room import Room
+from booster_gemini.memory.tiered import TieredHome
+from booster_gemini.placement.auto import AutoPlacement
+from booster_gemini.placement.policy import PlacementPolicy
+from booster_gemini.placement.static import StaticPlacement
+
+if TYPE_CHECKING:
+    from booster_core.plugin import BoostContext
+    from booster_gemini.config import GeminiConfig
+    from booster_gemini.memory.home import Home
+
+
+def make_home(config: GeminiConfig, context: BoostContext) -> Home:
+    """Return the home of a model's chunks.
+
+    Args:
+        config: Options.
+        context: Device and ranks.
+
+    Raises:
+        ConfigError: If the memories that are asked for are not there.
+        PluginError: If nobody knows a placement policy of the name.
+
+    Collective: every rank of the world, in step: an error on one is raised on all.
+    """
+    home: Home | None = None
+    error: Exception | None = None
+    try:
+        home = _make(config, context)
+    except (ConfigError, PluginError, OSError) as caught:
+        error = caught
+    context.coordinator.raise_together(error)
+    assert home is not None, "what was not made has raised"
+    return home
+
+
+def _make(config: GeminiConfig, context: BoostContext) -> Home:
+    device = context.device
+    budget = config.memory_budget_bytes
+    moves = budget is not None or config.offload_param_frac > 0 or config.offload_optim_frac > 0
+    if config.placement_policy != "static":
+        moves = True
+        budget = _capacity(device) if budget is None else budget
+        if budget is None and config.placement_policy == "auto":
+            msg = (
+                f"`placement_policy='auto'` needs a budget, and device type '{device.type}' tells no capacity. Pass "
+                "`memory_budget_bytes`."
+            )
+            raise ConfigError(msg)
+    if not moves and config.memory_record is None:
+        return DeviceHome()
+    if moves and device.type == "cpu" and config.offload_dir is None:
+        msg = (
+            "On the CPU the memory beneath is a disk, and `offload_dir=None` names none. Pass a folder on a disk with "
+            "room for parameters and optimizer state, or leave out the options that move them."
+        )
+        raise ConfigError(msg)
+    policy = _policy(config, context)
+    pins = config.pin_memory and device.type != "cpu"
+    rooms = [Room(device, budget)]
+    if device.type != "cpu":
+        host_budget = config.host_budget_bytes
+        if config.offload_dir is not None and host_budget is None:
+            host_budget = 0
+        rooms.append(Room(torch.device("cpu"), host_budget, pins=pins))
+    record = None
+    if config.memory_record is not None:
+        facts: dict[str, Any] = {"device": device.type, "budget_bytes": budget, "policy": config.placement_policy}
+        record = MemoryRecord(config.memory_record, context.coordinator.rank, facts)
+    store = None if config.offload_dir is None else DiskStore(config.offload_dir)
+    return TieredHome(rooms, store, policy, record)
+
+
+def _policy(config: GeminiConfig, context: BoostContext) -> PlacementPolicy:
+    if config.placement_policy == "auto":
+        return AutoPlacement()
+    if config.placement_policy == "static":
+        fractions = {
+            Role.PARAM: config.offload_param_frac,
+            Role.OPTIM: config.offload_optim_frac,
+            # Gradients wait where the state lies that they update; an accelerator hands them down when it steps.
+            Role.GRAD: config.offload_optim_frac if context.device.type == "cpu" else 0.0,
+        }
+        return StaticPlacement(fractions, class_of=lambda key: key[1], ahead=2 * max(config.max_prefetch, 1))
+    found = context.hooks.placement_policy(name=config.placement_policy)
+    if not isinstance(found, PlacementPolicy):
+        told = "nobody answers the hook `placement_policy` for it" if found is None else f"the hook returned {found!r}"
+        msg = (
+            f"`placement_policy={config.placement_policy!r}` is neither 'static' nor 'auto', and {told}. Install or "
+            "register what brings it; it is a `booster_gemini.placement.policy.PlacementPolicy`."
+        )
+        raise PluginError(msg)
+    return found
+
+
+def _capacity(device: torch.device) -> int | None:
+    module = getattr(torch, device.type, None)
+    if module is None or not hasattr(module, "mem_get_info"):
+        return None
+    free, _ = module.mem_get_info(device)
+    return int(free) if free > 0 else None

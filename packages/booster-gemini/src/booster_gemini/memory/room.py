@@ -1,0 +1,73 @@
+"""Bytes of one memory, counted: buffers are lent to blocks, and lent again when nobody reads them any more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_gemini.chunk.pool import is_free
+from booster_gemini.memory.disk import aligned, aligned_buffer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Room:
+    """Memory of a device or of the host.
+
+    Args:
+        device: Whose memory it is.
+        budget_bytes: What may be taken at once; ``None`` for no limit.
+        pins: Allocate page-locked memory, from which an accelerator copies by itself.
+
+    Attributes:
+        used_bytes: What blocks and reservations take now.
+        peak_bytes: The most that was taken at once.
+    """
+
+    def __init__(self, device: torch.device, budget_bytes: int | None = None, *, pins: bool = False) -> None:
+        self.device = device
+        self.budget_bytes = budget_bytes
+        self.used_bytes = self.peak_bytes = 0
+        self._pins = pins
+        self._idle: list[Tensor] = []
+
+    def has(self, num_bytes: int) -> bool:
+        """Return whether so many bytes are left of the budget."""
+        return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes as taken, or as given back where negative."""
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return a buffer with arbitrary values: 1-D uint8, of whole sectors of a disk on the host."""
+        self.count(num_bytes)
+        if self.device.type != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        length = aligned(num_bytes)
+        for position, buffer in enumerate(self._idle):
+            if buffer.numel() == length and is_free(buffer):
+                return self._idle.pop(position)
+        self._trim(length)
+        return torch.empty(length, dtype=torch.uint8, pin_memory=True) if self._pins else aligned_buffer(length)
+
+    def give(self, buffer: Tensor, num_bytes: int) -> None:
+        """Take a buffer back; it is lent again when nobody else reads it."""
+        self.count(-num_bytes)
+        if self.device.type == "cpu":  # torch's allocators for accelerators keep memory themselves
+            self._idle.append(buffer)
+            self._trim(0)
+
+    def _trim(self, needed: int) -> None:
+        """Give idle memory back to the system where it would go beyond the budget, or nobody is going to want it."""
+        most = self.peak_bytes if self.budget_bytes is None else self.budget_bytes
+        idle = sum(buffer.numel() for buffer in self._idle)
+        while self._idle and self.used_bytes + idle + needed > most:
+            idle -= self._idle.pop(0).numel()
+
+    def clear(self) -> None:
+        """Give all idle memory back to the system."""
+        self._idle.clear()

@@ -1,0 +1,434 @@
+"""Blocks over a list of memories: device, host, disk, of which there are two or three.
+
+Blocks are moved as a plan says, which a placement policy makes from the record of the last step; what the plan did not
+foresee is fetched when it is needed. Reads and writes of the disk go on beside computation. All calls come from the
+training thread; only the disk's threads work beside it, and touch nothing but buffers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from booster_core.collectives import Pending
+from booster_core.errors import OffloadError
+from booster_gemini.memory.home import Role
+from booster_gemini.memory.recorder import StepRecorder
+from booster_gemini.placement.policy import Event, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import torch
+    from torch import Tensor
+
+    from booster_gemini.memory.disk import DiskStore, Transfer
+    from booster_gemini.memory.home import Key
+    from booster_gemini.memory.record_file import MemoryRecord
+    from booster_gemini.memory.room import Room
+    from booster_gemini.placement.policy import Moves, PlacementPolicy
+
+
+@dataclass(eq=False)
+class _Block:
+    """One block.
+
+    Attributes:
+        room: The memory where it is used.
+        buffer: Its bytes, where they lie in a memory; still there while they are being written out.
+        place: The memory in which the buffer lies.
+        offset: Its region on the disk, once it has one.
+        is_saved: Whether the lower memory (host buffer or region) holds the present values.
+        below: Its bytes on the host, for a block that is used on the device.
+        coming: The read that fills the buffer.
+        going: The write that empties it.
+        has_values: Whether there are any.
+        users: How many uses are going on.
+    """
+
+    key: Key
+    numel: int
+    dtype: torch.dtype
+    num_bytes: int
+    room: Room
+    rebind: Callable[[Tensor | None], None]
+    buffer: Tensor | None = None
+    offset: int | None = None
+    below: Tensor | None = None
+    is_saved: bool = False
+    coming: Transfer | None = None
+    going: Transfer | None = None
+    has_values: bool = True
+    users: int = 0
+    is_bound: bool = False
+    last_use: int = field(default=0)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the values lie where they are used, or are on their way there."""
+        return self.buffer is not None and self.going is None
+
+
+class TieredHome:
+    """Keeps blocks in several memories.
+
+    Args:
+        rooms: The device's memory (the host's, where the host computes), and the host's beneath it, if there is one.
+        store: The disk, if it is used.
+        policy: Decides what lies where.
+        record: Where to write what happens, for pictures.
+
+    Attributes:
+        rooms: As given.
+        store: As given.
+    """
+
+    moves = True
+
+    def __init__(
+        self,
+        rooms: list[Room],
+        store: DiskStore | None,
+        policy: PlacementPolicy,
+        record: MemoryRecord | None = None,
+    ) -> None:
+        self.rooms = rooms
+        self.store = store
+        self._policy = policy
+        self._record = record
+        self._blocks: dict[Key, _Block] = {}
+        self._recorder = StepRecorder(policy)
+        self._clock = 0
+        self._wanted: deque[Key] = deque()
+
+    # ---- blocks
+
+    def add(self, key: Key, flat: Tensor, rebind: Callable[[Tensor | None], None]) -> None:
+        """Take over a block; see `Home.add`.
+
+        Raises:
+            OffloadError: If the disk is full.
+        """
+        assert key not in self._blocks, "a key names one block"
+        num_bytes = flat.numel() * flat.element_size()
+        block = _Block(key, flat.numel(), flat.dtype, num_bytes, self._room_for(key, num_bytes), rebind)
+        self._blocks[key] = block
+        if self.store is not None:
+            try:
+                # A full disk shows now, when nothing has moved there.
+                block.offset = self.store.allocate(num_bytes) if self._may_leave(block) else None
+            except OffloadError:
+                del self._blocks[key]
+                raise
+        self._make_room(block.room, num_bytes)
+        block.buffer = block.room.take(num_bytes)
+        self._flat(block).copy_(flat)
+        block.is_bound = True
+        rebind(self._flat(block))
+        self._advance(Event(Kind.USE, key))
+        self._advance(Event(Kind.RELEASE, key))
+        self._leave_if_it_may_not_stay(block)
+
+    def _room_for(self, key: Key, num_bytes: int) -> Room:
+        """Return the memory in which a block is used: an optimizer's state may be used where it lies."""
+        if len(self.rooms) == 1 or key[1] is not Role.OPTIM:
+            return self.rooms[0]
+        sizes = {**self.sizes(), key: num_bytes}
+        budget = self.rooms[0].budget_bytes
+        if not self._policy.may_stay(key, sizes) or (budget is not None and sum(sizes.values()) > budget):
+            return self.rooms[1]
+        return self.rooms[0]
+
+    def _may_leave(self, block: _Block) -> bool:
+        """Return whether a block may ever go to the disk."""
+        if block.room is self.rooms[0] and len(self.rooms) > 1:
+            return self.rooms[1].budget_bytes is not None
+        return block.room.budget_bytes is not None or not self._policy.may_stay(block.key, self.sizes())
+
+    def sizes(self) -> Mapping[Key, int]:
+        """Return the size of every block, in bytes, in the order in which they were made."""
+        return {key: block.num_bytes for key, block in self._blocks.items()}
+
+    def bytes_by_place(self) -> dict[str, int]:
+        """Return how many bytes of blocks lie where: by device type, and ``"disk"``."""
+        places = {room.device.type: 0 for room in self.rooms}
+        if self.store is not None:
+            places["disk"] = 0
+        for block in self._blocks.values():
+            if block.buffer is not None:
+                places[block.room.device.type] += block.num_bytes
+            elif block.below is not None:
+                places[self.rooms[-1].device.type] += block.num_bytes
+            elif block.has_values:
+                places["disk"] += block.num_bytes
+        return places
+
+    def drop(self, key: Key) -> None:
+        """Forget a block altogether; what of it is in memory stays with those who have views of it."""
+        block = self._blocks.pop(key)
+        block.is_bound = False
+        self._empty(block)
+        if block.offset is not None and self.store is not None:
+            self.store.free(block.offset, block.num_bytes)
+
+    # ---- uses
+
+    def fetch(self, key: Key) -> Pending:
+        """Begin a use of a block; see `Home.fetch`."""
+        block = self._blocks[key]
+        self._advance(Event(Kind.USE, key))
+        block.users += 1
+        self._clock += 1
+        block.last_use = self._clock
+        try:
+            if block.going is not None:
+                self._take_back(block)
+            if not block.is_here:
+                self._bring(block)
+        except BaseException:
+            block.users -= 1
+            raise
+        return Pending(finish=lambda: self._arrive(block))
+
+    def _arrive(self, block: _Block) -> None:
+        """Wait for a block that is in use, and show where it lies."""
+        if block.coming is not None:
+            coming, block.coming = block.coming, None
+            coming.wait()
+        if not block.is_bound:
+            block.is_bound = True
+            block.rebind(self._flat(block))
+
+    def release(self, key: Key, *, changed: bool) -> None:
+        """End a use; see `Home.release`."""
+        block = self._blocks[key]
+        block.users -= 1
+        if changed:
+            block.is_saved = False
+            block.has_values = True
+        self._advance(Event(Kind.RELEASE, key))
+        self._leave_if_it_may_not_stay(block)
+
+    def _leave_if_it_may_not_stay(self, block: _Block) -> None:
+        if not block.users and block.is_here and not self._recorder.has_plan and block.room is self.rooms[0]:
+            self._bring_wanted()
+            if not self._policy.may_stay(block.key, self.sizes()):
+                self._send_away(block)
+        elif not block.users and block.is_here and block.room is not self.rooms[0] and not block.room.has(0):
+            self._send_away(block)  # the host beneath a device follows no plan: what does not fit goes on to the disk
+
+    def forget(self, key: Key) -> None:
+        """Give up a block's values; see `Home.forget`."""
+        block = self._blocks[key]
+        self._advance(Event(Kind.FORGET, key))
+        self._empty(block)
+        block.has_values = block.is_saved = False
+
+    def reserve(self, num_bytes: int) -> None:
+        """Count memory that is taken for something else; see `Home.reserve`."""
+        self._advance(Event(Kind.RESERVE, None, num_bytes))
+        self._make_room(self.rooms[0], num_bytes)
+        self.rooms[0].count(num_bytes)
+
+    def free(self, num_bytes: int) -> None:
+        """Count reserved memory as given back."""
+        self._advance(Event(Kind.FREE, None, num_bytes))
+        self.rooms[0].count(-num_bytes)
+
+    def moment(self, name: str) -> None:
+        """Say what the model is doing."""
+        self._recorder.moment = name
+        if self._record is not None:
+            self._record.moment(name)
+
+    def end_step(self) -> None:
+        """Make a plan for the next step from the record of this one.
+
+        Raises:
+            BudgetError: If the budget can't hold what was in use at once.
+        """
+        self._start_moves(self._recorder.finish())
+        room = self.rooms[0]
+        mine = {key: block.num_bytes for key, block in self._blocks.items() if block.room is room}
+        here = frozenset(key for key in mine if self._blocks[key].is_here)
+        away = frozenset(key for key in mine if key not in here and self._blocks[key].has_values)
+        self._wanted.clear()
+        self._start_moves([self._recorder.end_step(mine, here, away, room.budget_bytes)])
+        if self._record is not None:
+            self._record.end_step(self._recorder.num_unplanned)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for block in self._blocks.values():
+            for transfer in (block.coming, block.going):
+                if transfer is not None:
+                    transfer.abandon()
+            block.rebind(None)
+        self._blocks.clear()
+        for room in self.rooms:
+            room.clear()
+        if self.store is not None:
+            self.store.close()
+        if self._record is not None:
+            self._record.close()
+
+    # ---- moves
+
+    def _advance(self, event: Event) -> None:
+        """Note an event, and start what the plan says."""
+        planned = event.key is None or self._is_planned(event.key)
+        self._start_moves(self._recorder.note(event, is_planned=planned))
+        if self._record is not None:
+            self._record.note(self.bytes_by_place(), self.rooms[0].used_bytes)
+
+    def _start_moves(self, moves: Iterable[Moves]) -> None:
+        for each in moves:
+            for key in each.evict:
+                block = self._blocks.get(key)
+                if block is not None and block.is_here and not block.users and block.coming is None:
+                    self._send_away(block)
+            self._wanted.extend(each.load)
+        self._bring_wanted()
+
+    def _bring_wanted(self) -> None:
+        """Start bringing what the plan wants to be here, as far as those who leave have made room."""
+        if not self._wanted:
+            return
+        self._collect()
+        while self._wanted:
+            block = self._blocks.get(self._wanted[0])
+            if block is not None and block.has_values and block.buffer is None:
+                if not block.room.has(block.num_bytes):
+                    return
+                self._bring(block)
+            self._wanted.popleft()
+
+    def _is_planned(self, key: object) -> bool:
+        block = self._blocks.get(key)
+        return block is not None and block.room is self.rooms[0]
+
+    def _bring(self, block: _Block) -> None:
+        """Start bringing a block to where it is used."""
+        self._make_room(block.room, block.num_bytes)
+        block.buffer = block.room.take(block.num_bytes)
+        if not block.has_values:
+            return
+        if block.below is not None:
+            block.buffer.copy_(block.below[: block.num_bytes], non_blocking=True)
+            return
+        if block.offset is None:
+            return
+        assert self.store is not None, "a region lies on a disk"
+        if block.room.device.type == "cpu":
+            block.coming = self.store.read(block.offset, block.buffer)
+        else:
+            staged = self.rooms[-1].take(block.num_bytes)
+            self.store.read(block.offset, staged).wait()
+            block.buffer.copy_(staged[: block.num_bytes])
+            self.rooms[-1].give(staged, block.num_bytes)
+
+    def _send_away(self, block: _Block) -> None:
+        """Start moving a block that is not in use to the next memory."""
+        assert block.buffer is not None, "only what is here can leave"
+        lower = self.rooms[1] if len(self.rooms) > 1 and block.room is self.rooms[0] else None
+        if lower is None and self.store is None:
+            return
+        self._unbind(block)
+        if not block.has_values or block.is_saved:
+            self._drop(block)
+            return
+        if lower is not None and (self.store is None or block.below is not None or lower.has(block.num_bytes)):
+            if block.below is None:
+                block.below = lower.take(block.num_bytes)
+            block.below[: block.num_bytes].copy_(block.buffer)
+            block.is_saved = True
+            self._drop(block)
+            return
+        assert self.store is not None, "the last memory is a disk"
+        if block.offset is None:
+            try:
+                block.offset = self.store.allocate(block.num_bytes)
+            except OffloadError:
+                block.rebind(self._flat(block))
+                block.is_bound = True
+                raise
+        if block.room.device.type == "cpu":
+            block.going = self.store.write(block.offset, block.buffer)
+            return
+        staged = self.rooms[-1].take(block.num_bytes)
+        staged[: block.num_bytes].copy_(block.buffer)
+        self.store.write(block.offset, staged).wait()
+        self.rooms[-1].give(staged, block.num_bytes)
+        block.is_saved = True
+        self._drop(block)
+
+    def _take_back(self, block: _Block) -> None:
+        """Use a block's buffer again, although it was leaving."""
+        assert block.going is not None, "asked for one that leaves"
+        going, block.going = block.going, None
+        going.wait()
+        block.is_saved = True
+
+    def _finish_leaving(self, block: _Block) -> None:
+        assert block.going is not None, "asked for one that leaves"
+        going, block.going = block.going, None
+        going.wait()  # where that fails, the buffer stays: nothing is lost
+        block.is_saved = True
+        self._drop(block)
+
+    def _collect(self) -> None:
+        """Take the memory of blocks that have left."""
+        for block in self._blocks.values():
+            if block.going is not None and block.going.is_done:
+                self._finish_leaving(block)
+
+    def _make_room(self, room: Room, num_bytes: int) -> None:
+        """Send blocks away until so many bytes are left; where nothing can go, the budget is exceeded for now.
+
+        The least budget that would do is known at the end of the step, and the error then says it.
+        """
+        if room.has(num_bytes):
+            return
+        self._collect()
+        for block in list(self._blocks.values()):
+            if room.has(num_bytes):
+                return
+            if block.going is not None and block.room is room:
+                self._finish_leaving(block)
+        idle = [b for b in self._blocks.values() if b.room is room and b.is_here and not b.users and b.coming is None]
+        for block in sorted(idle, key=self._recorder.soonness(lambda block: block.last_use)):
+            if room.has(num_bytes):
+                return
+            self._send_away(block)
+            if block.going is not None:
+                self._finish_leaving(block)
+
+    def _empty(self, block: _Block) -> None:
+        """Give up a block's buffers."""
+        for transfer in (block.coming, block.going):
+            if transfer is not None:
+                transfer.abandon()
+        block.coming = block.going = None
+        if block.buffer is not None:
+            self._unbind(block)
+            self._drop(block)
+        if block.below is not None:
+            self.rooms[-1].give(block.below, block.num_bytes)
+            block.below = None
+
+    def _unbind(self, block: _Block) -> None:
+        if block.is_bound:
+            block.is_bound = False
+            block.rebind(None)
+
+    @staticmethod
+    def _drop(block: _Block) -> None:
+        buffer, block.buffer = block.buffer, None
+        if buffer is not None:
+            block.room.give(buffer, block.num_bytes)
+
+    @staticmethod
+    def _flat(block: _Block) -> Tensor:
+        assert block.buffer is not None, "only what is here can be seen"
+        return block.buffer[: block.num_bytes].view(block.dtype)

@@ -1,0 +1,237 @@
+"""Blocks in RAM and on a disk: values survive every move, bytes are counted, budgets hold, and faults are told."""
+
+import errno
+import os
+import threading
+
+import pytest
+import torch
+
+from booster_core.errors import ConfigError, OffloadError
+from booster_gemini.memory.disk import ALIGNMENT, DiskStore, aligned_buffer
+from booster_gemini.memory.home import Role
+from booster_gemini.memory.room import Room
+from booster_gemini.memory.tiered import TieredHome
+from booster_gemini.placement.auto import AutoPlacement, BudgetError
+from booster_gemini.placement.static import StaticPlacement
+
+NUMEL = 5000
+BYTES = 4 * NUMEL
+
+
+class Owner:
+    """Somebody whose tensor is a block, as chunks are."""
+
+    def __init__(self, home, number, value):
+        self.home, self.key, self.flat = home, (number, Role.PARAM), None
+        home.add(self.key, torch.full((NUMEL,), float(value)), self.rebind)
+
+    def rebind(self, flat):
+        self.flat = flat
+
+    def use(self, change=None):
+        self.home.fetch(self.key).wait()
+        if change is not None:
+            self.flat += change
+        value = self.flat.unique().tolist()
+        self.home.release(self.key, changed=change is not None)
+        return value
+
+
+@pytest.fixture
+def make(tmp_path):
+    homes = []
+
+    def make(policy, budget=None):
+        home = TieredHome([Room(torch.device("cpu"), budget)], DiskStore(tmp_path), policy)
+        homes.append(home)
+        return home
+
+    yield make
+    for home in homes:
+        home.close()
+
+
+def everything_away():
+    return StaticPlacement({Role.PARAM: 1.0}, class_of=lambda key: key[1])
+
+
+def test_regions_come_back_as_they_were_written(tmp_path):
+    store = DiskStore(tmp_path)
+    buffers = [aligned_buffer(20 << 20), aligned_buffer(1), aligned_buffer(ALIGNMENT + 1)]
+    for number, buffer in enumerate(buffers):
+        buffer.copy_(torch.arange(buffer.numel()).remainder(251 - number).to(torch.uint8))
+    offsets = [store.allocate(buffer.numel()) for buffer in buffers]
+    for transfer in [store.write(*each) for each in zip(offsets, buffers, strict=True)]:
+        transfer.wait()
+    copies = [aligned_buffer(buffer.numel()) for buffer in buffers]
+    for transfer in [store.read(*each) for each in zip(offsets, copies, strict=True)]:
+        transfer.wait()
+    total = sum(buffer.numel() for buffer in buffers)
+    assert all(map(torch.equal, buffers, copies))
+    assert (store.bytes_written, store.bytes_read) == (total, total)
+    assert not list(tmp_path.iterdir())  # nobody can remove what has no name
+    store.free(offsets[1], 1)
+    assert store.allocate(1) == offsets[1]
+    store.close()
+    assert not [thread for thread in threading.enumerate() if "gemini disk" in thread.name]
+
+
+def test_values_survive_moves_between_ram_and_disk(make):
+    home = make(everything_away())
+    owners = [Owner(home, number, number) for number in range(6)]
+    for step in range(4):
+        for number, owner in enumerate(owners):
+            assert owner.use(change=1.0) == [number + step + 1.0]
+        for number, owner in enumerate(owners):
+            assert owner.use() == [number + step + 1.0]
+        home.end_step()
+    assert home.bytes_by_place()["disk"] >= 3 * BYTES
+
+
+@pytest.mark.parametrize("budget", [2, 3, 6], ids=["tight", "half", "all"])
+def test_auto_keeps_its_budget_and_the_values(make, budget):
+    home = make(AutoPlacement(), budget * BYTES)
+    owners = [Owner(home, number, number) for number in range(6)]
+    for step in range(5):
+        for change in (None, 1.0):
+            for number, owner in enumerate(owners):
+                assert owner.use(change) == [number + step + (change or 0.0)]
+        home.reserve(BYTES)
+        home.free(BYTES)
+        home.end_step()
+    assert home.rooms[0].peak_bytes <= budget * BYTES
+    assert sum(home.bytes_by_place().values()) == 6 * BYTES
+
+
+def test_bytes_are_counted_exactly(make):
+    home = make(everything_away())
+    owner = Owner(home, 0, 1.0)
+    home.fetch(owner.key).wait()
+    assert home.bytes_by_place() == {"cpu": BYTES, "disk": 0}
+    assert home.rooms[0].used_bytes == BYTES
+    home.reserve(77)
+    assert home.rooms[0].used_bytes == BYTES + 77
+    home.free(77)
+    home.release(owner.key, changed=True)
+    home.end_step()
+    home.store.read(0, aligned_buffer(1)).wait()  # after what was written before
+    home.fetch(owner.key).wait()
+    home.release(owner.key, changed=False)
+    home.drop(owner.key)
+    assert home.bytes_by_place() == {"cpu": 0, "disk": 0}
+    assert home.rooms[0].used_bytes == 0
+
+
+def test_what_was_not_changed_is_not_written_again(make):
+    home = make(everything_away())
+    owner = Owner(home, 0, 3.0)
+    for _ in range(4):
+        assert owner.use() == [3.0]
+        home.end_step()
+    written = home.store.bytes_written
+    for _ in range(4):
+        assert owner.use() == [3.0]
+        home.end_step()
+    assert home.store.bytes_written == written
+
+
+def test_forgotten_values_take_no_memory(make):
+    home = make(AutoPlacement(), 10 * BYTES)
+    owner = Owner(home, 0, 3.0)
+    home.forget(owner.key)
+    assert owner.flat is None
+    assert home.bytes_by_place() == {"cpu": 0, "disk": 0}
+    home.fetch(owner.key).wait()
+    assert owner.flat.shape == (NUMEL,)
+    home.release(owner.key, changed=True)
+
+
+def test_memory_that_somebody_still_reads_is_not_lent_again(make):
+    home = make(AutoPlacement(), 2 * BYTES)
+    owners = [Owner(home, number, number) for number in range(2)]
+    home.fetch(owners[0].key).wait()
+    view = owners[0].flat[:10]
+    home.release(owners[0].key, changed=False)
+    others = [Owner(home, number, number) for number in range(2, 8)]
+    for owner in [*others, *owners]:
+        owner.use(change=1.0)
+    assert view.tolist() == [0.0] * 10
+
+
+def test_a_budget_below_the_working_set_is_told_at_the_end_of_the_first_step(make):
+    home = make(AutoPlacement(), 2 * BYTES)
+    owners = [Owner(home, number, number) for number in range(4)]
+    home.moment("forward of head")
+    for owner in owners[:3]:
+        home.fetch(owner.key).wait()
+    for owner in owners[:3]:
+        home.release(owner.key, changed=False)
+    with pytest.raises(
+        BudgetError, match=rf"forward of head needs {3 * BYTES} bytes at once\. Pass at least {3 * BYTES}"
+    ):
+        home.end_step()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "match"),
+    [
+        (lambda folder: folder / "absent", "does not exist on this host"),
+        (lambda folder: (folder.joinpath("file").touch(), folder / "file")[1], "is no folder"),
+    ],
+    ids=["absent", "a file"],
+)
+def test_a_wrong_folder_is_refused(tmp_path, prepare, match):
+    with pytest.raises(ConfigError, match=rf"`offload_dir='.*'` {match}"):
+        DiskStore(prepare(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("booster_gemini.memory.disk.tempfile.mkstemp", refuse)
+    with pytest.raises(ConfigError, match=r"can't be written to: Permission denied\. Change its permissions"):
+        DiskStore(tmp_path)
+
+
+def test_a_full_disk_loses_nothing(make, monkeypatch):
+    home = make(everything_away())
+    owner = Owner(home, 0, 1.0)
+    home.end_step()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("booster_gemini.memory.disk.os.posix_fallocate", full)
+    with pytest.raises(OffloadError, match=r"needs \d+ more bytes, and \d+ are free .*Nothing is lost"):
+        Owner(home, 1, 2.0)
+    assert owner.use(change=1.0) == [2.0]
+
+
+def test_a_write_that_fails_keeps_the_values_in_memory(make, monkeypatch):
+    home = make(everything_away())
+    owner = Owner(home, 0, 1.0)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("booster_gemini.memory.disk.os.pwrite", full)
+        owner.use(change=4.0)
+        with pytest.raises(OffloadError, match="Nothing is lost: what should have moved there is still in memory"):
+            owner.use()
+    assert owner.use() == [5.0]
+
+
+def test_a_file_that_was_cut_is_told_with_its_place(make):
+    home = make(everything_away())
+    owners = [Owner(home, number, number) for number in range(8)]
+    for _ in range(2):
+        for owner in owners:
+            owner.use()
+        home.end_step()
+    os.ftruncate(home.store._file, 0)
+    with pytest.raises(OffloadError, match=r"at offset \d+ .* could not be read: the file ends at byte 0, so somebody"):
+        for owner in owners:
+            owner.use()
