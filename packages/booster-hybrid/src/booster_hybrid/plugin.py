@@ -183,8 +183,8 @@ class HybridParallelPlugin(Plugin):
         for name, value in asked.items():
             if value is not None:
                 msg = (
-                    f"`{name}={value!r}`: booster-hybrid 0.1 trains with tensor and data parallelism only. Use `tp_size`, "
-                    "and `zero_stage` for the optimizer's state."
+                    f"`{name}={value!r}`: booster-hybrid 0.1 trains with tensor and data parallelism only. Use "
+                    "`tp_size`, and `zero_stage` for the optimizer's state."
                 )
                 raise PluginError(msg)
 
