@@ -65,7 +65,7 @@ def reduce_scatter(
     Args:
         source: Shape ``(bounds[-1],)``, contiguous; its dtype is the one that travels.
         bounds: Where slices begin and end, one entry more than ranks.
-        out: This rank's slice of the sum, any floating dtype; written by ``wait``. On the CPU narrow formats are summed in
+        out: This rank's slice of the sum, any floating dtype; written by ``wait``. CPUs sum narrow formats in
             fp32.
         group: The ranks that take part; ``None`` for all.
         scale: Multiplies the sum.
