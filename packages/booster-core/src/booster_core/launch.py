@@ -376,6 +376,8 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
             "NCCL_SOCKET_IFNAME)."
         )
         raise LaunchError(msg) from error
+    finally:
+        _report_what_nobody_catches()
     coordinator = DistCoordinator()
     # A rank that went on, and perhaps ended, now would tear connections that others are still making.
     coordinator.rendezvous("launch")
@@ -389,7 +391,7 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
 def _watch(world: World, *, launch_store: Store, host: str) -> None:
     """Watch over the ranks, so that one that fails brings all down and the traceback of the first is seen last."""
     from booster_core.liveness.exits import notice_failed_exits
-    from booster_core.liveness.member import install_excepthook, start_monitor
+    from booster_core.liveness.member import start_monitor
 
     hosts = None
     if world.rank == 0:
@@ -398,13 +400,22 @@ def _watch(world: World, *, launch_store: Store, host: str) -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     world.monitor = start_monitor(world, hosts, host, may_end_process=True, error_file=error_file)
     if world.monitor is not None:
-        world.at_close += [install_excepthook(world.monitor), notice_failed_exits()]
+        world.at_close.append(notice_failed_exits())
     elif world.world_size > 1:
         msg = (
             f"Rank {world.rank} could not connect to the monitor on rank 0: if a rank dies, this one waits for it for "
             f"{world.timeout_seconds:g} s. Check that the hosts accept each other's connections on any port."
         )
         warnings.warn(msg, RuntimeWarning, stacklevel=5)
+
+
+def _report_what_nobody_catches() -> None:
+    """Let the monitor hear of exceptions first: torch wraps the present hook while it opens a group."""
+    from booster_core.liveness.member import install_excepthook
+
+    world = current_world()
+    if world.monitor is not None:
+        world.at_close.append(install_excepthook(world.monitor))
 
 
 def _start_alone(backend: str | None, seed: int | None, timeout_seconds: float, *, verbose: bool) -> DistCoordinator:
