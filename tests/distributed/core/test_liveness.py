@@ -26,15 +26,29 @@ from booster_core.liveness import member
 
 member.GRACE_SECONDS = GRACE or member.GRACE_SECONDS
 what, victim, where = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+
+def tell(*words):
+    # In one piece, or the processes' lines mix.
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+if where == "launch":
+    tell("PID", os.getpid())
+if where == "launch" and sys.argv[4] == str(victim):
+    opened = dist.init_process_group
+
+    def open_wrongly(*args, **kwargs):
+        tell("FAILS", time.time())
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
+        opened(*args, **kwargs)
+
+    dist.init_process_group = open_wrongly
 if len(sys.argv) > 4:
     c = launch(int(sys.argv[4]), int(sys.argv[5]), "127.0.0.1", int(sys.argv[6]), verbose=False)
 else:
     c = launch_from_torch(verbose=False)
 dist.all_reduce(torch.ones(1))
-def tell(*words):
-    # In one piece, or the processes' lines mix.
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-
 tell("PID", os.getpid())
 
 def innermost_cause():
@@ -49,6 +63,15 @@ def fail():
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "exit":
         os._exit(3)
+    elif what == "sys.exit":
+        sys.exit(3)
+    elif what == "sys.exit with words":
+        sys.exit("no such data")
+    elif what == "sys.exit after an error":
+        try:
+            innermost_cause()
+        except ZeroDivisionError:
+            sys.exit(1)
     elif what == "fork":
         if os.fork() == 0:
             tell("PID", os.getpid())
@@ -64,8 +87,16 @@ def fail():
             innermost_cause()
         except ZeroDivisionError:
             pass
+        try:
+            sys.exit(3)
+        except SystemExit as error:
+            assert error.code == 3
+        if os.fork() == 0:
+            sys.exit(4)
+        assert os.WEXITSTATUS(os.wait()[1]) == 4
         c.rendezvous("end")
         tell("FINE")
+        sys.exit(0)
 
 def wait():
     if what == "caught":
@@ -209,6 +240,89 @@ def test_children_that_live_on_do_not_hide_a_death(script, victim):
     assert "died without a traceback" in run.output
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["collective", "sleep"])
+def test_an_exit_with_a_failures_code_ends_all_and_is_told(script, victim, where):
+    run = run_by_hand(script, 2, "sys.exit", victim, where)
+    assert run.codes[victim] == 3, run.output
+    assert run.codes[1 - victim] == 1, run.output
+    assert run.seconds < LIMIT_SECONDS
+    last = run.output.rstrip().splitlines()[-1]
+    assert last.startswith(f"Booster: rank {victim} failed; all other ranks end. `sys.exit(3)` was called at "), last
+    assert "train.py:" in last
+    assert "Traceback" not in run.output
+
+
+def test_an_exit_with_words(script):
+    run = run_by_hand(script, 2, "sys.exit with words", 1, "sleep")
+    assert run.codes == [1, 1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert run.output.count("no such data") == 2, run.output
+
+
+def test_an_exit_after_an_error(script):
+    run = run_by_hand(script, 2, "sys.exit after an error", 1, "sleep")
+    assert run.codes == [1, 1], run.output
+    assert run.seconds < LIMIT_SECONDS
+
+
+def test_torchruns_report_names_an_exit(script):
+    run = run_by_torchrun(script, 2, "sys.exit", 1, "sleep")
+    assert run.codes == [1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert "`sys.exit(3)` was called at" in run.output.partition("Root Cause")[2], run.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_whose_group_cannot_be_opened_ends_all(script, victim):
+    run = run_by_hand(script, 2, "raise", victim, "launch")
+    assert run.codes == [1, 1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert (
+        run.output.rstrip()
+        .splitlines()[-1]
+        .startswith(
+            f"booster_core.errors.LaunchError: Rank {victim} could not start the process group of backend 'gloo': "
+        )
+    ), run.output
+    assert "GLOO_SOCKET_IFNAME" in run.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_while_the_group_is_opened_ends_all(script, victim):
+    run = run_by_hand(script, 2, "kill", victim, "launch")
+    assert run.codes[victim] == -9, run.output
+    assert run.codes[1 - victim] == 1, run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert f"rank {victim}" in run.output
+
+
+def test_launching_again_after_a_launch_that_failed(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+        import os, sys
+        import torch.distributed as dist
+        from booster_core.errors import LaunchError
+        from booster_core.launch import launch
+        rank, first, second = map(int, sys.argv[1:])
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
+        try:
+            launch(rank, 2, "127.0.0.1", first, verbose=False, timeout_seconds=60)
+        except LaunchError:
+            assert not dist.is_initialized()
+        else:
+            raise SystemExit("it did not fail")
+        del os.environ["GLOO_SOCKET_IFNAME"]
+        c = launch(rank, 2, "127.0.0.1", second, verbose=False, timeout_seconds=60)
+        assert c.all_gather_object(c.rank) == [0, 1]
+        """)
+    )
+    ports = [str(_free_port()), str(_free_port())]
+    run = _run([[sys.executable, path, str(rank), *ports] for rank in range(2)], tmp_path)
+    assert run.codes == [0, 0], run.output
+
+
 def test_launching_twice_in_one_process(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
@@ -253,7 +367,7 @@ def test_an_excepthook_of_the_script_does_not_hide_a_failure(script):
     assert "ZeroDivisionError: the original error" in run.output
 
 
-def test_an_exception_that_the_script_catches_ends_nothing(script):
+def test_what_the_script_catches_ends_nothing(script):
     run = run_by_hand(script, 2, "caught", 1, "-")
     assert run.codes == [0, 0], run.output
     assert run.output.count("FINE") == 2

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from booster_core.coordinator import DistCoordinator
@@ -293,13 +294,18 @@ def shutdown() -> None:
 
 
 def _at_exit() -> None:
-    """Shut down, unless the interpreter ends by an exception that somebody else's excepthook has printed."""
+    """Shut down, unless the interpreter ends by a failure that the others have not heard of yet."""
+    from booster_core.liveness.exits import failed_exit
+
     monitor = current_world().monitor
-    error = getattr(sys, "last_value", None)
-    if monitor is not None and error is not None and not monitor.is_failing:
-        monitor.report(error, error.__traceback__)
-    elif monitor is not None:
-        monitor.wait_for_others(_LAST_SECONDS)
+    error, end = getattr(sys, "last_value", None), failed_exit()
+    if monitor is not None and not monitor.is_failing:
+        if error is not None:  # somebody else's excepthook has printed it
+            monitor.report(error, error.__traceback__)
+        elif end is not None:
+            monitor.report_exit(end)
+        else:
+            monitor.wait_for_others(_LAST_SECONDS)
     had_group = current_world().process_group is not None
     shutdown()
     if had_group:
@@ -350,17 +356,19 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
         local_rank = lower.count(host.machine)
         _use_device(local_rank)
     _seed_everything(start.seed)
+    atexit.register(_at_exit)
     try:
-        world = open_world(
+        open_world(
             store,
             rank=start.rank,
             world_size=start.world_size,
             local_rank=local_rank,
             backend=backend,
             timeout_seconds=start.timeout_seconds,
+            # Before the group is opened: a rank that fails in that brings down those that wait for it.
+            watch=partial(_watch, launch_store=store, host=start.host),
         )
     except RuntimeError as error:
-        close_world()
         msg = (
             f"Rank {start.rank} could not start the process group of backend {backend!r}: {error}. Ranks on several "
             "hosts must reach each other at the addresses that their host names stand for; if those are the wrong "
@@ -368,8 +376,8 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
             "NCCL_SOCKET_IFNAME)."
         )
         raise LaunchError(msg) from error
-    atexit.register(_at_exit)
-    _watch(world, store, start.host)
+    finally:
+        _report_what_nobody_catches()
     coordinator = DistCoordinator()
     # A rank that went on, and perhaps ended, now would tear connections that others are still making.
     coordinator.rendezvous("launch")
@@ -380,24 +388,34 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
     return coordinator
 
 
-def _watch(world: World, store: Store, host: str) -> None:
+def _watch(world: World, *, launch_store: Store, host: str) -> None:
     """Watch over the ranks, so that one that fails brings all down and the traceback of the first is seen last."""
-    from booster_core.liveness.member import install_excepthook, start_monitor
+    from booster_core.liveness.exits import notice_failed_exits
+    from booster_core.liveness.member import start_monitor
 
     hosts = None
     if world.rank == 0:
         ranks = range(world.world_size)
-        hosts = distinct_names([Host.from_text(store.get(f"booster/host/{rank}").decode()) for rank in ranks])
+        hosts = distinct_names([Host.from_text(launch_store.get(f"booster/host/{rank}").decode()) for rank in ranks])
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     world.monitor = start_monitor(world, hosts, host, may_end_process=True, error_file=error_file)
     if world.monitor is not None:
-        world.at_close.append(install_excepthook(world.monitor))
+        world.at_close.append(notice_failed_exits())
     elif world.world_size > 1:
         msg = (
             f"Rank {world.rank} could not connect to the monitor on rank 0: if a rank dies, this one waits for it for "
             f"{world.timeout_seconds:g} s. Check that the hosts accept each other's connections on any port."
         )
-        warnings.warn(msg, RuntimeWarning, stacklevel=4)
+        warnings.warn(msg, RuntimeWarning, stacklevel=5)
+
+
+def _report_what_nobody_catches() -> None:
+    """Let the monitor hear of exceptions first: torch wraps the present hook while it opens a group."""
+    from booster_core.liveness.member import install_excepthook
+
+    world = current_world()
+    if world.monitor is not None:
+        world.at_close.append(install_excepthook(world.monitor))
 
 
 def _start_alone(backend: str | None, seed: int | None, timeout_seconds: float, *, verbose: bool) -> DistCoordinator:

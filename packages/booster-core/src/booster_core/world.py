@@ -102,6 +102,7 @@ def open_world(
     backend: str,
     timeout_seconds: float,
     generation: int | None = None,
+    watch: Callable[[World], None] | None = None,
 ) -> World:
     """Initialise the default process group over ``store`` and return its description.
 
@@ -114,6 +115,8 @@ def open_world(
         timeout_seconds: Time limit of the group's collectives and of rendezvous.
         generation: Tells openings over one store apart; by default, how many groups this process has had, which is
             the same on all ranks that open and close in step.
+        watch: Called before the group is opened, while ranks can meet in the store only: starts the monitor. Where
+            the group then cannot be opened, the monitor goes on until `close_world`, so that others learn of it.
 
     Collective: every rank of the world.
     """
@@ -122,22 +125,33 @@ def open_world(
     global _world  # noqa: PLW0603 - mirrors torch's own one default group per process
     generation = next(_generations) if generation is None else generation
     shared = _below(store, f"booster/{generation}")
-    dist.init_process_group(
-        backend,
-        store=_below(shared, "torch"),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
-    _world = World(
+    world = World(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         timeout_seconds=timeout_seconds,
         store=_below(shared, "meet"),
-        process_group=_default_group(),
         generation=generation,
     )
+    if _world.process_group is None and _world.monitor is not None:
+        close_world()  # what an opening that failed has left
+    if watch is not None:
+        watch(world)
+    try:
+        dist.init_process_group(
+            backend,
+            store=_below(shared, "torch"),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    except BaseException:
+        if _default_group() is not None:
+            dist.destroy_process_group()
+        _world = World(monitor=world.monitor, at_close=world.at_close)
+        raise
+    world.process_group = _default_group()
+    _world = world
     return _world
 
 
@@ -153,7 +167,7 @@ def close_world() -> None:
     if _world.monitor is not None and _world.monitor.is_failing:
         return
     closing, _world = _world, World()
-    if closing.process_group is not None and closing.is_current:
+    if closing.is_current:
         for callback in reversed(closing.at_close):
             callback()
     closing.at_close.clear()

@@ -3,7 +3,8 @@
 Rank 0 runs a small server in a thread (`server`), every rank a client in another (`member`). A process that ends
 without a goodbye has died: its kernel closes the connection, so that no heartbeats are needed and a busy rank is never
 taken for a dead one. `verdicts` decides which failure came first and in which order processes end, so that its
-traceback is the last on the screen. `progress` says on each rank how far it has come, which is what a timeout asks for.
+traceback is the last on the screen. `exits` recognises an end by `sys.exit` with a failure's code. `progress`
+says on each rank how far it has come, which is what a timeout asks for.
 """
 
 from booster_core.liveness.member import Monitor, start_monitor

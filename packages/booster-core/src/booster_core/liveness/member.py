@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
+    from booster_core.liveness.exits import FailedExit
     from booster_core.world import World
 
 GRACE_SECONDS = 5.0
@@ -134,20 +135,44 @@ class Monitor:
 
         Collective: none.
         """
-        self._is_reporting = True
         text = "".join(traceback.format_exception(type(error), error, trace))
+        return self._report(
+            f"{type(error).__name__}: {error}",
+            text,
+            is_derived=_is_consequence(error),
+            waits=not isinstance(error, KeyboardInterrupt),
+        )
+
+    def report_exit(self, end: FailedExit) -> None:
+        """Report that this process ends by `sys.exit` with a failure's code, and say so where that is the first.
+
+        Waits as `report` does.
+
+        Collective: none.
+        """
+        summary = f"`sys.exit({end.code!r})` was called at {end.place}."
+        error = end.__context__
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__)) if error else ""
+        if self._report(summary, f"{text}{summary}\n", is_derived=error is not None and _is_consequence(error)):
+            _flush()
+            with contextlib.suppress(OSError):
+                os.write(2, f"Booster: rank {self._rank} failed; all other ranks end. {summary}\n".encode())
+
+    def _report(self, summary: str, text: str, *, is_derived: bool, waits: bool = True) -> bool:
+        """Tell the others of this process' failure; return whether it is to be told here, too."""
+        self._is_reporting = True
         half = _MAX_TEXT_CHARS // 2
         shortened = text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}"
-        self._send({"type": "failed", "text": shortened, "is_derived": _is_consequence(error)})
+        self._send({"type": "failed", "text": shortened, "is_derived": is_derived})
         threading.Thread(target=self._end_after_report, name="booster end", daemon=True).start()
-        if isinstance(error, KeyboardInterrupt):
+        if not waits:
             return True
         self._decided.wait(_DECISION_SECONDS)
         if self._failure is None:
-            self._write_error_file(f"{type(error).__name__}: {error}", text)
+            self._write_error_file(summary, text)
             return True
         if self._failure["own"]:
-            self._write_error_file(f"{type(error).__name__}: {error}", text)
+            self._write_error_file(summary, text)
             self._wait_for_turn()
             return True
         self._wait_for_turn()
