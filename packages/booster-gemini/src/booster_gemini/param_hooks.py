@@ -147,7 +147,7 @@ class ParameterHooks:
         if not self._frames:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if frame.is_outermost:
-                self._manager.end()
+                self._manager.end(goes_back=torch.is_grad_enabled())
 
     def _pin(self, frame: _Frame, indices: Iterable[int]) -> None:
         for chunk in dict.fromkeys(self._manager.chunk_of(index) for index in indices):

@@ -69,7 +69,7 @@ class ChunkManager:
             self.index_of[id(parameter)] = index
         self.first_uses: dict[int, None] | None = {}
         self._max_prefetch = max_prefetch
-        self._pool = BufferPool(most_idle_bytes=2 * chunk_bytes)
+        self._pool = BufferPool(least_bytes=chunk_bytes, most_idle_bytes=2 * chunk_bytes)
         self._used: dict[int, Chunk] = {}
         self._ahead: dict[int, Chunk] = {}
         self._chunk_of: dict[int, Chunk] = {}
@@ -121,11 +121,15 @@ class ChunkManager:
         self.timeline.begin(kind)
         self._look_ahead()
 
-    def end(self) -> None:
-        """End a phase: release what nobody pins."""
+    def end(self, *, goes_back: bool = False) -> None:
+        """End a phase: release what nobody pins.
+
+        Args:
+            goes_back: A backward is expected to follow, which begins with what was used last.
+        """
         self.timeline.end()
         with _plainly():
-            self.release_unused(keep=0)
+            self.release_unused(keep=1 if goes_back else 0)
 
     def use(self, chunk: Chunk) -> None:
         """Return once a chunk's parameters can be read. They can until others are used, or as long as it is pinned.
