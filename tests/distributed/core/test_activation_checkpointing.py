@@ -16,11 +16,13 @@ from booster_core.testing.memory import peak_memory
 from booster_core.testing.models import tiny_llama
 from booster_ddp import TorchDDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_fsdp import TorchFSDPPlugin
 from booster_zero import LowLevelZeroPlugin
 
 RUNS = {
     "single": (SingleDevicePlugin, {}, 1),
     "ddp": (TorchDDPPlugin, {}, 2),
+    "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
     "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 2),
     "gemini": (GeminiPlugin, {}, 2),

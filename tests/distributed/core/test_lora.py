@@ -17,6 +17,7 @@ from booster_core.testing.compare import EXACT, assert_same_tensors, tolerance_f
 from booster_core.testing.models import TinyMLP, tiny_llama
 from booster_core.testing.training import whole_model
 from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
 from booster_zero import LowLevelZeroPlugin
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
 RUNS = {
     "single": (SingleDevicePlugin, {}, 1),
     "ddp": (TorchDDPPlugin, {}, 2),
+    "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
     "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 3),
 }

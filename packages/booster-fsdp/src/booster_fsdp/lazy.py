@@ -12,7 +12,6 @@ from booster_core.lazy import take_recording
 from booster_core.replicated import rebind
 from booster_core.sharding.agreement import send_first
 from booster_core.state.dtensor import dtensor_shards, local_of
-from booster_core.state.naming import NamedTensors
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -77,12 +76,11 @@ def fill_model(
                     made[id(parameter)] = _with_memory(parameter, home)
                 module.register_parameter(name, made[id(parameter)])
     units.take_parameters()
-    named = NamedTensors.of(model)
     shards = [
         shard
-        for name, tensor in named.tensors.items()
-        if isinstance(tensor, DTensor)
-        for shard in dtensor_shards(name, None, tensor)
+        for path, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+        for shard in dtensor_shards(path, None, parameter)
     ]
     recording.fill(shards, device)
     # What was given its values whole has them in the format of its construction.

@@ -39,7 +39,8 @@ class FSDPOptimizer(OptimizerWrapper):
             this rank's pieces from now on, and its state is cut as they are.
         model: The user's model, sharded.
         before: The parameters that the model had, by number.
-        names: Their names, by number.
+        paths: Where they are in the model, by number, as for ``get_parameter``.
+        names: Their names in the user's own model, by number.
         units: The model's units.
         ranks: The ranks that share a replica.
         config: Options.
@@ -58,6 +59,7 @@ class FSDPOptimizer(OptimizerWrapper):
         model: nn.Module,
         *,
         before: Mapping[int, nn.Parameter],
+        paths: Mapping[int, str],
         names: Mapping[int, str],
         units: Units,
         ranks: ShardingRanks,
@@ -67,7 +69,7 @@ class FSDPOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optim, **kwargs)
         self.names = dict(names)
-        self.parameters = {index: model.get_parameter(name) for index, name in names.items()}
+        self.parameters = {index: model.get_parameter(path) for index, path in paths.items()}
         self._index_of = {id(parameter): index for index, parameter in self.parameters.items()}
         self._units = units
         self.ranks = ranks
@@ -203,14 +205,12 @@ class FSDPOptimizer(OptimizerWrapper):
         collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
         return bool(flag.item())
 
-    def full_gradient(self, name: str) -> Tensor | None:
+    def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a copy of a parameter's whole gradient, without loss scale; ``None`` where no rank used it.
 
         Collective: every rank of the world.
         """
         self.settle()
-        index = next(index for index, known in self.names.items() if known == name)
-        parameter = self.parameters[index]
         if parameter.grad is None:
             return None
         gradient: Tensor = parameter.grad.detach()

@@ -147,16 +147,18 @@ class TorchFSDPPlugin(Plugin):
         mesh = self._mesh_of_world(context)
         model = objects.model
         methods = self._forward_methods(model)
-        check_parameters(model)
         recording = None
         if is_lazy(model):
             recording = hollow_model(model, objects.optimizer, context.device, context.precision)
+            check_parameters(model)
         else:
+            check_parameters(model)
             place_model(model, objects.optimizer, context.device, context.precision)
             agree_on_values(model)
-        named = NamedTensors.of(model)
+        name_of = NamedTensors.of(model).name_of
         before = dict(enumerate(model.parameters()))
-        names = {index: named.name_of[id(parameter)] for index, parameter in before.items()}
+        paths = dict(enumerate(path for path, _ in model.named_parameters()))
+        names = {index: name_of[id(parameter)] for index, parameter in before.items()}
         offload = self.config.cpu_offload
         units = shard_model(model, mesh, self.config, context.precision, offload=offload)
         if recording is not None:
@@ -170,6 +172,7 @@ class TorchFSDPPlugin(Plugin):
                 objects.optimizer,
                 model,
                 before=before,
+                paths=paths,
                 names=names,
                 units=units,
                 ranks=ranks_of(mesh),
@@ -194,10 +197,10 @@ class TorchFSDPPlugin(Plugin):
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
         cast("FSDPModel", model).units.reshard()
+        parameter = unwrap_model(model).get_parameter(name)
         if isinstance(optimizer, FSDPOptimizer):
-            first = NamedTensors.of(unwrap_model(model))
-            return optimizer.full_gradient(first.aliases.get(name, name))
-        gradient: Any = unwrap_model(model).get_parameter(name).grad
+            return optimizer.full_gradient(parameter)
+        gradient: Any = parameter.grad
         if gradient is None:
             return None
         whole: Tensor = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
