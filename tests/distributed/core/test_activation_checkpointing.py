@@ -15,8 +15,8 @@ from booster_core.testing.compare import EXACT, assert_same_tensors, tolerance_f
 from booster_core.testing.memory import peak_memory
 from booster_core.testing.models import tiny_llama
 from booster_ddp import TorchDDPPlugin
-from booster_gemini import GeminiPlugin
 from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
 from booster_zero import LowLevelZeroPlugin
 
 RUNS = {

@@ -80,6 +80,12 @@ class FSDPOptimizer(OptimizerWrapper):
         self._buffers = BufferWatch(model)
         self._changed_buffers: list[bool] = []
         self._takes_rows = partition_for(optim, config.partition) == "flat"
+        if config.cpu_offload and device.type != "cpu" and not self._takes_rows:
+            msg = (
+                f"{type(optim).__name__} gets whole parameters, which ranks exchange on '{device.type}', and "
+                "`cpu_offload=True` keeps them on the host. Leave one of them out."
+            )
+            raise ConfigError(msg)
         self._whole: list[WholeParameters] = []
         self.hosted = HostedOptimizer(optim, self.names)
         self.pieces: dict[int, ParameterPiece] = {}
@@ -182,8 +188,9 @@ class FSDPOptimizer(OptimizerWrapper):
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over all shards of a replica, each element counted once."""
         gradients = self.gradients()
+        # Offloaded shards lie where their group has no backend.
         counted = [
-            local_of(parameter.grad)
+            local_of(parameter.grad).to(self._device)
             for _, parameter in self._held()
             if parameter.grad is not None and (isinstance(parameter, DTensor) or self.ranks.shard_rank == 0)
         ]
