@@ -13,6 +13,7 @@ from booster_core.errors import ConfigError
 from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_core.testing.compare import assert_same_tensors, tolerance_for
 from booster_gemini import GeminiPlugin
+from booster_gemini.chunk.chunk import Chunk
 
 CLOSE = tolerance_for(torch.float32)
 WIDTH = 12
@@ -354,6 +355,34 @@ def give_other_memory():
 
 def test_other_memory_of_a_parameter_is_refused():
     expect_on_ranks(ConfigError, r"'layers.0.weight' was given other memory after `boost`", give_other_memory, 2)
+
+
+def gathers_of_a_step(frac):
+    """Return how many chunks are gathered in a step, how many there are, and the parameters after it."""
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.copy_(torch.eye(16))
+    booster, wrapped, optimizer = boost(model, min_chunk_bytes=16 * 16 * 4, shard_param_frac=frac)
+    counted = []
+    gather = Chunk.start_gather
+    for _ in range(2):
+        counted.clear()
+        for chunk in wrapped.manager.layout.buckets:
+            chunk.start_gather = lambda chunk=chunk: (counted.append(chunk), gather(chunk))
+        booster.backward(wrapped(torch.ones(2, 16)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(counted), len(wrapped.manager.layout.buckets), wrapped.state_dict()
+
+
+def test_parameters_that_are_not_sharded_are_gathered_once_a_step():
+    results = {frac: run_on_ranks(gathers_of_a_step, 2, frac)[0] for frac in (0.0, 0.5, 1.0)}
+    # Backward needs all weights but the first layer's, and the one that forward used last is still there.
+    assert [count for count, _, _ in results.values()] == [8, 8 + 2, 8 + 6]
+    for _, num_chunks, state in results.values():
+        assert num_chunks == 8
+        assert all(torch.equal(tensor, results[1.0][2][name]) for name, tensor in state.items())
 
 
 def memory_between_uses():

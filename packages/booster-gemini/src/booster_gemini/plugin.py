@@ -41,6 +41,7 @@ class GeminiPlugin(Plugin):
 
     Args:
         min_chunk_bytes: See `GeminiConfig`, which documents this and the following options.
+        shard_param_frac: Fraction of the parameters that are whole only while they are used.
         max_prefetch: How many chunks are gathered ahead.
         max_norm: Clip gradients by this global norm in each step.
         overlap_communication: Reduce while backward goes on.
@@ -77,6 +78,7 @@ class GeminiPlugin(Plugin):
     def __init__(
         self,
         *,
+        shard_param_frac: float = 1.0,
         min_chunk_bytes: int = 16 * 2**20,
         max_prefetch: int = 1,
         max_norm: float = 0.0,
@@ -90,6 +92,7 @@ class GeminiPlugin(Plugin):
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
         self.config = GeminiConfig(
+            shard_param_frac=shard_param_frac,
             min_chunk_bytes=min_chunk_bytes,
             max_prefetch=max_prefetch,
             max_norm=max_norm,
@@ -146,6 +149,7 @@ class GeminiPlugin(Plugin):
             kind=kind,
             chunk_bytes=self._chunk_bytes(model, ranks),
             max_prefetch=self.config.max_prefetch,
+            shard_param_frac=self.config.shard_param_frac,
             home=DeviceHome(),
         )
         optimizer = None
