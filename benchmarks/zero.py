@@ -9,6 +9,7 @@ all of them alike; what counts is the ratio within a turn, of the slower rank's 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 import warnings
@@ -200,6 +201,9 @@ def report_memory(here: Any, case: tuple[Any, ...], options: argparse.Namespace)
     Of P parameters of w bytes on N ranks, that is (N - 1) / N of the state's 2 P w, and with stage 2 of the gradients'
     P w as well.
     """
+    # Blocks of a MiB go back to the kernel when they are freed, for all alike: what malloc keeps for later varies by
+    # more than the strategies differ.
+    os.environ.update(MALLOC_MMAP_THRESHOLD_=str(2**20), MALLOC_TRIM_THRESHOLD_=str(2**20))
     peaks = {}
     for kind in ("zero", "ddp", "redundancy"):
         close_ranks()  # a new process each: memory that was freed may stay with the old one

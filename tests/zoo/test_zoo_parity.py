@@ -31,6 +31,7 @@ PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero-1": ("booster_zero.LowLevelZeroPlugin", {"stage": 1}),
     "zero-2": ("booster_zero.LowLevelZeroPlugin", {"stage": 2, "bucket_bytes": 2**16}),
     "ddp": ("booster_ddp.TorchDDPPlugin", {}),
+    "fsdp": ("booster_fsdp.TorchFSDPPlugin", {}),
     "gemini": ("booster_gemini.GeminiPlugin", {"min_chunk_bytes": 2**14}),
 }
 """Classes and options; the small models shall fill several buckets and chunks."""

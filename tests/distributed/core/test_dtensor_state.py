@@ -72,7 +72,7 @@ def test_rows_cut_by_two_axes_out_of_order_are_found():
 def partial_sum():
     mesh = init_device_mesh("cpu", (2,))
     tensor = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
-    with pytest.raises(CheckpointError, match="'w/sum' is placed as .* so no rank holds its values"):
+    with pytest.raises(CheckpointError, match=r"'w/sum' is placed as .* so no rank holds its values"):
         list(dtensor_shards("w", "sum", tensor))
 
 

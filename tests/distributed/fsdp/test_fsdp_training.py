@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from booster_core import Booster
 from booster_core.coordinator import DistCoordinator
@@ -86,7 +87,7 @@ def loss_of(model, name, rank, world_size):
     if name == "conv":
         pixels = torch.randn(4, 3, 8, 8, generator=generator)[rank::world_size]
         return model(pixels).square().mean()
-    tokens = torch.randint(1, 64, (4, 8), generator=generator)[rank::world_size]
+    tokens = torch.randint(1, 64, (4, 8), generator=generator)[rank::world_size].contiguous()
     inputs = {"input_ids": tokens, "labels": tokens}
     return model(**inputs).loss
 
@@ -118,9 +119,19 @@ def plainly(name):
 def assert_parity(name, options, world_size):
     expected_gradients, expected_norm, expected = plainly(name)
     for gradients, norm, parameters in run_on_ranks(gradients_and_step, world_size, name, options):
-        assert_same_tensors(gradients, expected_gradients, tolerance_for(torch.float32))
+        assert gradients.keys() == expected_gradients.keys()
+        # Attention does not depend on the bias of its keys: what is there as its gradient is rounding.
+        is_zero = {key for key, gradient in expected_gradients.items() if float(gradient.abs().max()) < 1e-7}
+        assert all(float(gradients[key].abs().max()) < 1e-7 for key in is_zero)
+        chosen = expected_gradients.keys() - is_zero
+        assert_same_tensors(
+            {key: gradients[key] for key in chosen},
+            {key: expected_gradients[key] for key in chosen},
+            tolerance_for(torch.float32),
+        )
         assert norm == pytest.approx(expected_norm, rel=tolerance_for(torch.float32).relative)
-        assert_same_tensors(parameters, expected, tolerance_for(torch.float32))
+        named = {key: tensor for key, tensor in expected.items() if key not in is_zero}
+        assert_same_tensors({key: parameters[key] for key in named}, named, tolerance_for(torch.float32))
 
 
 @pytest.mark.parametrize("options", ["layers", "small units"])
@@ -264,7 +275,7 @@ def generated(name, precision):
     prompt = torch.arange(1, 6).view(1, 5)
     before = model.generate(prompt, max_new_tokens=4, do_sample=False)
     with torch.no_grad():
-        model(**({"input_ids": prompt, "labels": prompt}))
+        model(input_ids=prompt, labels=prompt)
     with torch.inference_mode():
         after = model.generate(prompt, max_new_tokens=4, do_sample=False)
     return before.tolist(), after.tolist()
@@ -374,7 +385,7 @@ def groups_added_later():
     model, optimizer, *_ = booster.boost(model, torch.optim.Adam([model.first.weight], lr=0.1))
     before = whole_model(booster, model)
     optimizer.add_param_group({"params": [model.first.bias, model.second.weight], "lr": 0.2})
-    with pytest.raises(ConfigError, match="'first.bias' is in a parameter group already"):
+    with pytest.raises(ConfigError, match=r"'first\.bias' is in a parameter group already"):
         optimizer.add_param_group({"params": [model.first.bias]})
     with pytest.raises(ConfigError, match=r"Parameter 0 of the new group, of shape \(3,\), is not one of"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
@@ -495,10 +506,9 @@ def test_two_parameters_over_the_same_memory_are_refused():
 
 
 def boost_dtensors():
-    from torch.distributed.fsdp import fully_shard
-
-    model = fully_shard(TinyMLP())
-    assert isinstance(model.first.weight, DTensor)
+    mesh = init_device_mesh("cpu", (2,))
+    model = TinyMLP()
+    model.first.weight = nn.Parameter(distribute_tensor(model.first.weight, mesh, [Shard(0)]))
     Booster("cpu", plugin=TorchFSDPPlugin()).boost(model)
 
 

@@ -66,8 +66,17 @@ class ModelWrapper(nn.Module):
 
         Collective: as the strategy's forward.
         """
+        if torch.compiler.is_compiling():  # a clock is nothing to compile
+            return self._forward(*args, **kwargs)
         with naming_missing_ranks("forward"):
             return self._forward(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the user's model in place, with the arguments of ``torch.compile``; the strategy's part is not.
+
+        Collective: none.
+        """
+        self.unwrap().compile(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.precision is None or not self.precision.uses_autocast:

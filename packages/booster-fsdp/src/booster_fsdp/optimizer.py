@@ -213,10 +213,11 @@ class FSDPOptimizer(OptimizerWrapper):
         parameter = self.parameters[index]
         if parameter.grad is None:
             return None
-        gradient = parameter.grad.detach()
+        gradient: Tensor = parameter.grad.detach()
         if isinstance(gradient, DTensor):
             # Offloaded shards lie where their group has no backend.
-            gradient = gradient.to(self._device).full_tensor()
+            sharded: Any = gradient.to(self._device)
+            gradient = sharded.full_tensor()
         is_scaled = self.loss_scaler is not None and not self.is_unscaled
         if is_scaled or gradient.data_ptr() == local_of(parameter.grad).data_ptr():
             gradient = gradient.clone()

@@ -11,7 +11,7 @@ alike. For others a parameter belongs to one rank of its replica, which gets all
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from booster_core.state.dtensor import local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -175,7 +175,9 @@ class WholeParameters:
             if rank != self._ranks.shard_rank
         }
 
-    def _transfers(self, call: object, index: int, parts: Mapping[int, Sequence[Tensor]]) -> list[dist.P2POp]:
+    def _transfers(
+        self, call: Callable[..., Any], index: int, parts: Mapping[int, Sequence[Tensor]]
+    ) -> list[dist.P2POp]:
         """Return transfers between a parameter's owner and other ranks; ``parts`` is keyed by whose rows they are."""
         own, owner = self._ranks.shard_rank, self._owner[index]
         return [

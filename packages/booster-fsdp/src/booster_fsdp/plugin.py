@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
 from booster_core.lazy import is_lazy
@@ -81,6 +82,7 @@ class TorchFSDPPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
+            Capability.LORA,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
         }
@@ -145,13 +147,13 @@ class TorchFSDPPlugin(Plugin):
         mesh = self._mesh_of_world(context)
         model = objects.model
         methods = self._forward_methods(model)
+        check_parameters(model)
         recording = None
         if is_lazy(model):
             recording = hollow_model(model, objects.optimizer, context.device, context.precision)
         else:
             place_model(model, objects.optimizer, context.device, context.precision)
             agree_on_values(model)
-        check_parameters(model)
         named = NamedTensors.of(model)
         before = dict(enumerate(model.parameters()))
         names = {index: named.name_of[id(parameter)] for index, parameter in before.items()}
@@ -195,11 +197,11 @@ class TorchFSDPPlugin(Plugin):
         if isinstance(optimizer, FSDPOptimizer):
             first = NamedTensors.of(unwrap_model(model))
             return optimizer.full_gradient(first.aliases.get(name, name))
-        gradient = unwrap_model(model).get_parameter(name).grad
+        gradient: Any = unwrap_model(model).get_parameter(name).grad
         if gradient is None:
             return None
-        whole: Any = gradient.detach()
-        return whole.full_tensor() if hasattr(whole, "full_tensor") else whole.clone()
+        whole: Tensor = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+        return whole.detach()
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""

@@ -12,6 +12,7 @@ from booster_core.errors import ConfigError
 from booster_core.precision.narrow import NARROW, kept_as_they_are
 from booster_core.sharding.ranks import ShardingRanks, sharding_groups
 from booster_core.state.naming import NamedTensors
+from booster_fsdp.communication import use_collectives_of_core
 from booster_fsdp.outputs import return_no_views
 from booster_fsdp.units import Units
 from booster_fsdp.wrapping import choose_units, find_ignored, parameters_by_unit
@@ -156,6 +157,9 @@ def shard_model(
             msg = f"{where} can't be sharded: {cause} Keep it whole by `ignored_modules`, or choose other units."
             raise ConfigError(msg) from cause
     sharded = [cast("FSDPModule", modules[name]) for name in chosen]
+    if mesh.device_type == "cpu":
+        for unit in (model, *sharded):
+            use_collectives_of_core(cast("FSDPModule", unit))
     _prefetch(cast("FSDPModule", model), sharded, config)
     return Units([cast("FSDPModule", model), *sharded])
 

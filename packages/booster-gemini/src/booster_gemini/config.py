@@ -44,7 +44,7 @@ class GeminiConfig:
             0 does not.
         overlap_communication: Go on with backward while chunks' gradients are being reduced.
         communication_dtype: Format in which gradients travel, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a dtype; ``None``
-            for the parameters' own. Sums are in fp32 in any case.
+            for the parameters' own. CPUs sum in fp32 whatever travels; devices in the format that travels.
         master_weights: Keep fp32 masters of parameters whose working format is bf16 or fp16; without, the optimizer
             updates the working parameters.
         replica_size: Number of replicas of the sharded state: state is split within groups of

@@ -4,7 +4,7 @@ On the CPU, ranks of one host read each other's memory, see `booster_core.collec
 torch's reduce-scatter is an all-reduce in disguise, and its gathers copy; there, slices travel point to point: straight
 out of the sender's buffer, and into views of the receiver's. Sums are ours either way, in rank order and in fp32 for
 narrow formats, so that a result depends neither on timing nor on which elements share a buffer. On devices torch's own
-collectives do the work.
+collectives do the work, and sum in the format that travels.
 
 A flat buffer is cut into one slice per rank of the group by ``bounds``: rank ``r`` holds
 ``buffer[bounds[r]:bounds[r + 1]]``. Slices may be uneven or empty.
@@ -65,7 +65,8 @@ def reduce_scatter(
     Args:
         source: Shape ``(bounds[-1],)``, contiguous; its dtype is the one that travels.
         bounds: Where slices begin and end, one entry more than ranks.
-        out: This rank's slice of the sum, any floating dtype; written by ``wait``. Narrow formats are summed in fp32.
+        out: This rank's slice of the sum, any floating dtype; written by ``wait``. CPUs sum narrow formats in
+            fp32.
         group: The ranks that take part; ``None`` for all.
         scale: Multiplies the sum.
         accumulate: Add to ``out`` instead of replacing it.

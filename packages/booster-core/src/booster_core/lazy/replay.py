@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from booster_core.lazy.log import Const, Entry, Ref
 from booster_core.lazy.memory import Memory
-from booster_core.lazy.operations import UNSET
+from booster_core.lazy.operations import COPIES, UNSET
 from booster_core.lazy.plan import Plan, make_plan
 
 if TYPE_CHECKING:
@@ -111,7 +111,11 @@ class Replay:
         args, kwargs = tree_map(self._real, (entry.args, entry.kwargs))
         if entry.draw is not None:
             self._go_to(entry.draw)
-        made = entry.function(*args, **kwargs)
+        if entry.name in COPIES:
+            ref = entry.results[0][1]
+            made = ref.of(self._storage(ref.slot)).copy_(args[0])
+        else:
+            made = entry.function(*args, **kwargs)
         if entry.draw is not None:
             self._remember(entry.draw)
         if entry.results:

@@ -14,7 +14,7 @@ from booster_core.errors import CheckpointError
 from booster_core.sharding.hosting import is_cut
 from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter, TensorMeta
 from booster_core.state.optimizer_state import flatten_state, restore_state
-from booster_core.state.replicated import MASTER, ReplicatedStateAdapter
+from booster_core.state.replicated import MASTER, Place, ReplicatedStateAdapter
 from booster_core.state.shard import TensorShard, full_box
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ShardedStateAdapter(StateAdapter, Generic[OptimizerT]):
         coordinator: Tells rank and number of ranks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: OptimizerT | None, coordinator: DistCoordinator) -> None:
+    def __init__(self, model: nn.Module, optimizer: OptimizerT | None, coordinator: DistCoordinator | Place) -> None:
         self.replicated = ReplicatedStateAdapter(model, None, coordinator)
         self.optimizer = optimizer
         self.taken_as_parameters: set[int] = set()

@@ -62,7 +62,9 @@ def local_of(tensor: Tensor) -> Tensor:
 
     Collective: none.
     """
-    return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()  # noqa: SLF001 - `to_local` builds a graph node and waits
+    values: Any = tensor.detach()
+    local: Tensor = values._local_tensor if isinstance(tensor, DTensor) else values  # noqa: SLF001 - `to_local` builds a graph node
+    return local
 
 
 def sharded_like(whole: Tensor, like: DTensor) -> DTensor:
@@ -176,7 +178,8 @@ class _Place:
             msg = f"'{what}' lies on a mesh that this rank is no part of: {mesh}."
             raise CheckpointError(msg)
         splits, is_first = [], True
-        for axis, placement in enumerate(tensor.placements):
+        placements: Sequence[Any] = tensor.placements
+        for axis, placement in enumerate(placements):
             if isinstance(placement, Replicate):
                 is_first = is_first and coordinate[axis] == 0
             # torch derives `_StridedShard` from `Shard` in some versions and from nothing but `Placement` in others.

@@ -193,6 +193,15 @@ class PluginConformance:
     def test_evaluation_needs_no_backward(self) -> None:
         run_on_ranks(runs.evaluates, self.world_size, self.training())
 
+    def test_adapters_train_or_are_refused(self) -> None:
+        pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+        if Capability.LORA in self.plugin_class.capabilities:
+            run_on_ranks(runs.trains_adapters, self.world_size, self.training())
+        else:
+            expect_on_ranks(
+                ConfigError, "does not train adapters", runs.trains_adapters, self.world_size, self.training()
+            )
+
     # ---- what a user can get wrong: an error on every rank
 
     def test_refuses_a_boosted_model(self) -> None:

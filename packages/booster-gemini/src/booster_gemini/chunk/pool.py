@@ -55,7 +55,7 @@ class BufferPool:
         """Take a buffer back. Others may still read it; it is lent again when they don't."""
         if buffer.device.type != "cpu":
             return
-        self._idle.append(torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()))  # type: ignore[call-overload]
+        self._idle.append(torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()))
         while sum(idle.numel() for idle in self._idle) > self._most_idle_bytes:
             sizes = [idle.numel() for idle in self._idle]
             del self._idle[sizes.index(max(sizes))]

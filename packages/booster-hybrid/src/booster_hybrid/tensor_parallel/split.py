@@ -40,6 +40,12 @@ class Split:
         whole = [(0, size) for size in self.global_shape]
         return tuple((*whole[: self.dim], span, *whole[self.dim + 1 :]) for span in self.ranges)
 
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor here."""
+        length = sum(stop - start for start, stop in self.ranges)
+        return (*self.global_shape[: self.dim], length, *self.global_shape[self.dim + 1 :])
+
     def take(self, whole: Tensor) -> Tensor:
         """Return a copy of this rank's part of the whole tensor."""
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
