@@ -136,6 +136,17 @@ class ExponentialAverage:
         with local_source(DistCoordinator(), checkpoint, "model") as path:
             return self._io.load_model(_AveragesAdapter(self), path, strict, **options)
 
+    def state_adapter(self) -> StateAdapter:
+        """Return the averages as the state of a model, to be saved or loaded.
+
+        Raises:
+            ConfigError: If the averages are applied: the model's own values are elsewhere meanwhile.
+
+        Collective: none.
+        """
+        self._refuse_if_applied("state_adapter")
+        return _AveragesAdapter(self)
+
     def shards(self) -> Iterator[TensorShard]:
         """Yield the averages as shards of the model; ``data`` is readable and writable.
 
