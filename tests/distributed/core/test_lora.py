@@ -18,6 +18,7 @@ from booster_core.testing.models import TinyMLP, tiny_llama
 from booster_core.testing.training import whole_model
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
 from booster_zero import LowLevelZeroPlugin
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
@@ -34,6 +35,7 @@ RUNS = {
     "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
     "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 3),
+    "gemini": (GeminiPlugin, {"min_chunk_bytes": 4096}, 2),
 }
 CONFIG = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 8}
 MAX_SAMPLES = 12
@@ -103,8 +105,9 @@ def gradients_on_ranks(plugin_class, options, changes, config):
     coordinator = DistCoordinator()
     tokens = tokens_of(0)[coordinator.rank :: coordinator.world_size]
     booster.backward(loss_of(model, tokens), optimizer)
-    names = [shard.name for shard in booster.state_adapter(model).model_shards()]
-    gradients = {name: booster.full_gradient(model, name) for name in dict.fromkeys(names)}
+    held = coordinator.all_gather_object([shard.name for shard in booster.state_adapter(model).model_shards()])
+    names = dict.fromkeys(name for of_rank in held for name in of_rank)
+    gradients = {name: booster.full_gradient(model, name) for name in names}
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 

@@ -21,13 +21,14 @@ from booster_core.wrappers import unwrap_model
 from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
-from booster_gemini.memory.home import DeviceHome
+from booster_gemini.memory.make import make_home
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
 from booster_gemini.state import GeminiStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -40,7 +41,16 @@ class GeminiPlugin(Plugin):
     """Data parallelism whose parameters, gradients and optimizer state lie in chunks, split over the ranks.
 
     Args:
-        min_chunk_bytes: See `GeminiConfig`, which documents this and the following options.
+        placement_policy: See `GeminiConfig`, which documents this and the following options.
+        offload_param_frac: Fraction of the parameters that lie elsewhere while they are not in use.
+        offload_optim_frac: Fraction of the optimizer state that lies elsewhere.
+        memory_budget_bytes: What Gemini's own may take of the memory that computes, for ``"auto"``.
+        host_budget_bytes: What it may take of the host's memory beneath an accelerator.
+        offload_dir: Folder on a disk for what lies elsewhere.
+        pin_memory: Lock the host's pages, for an accelerator.
+        memory_record: Folder for the record of what lay where.
+        min_chunk_bytes: Smallest size of a chunk.
+        shard_param_frac: Fraction of the parameters that are whole only while they are used.
         max_prefetch: How many chunks are gathered ahead.
         max_norm: Clip gradients by this global norm in each step.
         overlap_communication: Reduce while backward goes on.
@@ -69,6 +79,7 @@ class GeminiPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
+            Capability.LORA,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
         }
@@ -77,6 +88,15 @@ class GeminiPlugin(Plugin):
     def __init__(
         self,
         *,
+        placement_policy: str = "static",
+        offload_param_frac: float = 0.0,
+        offload_optim_frac: float = 0.0,
+        memory_budget_bytes: int | None = None,
+        host_budget_bytes: int | None = None,
+        offload_dir: str | Path | None = None,
+        pin_memory: bool = True,
+        memory_record: str | Path | None = None,
+        shard_param_frac: float = 1.0,
         min_chunk_bytes: int = 16 * 2**20,
         max_prefetch: int = 1,
         max_norm: float = 0.0,
@@ -90,6 +110,15 @@ class GeminiPlugin(Plugin):
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
         self.config = GeminiConfig(
+            placement_policy=placement_policy,
+            offload_param_frac=offload_param_frac,
+            offload_optim_frac=offload_optim_frac,
+            memory_budget_bytes=memory_budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            offload_dir=offload_dir,
+            pin_memory=pin_memory,
+            memory_record=memory_record,
+            shard_param_frac=shard_param_frac,
             min_chunk_bytes=min_chunk_bytes,
             max_prefetch=max_prefetch,
             max_norm=max_norm,
@@ -146,7 +175,8 @@ class GeminiPlugin(Plugin):
             kind=kind,
             chunk_bytes=self._chunk_bytes(model, ranks),
             max_prefetch=self.config.max_prefetch,
-            home=DeviceHome(),
+            shard_param_frac=self.config.shard_param_frac,
+            home=make_home(self.config, context),
         )
         optimizer = None
         if objects.optimizer is not None:

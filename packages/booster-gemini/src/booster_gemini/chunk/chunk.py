@@ -50,6 +50,7 @@ class Chunk(HousedBucket):
 
     Attributes:
         pins: How many users there are that need the parameters to stay.
+        stays: Whether the whole is kept after its use, until the parameters change.
 
     Collective: none; values are taken from this rank's parameters.
     """
@@ -68,6 +69,7 @@ class Chunk(HousedBucket):
         super().__init__(plan, parameters, format, ranks, home=home, takes_values=takes_values)
         self.state = ChunkState.SHARDED
         self.pins = 0
+        self.stays = False
         self.buffer: Tensor | None = None
         self._pool = pool
         self._pending: Pending | None = None

@@ -70,6 +70,7 @@ class HousedBucket(ShardedBucket):
         self._used: Mapping[int, bool] = {}
         self._views: list[tuple[Tensor, int]] = []  # what lies in the optimizer's block, from which byte
         self._packed: list[tuple[int, str, Tensor]] = []
+        self._states: dict[int, State] = {}
         self._optim: Tensor | None = None
         if takes_values:
             for piece in self.pieces:
@@ -232,8 +233,10 @@ class HousedBucket(ShardedBucket):
     def house(self, states: Mapping[int, State]) -> None:
         """Pack what the optimizer keeps of the pieces into the block of its state."""
         if self.home.moves:
+            own = {piece.index: states[piece.index] for piece in self.pieces if piece.index in states}
+            self._states.update(own)  # a load brings them one by one
             with self.at_hand(changes=True):
-                self._pack(states)
+                self._pack(self._states)
 
     def _pack(self, states: Mapping[int, State]) -> None:
         entries = [
@@ -250,11 +253,13 @@ class HousedBucket(ShardedBucket):
         starts = list(itertools.accumulate((_aligned(tensor) for tensor in tensors), initial=0))
         if not starts[-1]:
             return
-        if Role.OPTIM in self._roles:
-            self._drop(Role.OPTIM)
         block = torch.empty(starts[-1], dtype=torch.uint8, device=tensors[0].device)
         for tensor, start in zip(tensors, starts, strict=False):
             _view(block, tensor, start).copy_(tensor)
+        if Role.OPTIM in self._roles:
+            for _ in range(self._uses[Role.OPTIM]):
+                self.home.release((self._number, Role.OPTIM), changed=False)
+            self._drop(Role.OPTIM)
         self._packed = entries
         self._views = list(zip((value for _, _, value in entries), starts[len(kept) :], strict=False))
         self._rebind_optim(block)

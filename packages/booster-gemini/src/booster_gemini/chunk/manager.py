@@ -36,6 +36,7 @@ class ChunkManager:
         kind: ``"flat"`` or ``"parameter"``, see `booster_core.sharding.partition`.
         chunk_bytes: Size of a chunk in the format in which its gradients travel.
         max_prefetch: How many chunks are gathered ahead of their use.
+        shard_param_frac: Fraction of the parameters whose chunks are released after use.
         home: Keeps the chunks' blocks.
 
     Attributes:
@@ -54,6 +55,7 @@ class ChunkManager:
         kind: str,
         chunk_bytes: int,
         max_prefetch: int,
+        shard_param_frac: float,
         home: Home,
     ) -> None:
         self.ranks = ranks
@@ -69,6 +71,7 @@ class ChunkManager:
             self.index_of[id(parameter)] = index
         self.first_uses: dict[int, None] | None = {}
         self._max_prefetch = max_prefetch
+        self._shard_param_frac = shard_param_frac
         self._pool = BufferPool(least_bytes=chunk_bytes, most_idle_bytes=2 * chunk_bytes)
         self._used: dict[int, Chunk] = {}
         self._ahead: dict[int, Chunk] = {}
@@ -101,6 +104,11 @@ class ChunkManager:
 
     def _enumerate(self) -> None:
         self._number_of = {chunk: number for number, chunk in enumerate(self.layout.buckets)}
+        # What comes last in forward is what backward needs first: it gains most from staying.
+        to_release = self._shard_param_frac * sum(chunk.plan.numel for chunk in self.layout.buckets)
+        for chunk in self.layout.buckets:
+            chunk.stays = to_release <= 0
+            to_release -= chunk.plan.numel
         self._chunk_of = {slot.index: chunk for chunk in self.layout.buckets for slot in chunk.plan.slots}
 
     def chunk_of(self, index: int) -> Chunk:
@@ -167,7 +175,9 @@ class ChunkManager:
 
         Collective: none.
         """
-        loose = [number for number, chunk in self._used.items() if not chunk.pins and chunk.is_gathered]
+        loose = [
+            number for number, chunk in self._used.items() if not chunk.pins and not chunk.stays and chunk.is_gathered
+        ]
         for number in loose[: len(loose) - keep]:
             self._used.pop(number).release()
         if self.timeline.kind is None:
