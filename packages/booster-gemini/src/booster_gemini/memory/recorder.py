@@ -98,7 +98,9 @@ class StepRecorder:
         Raises:
             BudgetError: If the budget can't hold what was in use at once.
         """
-        events, self._events = self._events, []
+        # Blocks may have been given up meanwhile, as when everything is laid out anew after the first backward.
+        events = [event for event in self._events if event.key is None or event.key in sizes]
+        self._events = []
         self.num_unplanned, self._unplanned = self._unplanned, 0
         is_same = len(events) == len(self._expected) and all(map(Event.is_like, events, self._expected))
         if not is_same:
