@@ -78,6 +78,12 @@ def slow(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def zoo(session: nox.Session) -> None:
+    """Train every model of the zoo under every plugin, those too that the default run leaves out."""
+    _pytest(session, _checkout(session), "tests/zoo", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """Run the tests that need CUDA devices; each says how many it lacks."""
     _pytest(session, _checkout(session), "tests", "-m", "gpu", *session.posargs)
@@ -182,7 +188,7 @@ def _checkout(session: nox.Session) -> str:
     groups = [*_group("lint"), *_group("types"), *_group("test")]
     install = ("-m", "pip", "install", "--quiet", "-c", CONSTRAINTS)
     _run(session, python, *install, *editable, *groups)
-    _run(session, python, *install, "--no-deps", "--target", str(home / "torchvision-alone"), *_group("apart"))
+    _run(session, python, *install, "--no-deps", "--target", str(home / "apart"), *_group("apart"))
     stamp.write_text(digest, encoding="ascii")
     return python
 

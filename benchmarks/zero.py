@@ -9,6 +9,7 @@ all of them alike; what counts is the ratio within a turn, of the slower rank's 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 import warnings
@@ -35,6 +36,8 @@ SIZES = {
 }
 BARS = {"ddp": 0.95, "redundancy": 0.94, "alone": 1.12}
 SAMPLES, LENGTH = 2, 128
+STEPS = 4
+"""Steps that a contender takes in a row: what goes on after its step is its own to pay for."""
 
 
 def make_model(size: str, dtype: torch.dtype) -> nn.Module:
@@ -55,13 +58,15 @@ def make_model(size: str, dtype: torch.dtype) -> nn.Module:
     return model.to(dtype)
 
 
-def make_step(kind: str, size: str, dtype: torch.dtype, stage: int) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Return one training step of a kind of run, and a function that tells the bytes of its optimizer state here."""
+def make_step(
+    kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[Callable[[], None], Callable[[], int], Callable[[], None]]:
+    """Return a step of a kind of run, what tells the bytes of its optimizer state here, and what ends the last step."""
     model = make_model(size, dtype)
     trained: Any = model
     optimizer: Any
     if kind == "zero":
-        plugin = LowLevelZeroPlugin(stage=stage, master_weights=False)
+        plugin = LowLevelZeroPlugin(master_weights=False, **options)
         booster = Booster("cpu", "bf16" if dtype == torch.bfloat16 else "fp32", plugin)
         trained, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
     elif kind == "redundancy":
@@ -93,28 +98,34 @@ def make_step(kind: str, size: str, dtype: torch.dtype, stage: int) -> tuple[Cal
             if isinstance(value, torch.Tensor)
         )
 
-    return step, state_bytes
+    def finish() -> None:
+        next(trained.parameters())  # waits for gathers that are underway
+
+    return step, state_bytes, finish
 
 
-def timed(kinds: list[str], size: str, dtype: torch.dtype, stage: int, turns: int) -> dict[str, Any]:
+def timed(kinds: list[str], size: str, dtype: torch.dtype, options: dict[str, Any], turns: int) -> dict[str, Any]:
     """Return the times of each kind's steps, turn by turn, and its state's bytes.
 
     Collective: every rank of the world.
     """
     warnings.filterwarnings("ignore")
-    runs = {kind: make_step(kind, size, dtype, stage) for kind in kinds}
+    runs = {kind: make_step(kind, size, dtype, options) for kind in kinds}
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for turn in range(turns + 2):
-        for kind, (step, _) in runs.items():
+    for turn in range(turns + 1):
+        for kind, (step, _, finish) in runs.items():
             dist.barrier()
             started = time.perf_counter()
-            step()
-            if turn >= 2:  # the first two steps make state, buckets and caches
-                times[kind].append(time.perf_counter() - started)
-    return {"times": times, "state": {kind: state_bytes() for kind, (_, state_bytes) in runs.items()}}
+            for _ in range(STEPS):
+                step()
+            if kind == "zero":
+                finish()
+            if turn:  # the first steps make state, buckets and caches
+                times[kind].append((time.perf_counter() - started) / STEPS)
+    return {"times": times, "state": {kind: state_bytes() for kind, (_, state_bytes, _) in runs.items()}}
 
 
-def peak_bytes(kind: str, size: str, dtype: torch.dtype, stage: int) -> int:
+def peak_bytes(kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]) -> int:
     """Return the peak of resident memory above what was there before the model was built.
 
     Collective: every rank of the world.
@@ -123,7 +134,7 @@ def peak_bytes(kind: str, size: str, dtype: torch.dtype, stage: int) -> int:
     from booster_core.testing import peak_memory
 
     with peak_memory() as used:
-        step, _ = make_step(kind, size, dtype, stage)
+        step, _, _ = make_step(kind, size, dtype, options)
         for _ in range(4):
             step()
     return used.peak_bytes
@@ -135,9 +146,11 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="25M")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--stage", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--overlap-allgather", action="store_true", help="gather while the next forward begins")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--no-memory", action="store_true", help="measure times only")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--bucket-mib", type=float, default=25, help="size of a bucket")
+    parser.add_argument("--only", choices=["times", "memory"], help="measure one of the two")
     options = parser.parse_args()
     dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
     kinds = ["zero", *BARS]
@@ -151,13 +164,28 @@ def main() -> None:
     here = importlib.util.module_from_spec(spec)
     sys.modules["zero_benchmark"] = here
     spec.loader.exec_module(here)
-    case = (options.size, dtype, options.stage)
+    plugin_options = {
+        "stage": options.stage,
+        "overlap_allgather": options.overlap_allgather,
+        "bucket_bytes": int(options.bucket_mib * 2**20),
+    }
+    case = (options.size, dtype, plugin_options)
+    measured = f"{options.ranks} ranks, {options.turns} turns of {STEPS} steps"
+    print(f"Llama {options.size} {options.dtype}, {plugin_options}, {measured}")
+    if options.only != "memory":
+        report_times(here, kinds, case, options)
+    if options.only != "times":
+        report_memory(here, case, options)
+    close_ranks()
+
+
+def report_times(here: Any, kinds: list[str], case: tuple[Any, ...], options: argparse.Namespace) -> None:
+    """Print times, and ratios within turns, of the slower rank; and bytes of optimizer state."""
     results = run_on_ranks(here.timed, options.ranks, kinds, *case, options.turns, timeout_seconds=3600)
     slowest = {
         kind: [max(times) for times in zip(*(result["times"][kind] for result in results), strict=True)]
         for kind in kinds
     }
-    print(f"Llama {options.size} {options.dtype}, stage {options.stage}, {options.ranks} ranks, {options.turns} turns")
     for kind in kinds:
         state = max(result["state"][kind] for result in results)
         print(f"  {kind:11} median {1e3 * statistics.median(slowest[kind]):8.1f} ms   state {state / 2**20:8.1f} MiB")
@@ -165,12 +193,27 @@ def main() -> None:
         ratios = sorted(own / other for own, other in zip(slowest["zero"], slowest[kind], strict=True))
         low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
         print(f"  zero / {kind:11} {middle:.3f} (quartiles {low:.3f} to {high:.3f}; bar {bar})")
-    if not options.no_memory:
-        for kind in kinds:
-            close_ranks()  # a new process each: memory that was freed may stay with the old one
-            peak = max(run_on_ranks(here.peak_bytes, options.ranks, kind, *case, timeout_seconds=3600))
-            print(f"  {kind:11} peak {peak / 2**20:8.1f} MiB")
-    close_ranks()
+
+
+def report_memory(here: Any, case: tuple[Any, ...], options: argparse.Namespace) -> None:
+    """Print peaks of resident memory, and how much of what the paper's sums give is saved against DDP.
+
+    Of P parameters of w bytes on N ranks, that is (N - 1) / N of the state's 2 P w, and with stage 2 of the gradients'
+    P w as well.
+    """
+    # Blocks of a MiB go back to the kernel when they are freed, for all alike: what malloc keeps for later varies by
+    # more than the strategies differ.
+    os.environ.update(MALLOC_MMAP_THRESHOLD_=str(2**20), MALLOC_TRIM_THRESHOLD_=str(2**20))
+    peaks = {}
+    for kind in ("zero", "ddp", "redundancy"):
+        close_ranks()  # a new process each: memory that was freed may stay with the old one
+        peaks[kind] = max(run_on_ranks(here.peak_bytes, options.ranks, kind, *case, timeout_seconds=3600))
+        print(f"  {kind:11} peak {peaks[kind] / 2**20:8.1f} MiB")
+    with torch.device("meta"):
+        parameter_bytes = sum(p.numel() * p.element_size() for p in make_model(options.size, case[1]).parameters())
+    saved = peaks["ddp"] - peaks["zero"]
+    theory = (options.ranks - 1) / options.ranks * parameter_bytes * (2 if options.stage == 1 else 3)
+    print(f"  saved {saved / 2**20:.1f} MiB of {theory / 2**20:.1f} MiB: {saved / theory:.2f} (bar 0.9)")
 
 
 if __name__ == "__main__":

@@ -140,3 +140,64 @@ def test_another_models_file_is_refused(tmp_path):
     run.booster.save_model(torch.nn.Linear(3, 3), tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match="does not fit the model"):
         run.booster.ema(run.model).load(tmp_path / "other.safetensors")
+
+
+def filled_averages(run):
+    ema = run.booster.ema(run.model, 0.5)
+    with torch.no_grad():
+        for index, parameter in enumerate(run.model.parameters()):
+            parameter.fill_(index + 1.0)
+    ema.update()
+    return ema
+
+
+def averages_of(ema):
+    return {shard.name: shard.data.clone() for shard in ema.shards()}
+
+
+def save_whole_state(folder, use_async):
+    run = Run()
+    ema = filled_averages(run)
+    run.booster.save_checkpoint(folder, step=1, model=run.model, optimizer=run.optimizer, ema=ema, use_async=use_async)
+    expected = averages_of(ema)
+    ema.update()  # what is saved in the background is what was there before
+    run.booster.wait()
+    run.booster.save_checkpoint(folder, step=0, model=run.model)
+    return {name: tensor for name, tensor in expected.items() if tensor.is_floating_point()}
+
+
+def load_whole_state(folder):
+    run = Run()
+    ema = run.booster.ema(run.model, 0.5)
+    run.booster.load_checkpoint(folder, step=1, model=run.model, optimizer=run.optimizer, ema=ema)
+    return averages_of(ema), {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_averages_are_part_of_the_training_state(use_async, tmp_path):
+    expected = run_on_ranks(save_whole_state, 2, str(tmp_path), use_async)[0]
+    averages, parameters = run_on_ranks(load_whole_state, 1, str(tmp_path))[0]
+    assert all(torch.equal(averages[name], tensor) for name, tensor in expected.items())
+    assert not torch.equal(parameters["first.weight"], averages["first.weight"])
+    (file,) = (tmp_path / "step-00000001" / "ema").glob("*.safetensors")
+    assert torch.equal(load_file(file)["first.weight"], expected["first.weight"])
+
+
+def test_a_state_without_averages_is_not_loaded_with_them(tmp_path):
+    run_on_ranks(save_whole_state, 1, str(tmp_path), False)
+    run = Run()
+    with pytest.raises(CheckpointError, match="was saved without 'ema'"):
+        run.booster.load_checkpoint(tmp_path, step=0, model=run.model, ema=run.booster.ema(run.model))
+
+
+def test_averages_are_not_saved_while_they_are_applied(tmp_path):
+    run = Run()
+    ema = run.booster.ema(run.model)
+    with ema.applied(), pytest.raises(ConfigError, match="Leave the `with` block first"):
+        run.booster.save_checkpoint(tmp_path, step=0, model=run.model, ema=ema)
+
+
+def test_averages_of_another_kind_are_refused(tmp_path):
+    run = Run()
+    with pytest.raises(TypeError, match=r"must be what `Booster\.ema` returned; got `dict`"):
+        run.booster.save_checkpoint(tmp_path, step=0, model=run.model, ema={})

@@ -14,7 +14,7 @@ from booster_zero import LowLevelZeroPlugin
 
 RUNS = {
     "zero1 x2": (LowLevelZeroPlugin, {"stage": 1}, 2),
-    "zero2 x3": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 3),
+    "zero2 x3": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256, "offload": "disk"}, 3),
     "zero1 x1": (LowLevelZeroPlugin, {"stage": 1, "cpu_offload": True}, 1),
     "whole x2": (LowLevelZeroPlugin, {"stage": 2, "partition": "parameter"}, 2),
     "replicas x4": (LowLevelZeroPlugin, {"stage": 1, "replica_size": 2, "bucket_bytes": 256}, 4),
@@ -25,6 +25,11 @@ RUNS = {
 
 def run(function, name, *args, **changes):
     plugin_class, options, world_size = RUNS[name]
+    if options.get("offload") == "disk":
+        options = {
+            **options,
+            "offload_dir": args[0],
+        }  # its files have no name, so that they are no part of a checkpoint
     training = Training(plugin_class=plugin_class, options=options, **changes)
     per_rank = run_on_ranks(function, world_size, training, *args)
     return [sum(losses) / len(losses) for losses in zip(*per_rank, strict=True)]

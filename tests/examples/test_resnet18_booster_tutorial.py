@@ -1,14 +1,13 @@
 """Colossal-AI's Booster tutorial, moved over: one step of ResNet-18, saved and loaded, against torch alone."""
 
-import importlib.util
 import json
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from apart import FOLDER, missing_libraries
 
 WITH_TORCHVISION = Path(__file__).with_name("with_torchvision.py")
 SIZE = 64
@@ -29,9 +28,8 @@ print(float(losses[0]), float(norm))
 
 @pytest.fixture(autouse=True)
 def _needs_torchvision():
-    folder = Path(runpy.run_path(str(WITH_TORCHVISION))["FOLDER"])
-    if importlib.util.find_spec("torchvision") is None and not folder.is_dir():
-        pytest.skip(f"torchvision is not installed, neither as usual nor in {folder}")
+    if missing_libraries(["torchvision"]):
+        pytest.skip(f"torchvision is not installed, neither as usual nor in {FOLDER}")
 
 
 @pytest.mark.parametrize("nproc", [None, 2])

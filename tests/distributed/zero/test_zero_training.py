@@ -155,6 +155,7 @@ def repeated_with_delays():
         for repetition in range(20):
             stage = 1 + repetition % 2
             options = {"stage": stage, "bucket_bytes": 64, "overlap_communication": repetition % 3 > 0}
+            options["overlap_allgather"] = repetition % 4 > 1
             _, norms, parameters = boosted("adamw", options, steps=2)
             assert norms == undisturbed[stage][1]
             assert all(torch.equal(parameters[name], tensor) for name, tensor in undisturbed[stage][2].items())
@@ -399,6 +400,36 @@ def odd_parameters():
 def test_odd_parameters_train_as_in_one_process():
     first, second = run_on_ranks(odd_parameters, 2)
     assert all(torch.equal(first[name], second[name]) for name in first), "buffers too are equal on every rank"
+
+
+class WithStatistics(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = kind(6, track_running_stats=True)
+
+    def forward(self, x):
+        return self.norm(self.linear(x).T.unsqueeze(0))
+
+
+def running_statistics(kind):
+    torch.manual_seed(0)
+    net = WithStatistics(kind)
+    booster = Booster(plugin=LowLevelZeroPlugin())
+    model, optimizer, *_ = booster.boost(net, OPTIMIZERS["sgd"](list(net.parameters())))
+    for step in range(2):
+        booster.backward(model(own_data(step)[0]).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.norm.running_mean.clone(), net.norm.running_var.clone()
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_running_statistics_are_rank_0_s_everywhere(kind):
+    (mean, var), (other_mean, other_var) = run_on_ranks(running_statistics, 2, kind)
+    assert bool(mean.any())
+    assert torch.equal(mean, other_mean)
+    assert torch.equal(var, other_var)
 
 
 def strict_about_unused():

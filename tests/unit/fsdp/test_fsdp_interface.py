@@ -2,19 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from booster_core import Booster, discovery
-from booster_core.errors import ConfigError, PluginError
+from booster_core import discovery
+from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
 
 
-def test_it_is_found_by_name_and_marked_as_not_there_yet():
+def test_it_is_found_by_name():
     assert discovery.load("fsdp") is TorchFSDPPlugin
-    assert not TorchFSDPPlugin.available
+    assert TorchFSDPPlugin.available
 
 
 def test_options_reach_the_config():
-    plugin = TorchFSDPPlugin(num_replicas=2, precision="bf16")
-    assert plugin.config.num_replicas == 2
+    plugin = TorchFSDPPlugin(replica_size=2, unit_classes=["Block"], precision="bf16")
+    assert plugin.config.replica_size == 2
+    assert plugin.describe()["unit_classes"] == ("Block",)
     assert plugin.precision.name == "bf16"
 
 
@@ -22,7 +23,13 @@ def test_options_reach_the_config():
     ("options", "message"),
     [
         ({"reshard_after_forward": 1}, "`reshard_after_forward=1` is the size of a group"),
-        ({"num_replicas": 0}, "`num_replicas=0` must be at least 1"),
+        ({"replica_size": 0}, "`replica_size=0` must be at least 1"),
+        ({"unit_min_numel": 0}, "`unit_min_numel=0` must be at least 1"),
+        ({"forward_prefetch": -1}, "`forward_prefetch=-1` must be at least 0"),
+        ({"backward_prefetch": -1}, "`backward_prefetch=-1` must be at least 0"),
+        ({"max_norm": -1.0}, "`max_norm=-1.0` must be 0"),
+        ({"partition": "rows"}, "`partition='rows'` is not one of"),
+        ({"unit_classes": ["A"], "unit_min_numel": 3}, "`unit_classes` and `unit_min_numel` are two answers"),
     ],
 )
 def test_a_wrong_option_is_refused_at_once(options, message):
@@ -30,23 +37,12 @@ def test_a_wrong_option_is_refused_at_once(options, message):
         TorchFSDPPlugin(**options)
 
 
+@pytest.mark.parametrize("option", ["unit_classes", "ignored_modules", "ignored_parameters", "forward_methods"])
+def test_a_string_in_place_of_names_is_refused(option):
+    with pytest.raises(TypeError, match=f"`{option}='Block'` is one string"):
+        TorchFSDPPlugin(**{option: "Block"})
+
+
 def test_a_wrong_precision_is_refused_at_once():
     with pytest.raises(ConfigError, match="Unknown precision 'int4'"):
         TorchFSDPPlugin(precision="int4")
-
-
-def test_training_says_what_to_use_instead():
-    import torch
-
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(PluginError, match=r"TorchFSDPPlugin does not train yet.*Use plugin='ddp' of booster-ddp"):
-        _boost(model)
-
-
-def _boost(model):
-    from booster_core.launch import shutdown
-
-    try:
-        Booster(plugin=TorchFSDPPlugin()).boost(model)
-    finally:
-        shutdown()

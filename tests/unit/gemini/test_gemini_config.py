@@ -11,6 +11,7 @@ from booster_gemini import GeminiPlugin
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"shard_param_frac": 1.5}, "`shard_param_frac=1.5` must lie between 0"),
         ({"min_chunk_bytes": 0}, "`min_chunk_bytes=0` must be positive"),
         ({"max_prefetch": -1}, "`max_prefetch=-1` must be 0"),
         ({"max_norm": -1.0}, "`max_norm=-1.0` must be 0"),

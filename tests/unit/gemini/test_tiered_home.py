@@ -232,6 +232,10 @@ def test_a_file_that_was_cut_is_told_with_its_place(make):
             owner.use()
         home.end_step()
     os.ftruncate(home.store._file, 0)
-    with pytest.raises(OffloadError, match=r"at offset \d+ .* could not be read: the file ends at byte 0, so somebody"):
+
+    def use_all():
         for owner in owners:
             owner.use()
+
+    with pytest.raises(OffloadError, match=r"at offset \d+ .* could not be read: the file ends at byte 0, so somebody"):
+        use_all()

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from booster_core import Booster, discovery
-from booster_core.errors import ConfigError, PluginError
+from booster_core import discovery
+from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 
 
-def test_it_is_found_by_name_and_marked_as_not_there_yet():
+def test_it_is_found_by_name():
     assert discovery.load("hybrid") is HybridParallelPlugin
-    assert not HybridParallelPlugin.available
 
 
 def test_options_reach_the_config():
@@ -23,9 +22,10 @@ def test_options_reach_the_config():
     [
         ({"tp_size": 0}, "The tensor size 0 must be at least 1"),
         ({"pp_size": 4, "num_microbatches": 2}, "`num_microbatches=2` leaves some of the 4 stages idle"),
-        ({"schedule": "fifo"}, "`schedule='fifo'` is not one of 'gpipe'"),
-        ({"sequence_mode": "none"}, "`mode='none'` is not one of"),
-        ({"sp_size": 2}, "splits over the tensor parallel ranks"),
+        ({"pp_style": "fifo"}, "`pp_style='fifo'` is not one of 'gpipe'"),
+        ({"sequence_parallelism_mode": "none"}, "`sequence_parallelism_mode='none'` is not one of"),
+        ({"sp_size": 2}, "`sp_size=2` needs a `sequence_parallelism_mode`"),
+        ({"sp_size": 2, "sequence_parallelism_mode": "split_gather"}, "splits over the tensor parallel ranks"),
         ({"zero_stage": 3}, "`stage=3` is not one of"),
     ],
 )
@@ -37,20 +37,3 @@ def test_a_wrong_option_is_refused_at_once(options, message):
 def test_a_wrong_precision_is_refused_at_once():
     with pytest.raises(ConfigError, match="Unknown precision 'int4'"):
         HybridParallelPlugin(precision="int4")
-
-
-def test_training_says_what_to_use_instead():
-    import torch
-
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(PluginError, match=r"HybridParallelPlugin does not train yet.*Use plugin='ddp' of booster-ddp"):
-        _boost(model)
-
-
-def _boost(model):
-    from booster_core.launch import shutdown
-
-    try:
-        Booster(plugin=HybridParallelPlugin()).boost(model)
-    finally:
-        shutdown()

@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING
 from booster_core.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 
 if TYPE_CHECKING:
+    from booster_core.activation_checkpointing import (
+        disable_activation_checkpointing,
+        enable_activation_checkpointing,
+    )
     from booster_core.booster import Booster
     from booster_core.checkpoint.io import CheckpointIO
     from booster_core.coordinator import DistCoordinator
     from booster_core.hookspecs import hookimpl
+    from booster_core.lazy import LazyInitContext
     from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin
     from booster_core.precision import LossScaleConfig, PrecisionPolicy
 
@@ -29,10 +34,13 @@ __all__ = [
     "Capability",
     "CheckpointIO",
     "DistCoordinator",
+    "LazyInitContext",
     "LossScaleConfig",
     "PipelinePlugin",
     "Plugin",
     "PrecisionPolicy",
+    "disable_activation_checkpointing",
+    "enable_activation_checkpointing",
     "hookimpl",
     "launch",
     "launch_from_openmpi",
@@ -47,10 +55,13 @@ _HOMES = {
     "Capability": "booster_core.plugin",
     "CheckpointIO": "booster_core.checkpoint.io",
     "DistCoordinator": "booster_core.coordinator",
+    "LazyInitContext": "booster_core.lazy",
     "LossScaleConfig": "booster_core.precision",
     "PipelinePlugin": "booster_core.plugin",
     "Plugin": "booster_core.plugin",
     "PrecisionPolicy": "booster_core.precision",
+    "disable_activation_checkpointing": "booster_core.activation_checkpointing",
+    "enable_activation_checkpointing": "booster_core.activation_checkpointing",
     "hookimpl": "booster_core.hookspecs",
 }
 """Where each of the other public names is defined."""

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin import Boosted
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside
 
 if TYPE_CHECKING:
     from booster_core.plugin import Plugin
@@ -31,7 +31,7 @@ def check_boost_arguments(objects: Boosted) -> None:
     """
     _check_types(objects)
     model, optimizer, lr_scheduler = objects.model, objects.optimizer, objects.lr_scheduler
-    if isinstance(model, ModelWrapper):
+    if isinstance(boosted_inside(model), ModelWrapper):
         msg = "The model is already boosted. Pass the user's own model: `model.unwrap()` returns it."
         raise ConfigError(msg)
     outer = [base.__name__ for base in type(model).__mro__ if base.__name__ in _WRAPPED_ELSEWHERE]

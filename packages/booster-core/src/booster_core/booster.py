@@ -7,6 +7,8 @@ it. It holds no strategy logic and no file code.
 from __future__ import annotations
 
 import difflib
+import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +20,21 @@ from booster_core.data import split_dataloader
 from booster_core.discovery import load
 from booster_core.errors import ConfigError
 from booster_core.hooks import hook_relay
+from booster_core.lazy.boosting import agree_on_seeds, materialize_objects
+from booster_core.lazy.model import Recording, is_lazy
+from booster_core.lora import add_adapters, prepare_adapters
 from booster_core.plugin import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.single import SingleDevicePlugin
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper, unwrap_model
+from booster_core.state.naming import NamedTensors
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
+    from peft import LoraConfig, PeftModel
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -74,6 +82,9 @@ class Booster(BoosterIO):
         self.device = _resolve_device(device, plugin)
         self._timeout_seconds = timeout_seconds
         self._context: BoostContext | None = None
+        # Operations that lazy models' construction could not record.
+        self._run_eagerly: Counter[str] = Counter()
+        self._were_lazy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def context(self) -> BoostContext:
@@ -135,6 +146,10 @@ class Booster(BoosterIO):
         error: Exception | None = None
         try:
             check_boost_arguments(objects)
+            if model in self._were_lazy:
+                msg = "This model was lazy and is boosted already. Use what `boost` returned, or build another model."
+                raise ConfigError(msg)
+            prepare_adapters(model, optimizer, self.plugin)
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
         coordinator.raise_together(error)
@@ -144,11 +159,81 @@ class Booster(BoosterIO):
             # Ranks that seeded themselves apart would shuffle apart, and see some samples twice and others never.
             seed = coordinator.broadcast_object(torch.initial_seed() % 2**31)
             objects = objects._replace(dataloader=split_dataloader(dataloader, rank=rank, world_size=size, seed=seed))
+        self._prepare_lazy(objects, context)
         boosted = self.plugin.configure(objects, context)
         check_boosted(boosted, objects, self.plugin)
         self._optimizers[boosted.model] = boosted.optimizer
         context.hooks.after_configure(plugin=self.plugin, boosted=boosted, context=context)
         return boosted
+
+    def _prepare_lazy(self, objects: Boosted, context: BoostContext) -> None:
+        """Give a lazy model its values, or let the plugin do so with the same seeds on every rank."""
+        model = objects.model
+        if self.plugin.handles_lazy:
+            agree_on_seeds(model, context.coordinator)
+        if not is_lazy(model):
+            return
+        self._were_lazy.add(model)
+        self._run_eagerly.update(Recording(model).run_eagerly)
+        if not self.plugin.handles_lazy:
+            error: Exception | None = None
+            try:
+                materialize_objects(model, objects.optimizer, context.device)
+            except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+                error = caught
+            context.coordinator.raise_together(error)
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | Path | None = None,
+        lora_config: LoraConfig | None = None,
+        bnb_quantization_config: Any = None,
+        quantize: bool = False,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
+    ) -> PeftModel:
+        """Put low-rank adapters into a model, in place, and freeze all else of it. Called before `boost`.
+
+        Make the optimizer from the parameters of what is returned. Layers that adapters are attached to keep their
+        names in checkpoints.
+
+        Args:
+            model: The user's model.
+            pretrained_dir: A folder that `save_lora_as_pretrained` or peft wrote: training of its adapters goes on.
+            lora_config: What the adapters are to be like; this or ``pretrained_dir``.
+            bnb_quantization_config: A ``transformers.BitsAndBytesConfig``: the base is kept in so many bits.
+            quantize: Keep the base in 4 bits (nf4), where no ``bnb_quantization_config`` is given.
+
+        Returns:
+            The model to pass to `boost`.
+
+        Raises:
+            TypeError: If ``model`` is no module, or ``lora_config`` no ``peft.LoraConfig``.
+            ConfigError: If peft is not installed, the plugin does not train adapters, the model is boosted, compiled or
+                has adapters already, no module is what ``target_modules`` says, or a base is to be quantised elsewhere
+                than on CUDA.
+            CheckpointError: If ``pretrained_dir`` holds no adapters, or none for this model.
+
+        Collective: every rank of the world, with ``pretrained_dir``; else none.
+        """
+        quantization = None
+        if quantize or bnb_quantization_config is not None:
+            from booster_core.quantization import check_quantization
+
+            quantization = check_quantization(bnb_quantization_config, self.device)
+        error: Exception | None = None
+        adapted: PeftModel | None = None
+        try:
+            adapted = add_adapters(
+                model, self.plugin, lora_config=lora_config, pretrained_dir=pretrained_dir, quantization=quantization
+            )
+        except Exception as caught:
+            if pretrained_dir is None:
+                raise
+            error = caught  # a folder may be there for some ranks only
+        if pretrained_dir is not None:
+            self.context.coordinator.raise_together(error, name="enable_lora")
+        assert adapted is not None, "made, or an error raised"
+        return adapted
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """Run backward from a loss, with the loss scale of the run.
@@ -234,12 +319,14 @@ class Booster(BoosterIO):
         Collective: every rank of the plugin's mesh, in step.
         """
         boosted = self._the_model(model, "full_gradient")
-        names = dict(unwrap_model(boosted).named_parameters(remove_duplicate=False))
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
+        module = unwrap_model(boosted)
+        names = {own for own, _ in module.named_parameters(remove_duplicate=False)}
+        paths = {own: path for own, path in NamedTensors.of(module).paths.items() if path in names}
+        if name not in paths and name not in names:
+            close = difflib.get_close_matches(name, paths, n=1)
             msg = f"The model has no parameter named '{name}'." + (f" Did you mean '{close[0]}'?" if close else "")
             raise ConfigError(msg)
-        return self.plugin.full_gradient(boosted, self._optimizers.get(boosted), name)
+        return self.plugin.full_gradient(boosted, self._optimizers.get(boosted), paths.get(name, name))
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
         """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.
@@ -263,6 +350,9 @@ class Booster(BoosterIO):
         ]
         if self.precision.loss_scale is not None:
             lines.append(f"           {self.precision.loss_scale}")
+        if self._run_eagerly:
+            counted = ", ".join(f"{name} ({count})" for name, count in sorted(self._run_eagerly.items()))
+            lines.append(f"lazy init  run instead of recorded: {counted}")
         text = "\n".join(lines)
         context.coordinator.print_on_master(text)
         return text
@@ -274,6 +364,7 @@ class Booster(BoosterIO):
                 msg = f"`Booster.{call}` needs to be told which model: {len(self._optimizers)} models are boosted."
                 raise ConfigError(msg)
             return next(iter(self._optimizers))
+        model = boosted_inside(model)
         if not isinstance(model, ModelWrapper) or model not in self._optimizers:
             got = f"{type(model).__module__}.{type(model).__qualname__}"
             msg = f"`Booster.{call}` needs the model returned by `Booster.boost`; got `{got}`."

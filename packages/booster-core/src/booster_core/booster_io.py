@@ -14,7 +14,7 @@ from booster_core.checkpoint.facts import run_facts
 from booster_core.checkpoint.io import CheckpointIO
 from booster_core.checkpoint.remote import local_source, local_target
 from booster_core.storage import local_path, scheme_of
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper, unwrap_model
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -104,7 +104,7 @@ class BoosterIO(ABC):
         boosted = self._boosted_model(model)
         coordinator = self.context.coordinator
         with (
-            self._announced("save", "model", checkpoint),
+            self._announced("save", "model", checkpoint, use_async=use_async),
             local_target(coordinator, checkpoint, "save_model", use_async=use_async) as path,
         ):
             self.checkpoint_io.save_model(
@@ -116,7 +116,7 @@ class BoosterIO(ABC):
                 size_per_shard,
                 use_safetensors,
                 use_async,
-                module=model if boosted is None else boosted.unwrap(),
+                module=unwrap_model(model),
                 dtype=None if boosted is None else self.context.precision.save_dtype,
             )
 
@@ -158,6 +158,51 @@ class BoosterIO(ABC):
 
     load = load_model
 
+    def save_lora_as_pretrained(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        use_safetensors: bool = True,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
+        *,
+        selected_adapters: Sequence[str] | None = None,
+    ) -> None:
+        """Write a model's adapters as peft does, without gathering them anywhere.
+
+        ``PeftModel.from_pretrained(base, checkpoint)`` loads them, and so does `Booster.enable_lora`. The adapter
+        ``default`` is written into the folder itself, others below it by name.
+
+        Args:
+            model: The model that `boost` returned.
+            checkpoint: The folder, or its URL.
+            use_safetensors: Write ``adapter_model.safetensors``; ``False`` writes ``adapter_model.bin``.
+            selected_adapters: Names of the adapters to write; all by default.
+
+        Raises:
+            TypeError: If ``model`` is not a module.
+            ConfigError: If the model has no adapters, or none of a selected name.
+            CheckpointError: If they can't be written.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank of the world.
+        """
+        from booster_core.checkpoint.adapters import adapted_model, save_adapters
+
+        self._check_module(model, "save_lora_as_pretrained")
+        adapted = adapted_model(unwrap_model(model))
+        with (
+            self._announced("save", "lora", checkpoint),
+            local_target(self.context.coordinator, checkpoint, "save_lora_as_pretrained") as path,
+        ):
+            save_adapters(
+                self.checkpoint_io,
+                adapted,
+                self.state_adapter(model),
+                path,
+                selected=selected_adapters,
+                use_safetensors=use_safetensors,
+                dtype=None if self._boosted_model(model) is None else self.context.precision.save_dtype,
+            )
+
     def save_optimizer(
         self,
         optimizer: Optimizer,
@@ -189,7 +234,7 @@ class BoosterIO(ABC):
         adapter = self._adapter_of(optimizer, "save_optimizer")
         coordinator = self.context.coordinator
         with (
-            self._announced("save", "optimizer", checkpoint),
+            self._announced("save", "optimizer", checkpoint, use_async=use_async),
             local_target(coordinator, checkpoint, "save_optimizer", use_async=use_async) as path,
         ):
             self.checkpoint_io.save_optimizer(
@@ -262,6 +307,7 @@ class BoosterIO(ABC):
         optimizer: Optimizer | None = None,
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Any = None,
+        ema: ExponentialAverage | None = None,
         extra: Any = None,
         keep_last: int | None = None,
         use_async: bool = False,
@@ -284,13 +330,14 @@ class BoosterIO(ABC):
             lr_scheduler: One scheduler, or several.
             dataloader: The loader that `boost` or `prepare_dataloader` returned; its position in the global order of
                 samples is saved.
+            ema: What `ema` returned; its averages are saved in ``root/step-00000100/ema``, loadable like a model.
             extra: Your own JSON values and tensors, in dicts and lists; those of rank 0 are saved.
             keep_last: Remove all but this many steps up to this one, after it is safe.
             use_async: Copy the values, return, and write in the background; see `save_model`.
             size_per_shard: Largest size of a file of tensors in MiB.
 
         Raises:
-            TypeError: If ``model`` or ``optimizer`` are not what `boost` returned.
+            TypeError: If ``model`` or ``optimizer`` are not what `boost` returned, or ``ema`` not what `ema` did.
             ConfigError: If an argument is out of range, or differs between ranks.
             CheckpointError: If something cannot be saved (it is named), or can't be written.
             MissingRanksError: If some ranks do not call this.
@@ -299,11 +346,11 @@ class BoosterIO(ABC):
         """
         from booster_core.checkpoint.training_state import save_training_state
 
-        with self._announced("save", "checkpoint", root):
+        with self._announced("save", "checkpoint", root, use_async=use_async):
             save_training_state(
                 self.checkpoint_io,
                 self.context.coordinator,
-                lambda: self._training_state("save_checkpoint", model, optimizer, lr_scheduler, dataloader),
+                lambda: self._training_state("save_checkpoint", model, optimizer, lr_scheduler, dataloader, ema),
                 root,
                 step=step,
                 extra=extra,
@@ -321,6 +368,7 @@ class BoosterIO(ABC):
         optimizer: Optimizer | None = None,
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Any = None,
+        ema: ExponentialAverage | None = None,
         step: int | str = "latest",
         strict: bool = True,
         verify: bool = True,
@@ -338,6 +386,7 @@ class BoosterIO(ABC):
             optimizer: The optimizer.
             lr_scheduler: The schedulers, in the same order.
             dataloader: The loader, over the same data set.
+            ema: The averages; they need not have been made from the same values.
             step: A step, or ``"latest"``.
             strict: Raise unless model and checkpoint hold the same tensors.
             verify: Compare the checksum of each file that is read, once among the ranks that share a disk. It costs
@@ -361,7 +410,7 @@ class BoosterIO(ABC):
             return load_training_state(
                 self.checkpoint_io,
                 self.context.coordinator,
-                lambda: self._training_state("load_checkpoint", model, optimizer, lr_scheduler, dataloader),
+                lambda: self._training_state("load_checkpoint", model, optimizer, lr_scheduler, dataloader, ema),
                 root,
                 step=step,
                 strict=strict,
@@ -412,6 +461,7 @@ class BoosterIO(ABC):
 
     def _boosted_model(self, model: nn.Module) -> ModelWrapper | None:
         """Return the boosted model that ``model`` is, or is the inside of; ``None`` for a plain one."""
+        model = boosted_inside(model)
         for boosted in self._optimizers:
             if isinstance(boosted, ModelWrapper) and (boosted is model or boosted.unwrap() is model):
                 return boosted
@@ -431,13 +481,18 @@ class BoosterIO(ABC):
         optimizer: Optimizer | None,
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None,
         dataloader: Any,
+        ema: ExponentialAverage | None,
     ) -> TrainingState:
         """Return everything that makes up a training state, from what a user passes."""
         from booster_core.checkpoint.pretrained import pretrained_files
         from booster_core.checkpoint.training_part import TrainingObjects
         from booster_core.checkpoint.training_state import TrainingState
+        from booster_core.ema import ExponentialAverage
 
         self._check_module(model, call)
+        if ema is not None and not isinstance(ema, ExponentialAverage):
+            msg = f"`ema` of `Booster.{call}` must be what `Booster.ema` returned; got `{type(ema).__name__}`."
+            raise TypeError(msg)
         boosted = self._boosted_model(model)
         dtype = None if boosted is None else self.context.precision.save_dtype
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else (lr_scheduler,)
@@ -450,25 +505,29 @@ class BoosterIO(ABC):
                 loss_scaler=getattr(optimizer, "loss_scaler", None),
                 dataloader=dataloader,
             ),
-            texts=pretrained_files(model if boosted is None else boosted.unwrap(), dtype),
+            texts=pretrained_files(unwrap_model(model), dtype),
             dtype=dtype,
             facts=run_facts(self.plugin, self.context),
+            ema=None if ema is None else ema.state_adapter(),
         )
 
     def _check_module(self, model: Any, call: str) -> None:
         if not isinstance(model, nn.Module):
             msg = f"`Booster.{call}` needs a torch.nn.Module; got `{type(model).__name__}`."
             raise TypeError(msg)
-        if isinstance(model, ModelWrapper) and self._boosted_model(model) is None:
+        if isinstance(boosted_inside(model), ModelWrapper) and self._boosted_model(model) is None:
             msg = f"`Booster.{call}` needs a model that this Booster has boosted; this one belongs to another Booster."
             raise TypeError(msg)
 
     @contextlib.contextmanager
-    def _announced(self, verb: str, kind: str, checkpoint: str | Path) -> Iterator[None]:
-        """Call the hooks before and after a save or load."""
+    def _announced(self, verb: str, kind: str, checkpoint: str | Path, *, use_async: bool = False) -> Iterator[None]:
+        """Call the hooks before and after a save or load; after a save in the background, when that has ended."""
         hooks = self.context.hooks
         path = checkpoint if scheme_of(checkpoint) else Path(local_path(checkpoint))
         before, after = (getattr(hooks, f"{moment}_{verb}") for moment in ("before", "after"))
         before(kind=kind, checkpoint=path)
         yield
-        after(kind=kind, checkpoint=path)
+        if use_async:
+            self.checkpoint_io.when_written(lambda: after(kind=kind, checkpoint=path))
+        else:
+            after(kind=kind, checkpoint=path)

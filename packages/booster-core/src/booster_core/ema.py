@@ -16,19 +16,20 @@ import torch
 from booster_core.checkpoint.remote import local_source, local_target
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError
-from booster_core.state.adapter import StateAdapter
-from booster_core.state.naming import unwrap_model
+from booster_core.state.naming import NamedTensors
 from booster_core.state.shard import TensorShard
+from booster_core.state.view import ModelView
+from booster_core.wrappers import unwrap_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
 
     from booster_core.checkpoint.io import CheckpointIO
     from booster_core.checkpoint.report import LoadReport
-    from booster_core.state.adapter import JSONValue, ParamGroup, TensorMeta
+    from booster_core.state.adapter import StateAdapter
 
 _Key = tuple[str, Any, "tuple[int, int] | None"]
 
@@ -61,7 +62,7 @@ class ExponentialAverage:
         self._make_adapter = make_adapter
         self._io = io
         self._is_applied = False
-        self._copied = {name for name, _ in self._module.named_buffers(remove_duplicate=False)}
+        self._copied = _names_of_buffers(self._module)
         self._averages = {
             _key_of(shard): _average_of(shard, is_copied=shard.name in self._copied)
             for shard in make_adapter().model_shards()
@@ -135,6 +136,17 @@ class ExponentialAverage:
         with local_source(DistCoordinator(), checkpoint, "model") as path:
             return self._io.load_model(_AveragesAdapter(self), path, strict, **options)
 
+    def state_adapter(self) -> StateAdapter:
+        """Return the averages as the state of a model, to be saved or loaded.
+
+        Raises:
+            ConfigError: If the averages are applied: the model's own values are elsewhere meanwhile.
+
+        Collective: none.
+        """
+        self._refuse_if_applied("state_adapter")
+        return _AveragesAdapter(self)
+
     def shards(self) -> Iterator[TensorShard]:
         """Yield the averages as shards of the model; ``data`` is readable and writable.
 
@@ -168,44 +180,27 @@ class ExponentialAverage:
             raise ConfigError(msg)
 
 
-class _AveragesAdapter(StateAdapter):
-    """Shows averages in place of a model's own values."""
+class _AveragesAdapter(ModelView):
+    """Shows averages in place of a model's own values; extra state is not averaged, but written beside them."""
 
     def __init__(self, ema: ExponentialAverage) -> None:
+        super().__init__(ema._make_adapter())  # noqa: SLF001 - the other half of this class
         self._ema = ema
-        self._inner = ema._make_adapter()  # noqa: SLF001 - the other half of this class
 
     def model_shards(self) -> Iterator[TensorShard]:
         return self._ema.shards()
 
     def tied_names(self) -> Mapping[str, str]:
-        return self._inner.tied_names()
+        return self.inner.tied_names()
 
     def extra_state(self) -> Mapping[str, object]:
-        return self._inner.extra_state()
+        return self.inner.extra_state()
 
-    def load_extra_state(self, values: Mapping[str, object]) -> None:
-        """Leave the model alone: extra state is not averaged, and belongs to the model's own checkpoint."""
 
-    def optimizer_shards(self) -> Iterator[TensorShard]:
-        return iter(())
-
-    def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
-        return {}
-
-    def param_groups(self) -> Sequence[ParamGroup]:
-        return ()
-
-    def prepare_optimizer_load(
-        self,
-        tensors: Mapping[str, Mapping[str, TensorMeta]],
-        scalars: Mapping[str, Mapping[str, JSONValue]],
-        groups: Sequence[ParamGroup],
-    ) -> None:
-        """Do nothing: averages have no optimizer."""
-
-    def finish_load(self, *, model: bool, optimizer: bool) -> None:
-        """Do nothing: nothing is derived from averages."""
+def _names_of_buffers(module: nn.Module) -> set[str]:
+    named = NamedTensors.of(module)
+    trained = {id(parameter) for parameter in module.parameters()}
+    return {name for name, tensor in named.tensors.items() if id(tensor) not in trained}
 
 
 def _key_of(shard: TensorShard) -> _Key:

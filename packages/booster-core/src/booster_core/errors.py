@@ -45,3 +45,7 @@ class RankFailedError(BoosterError, RuntimeError):
 
 class GradientError(BoosterError, RuntimeError):
     """A loss has no gradient, a norm is not finite where that was forbidden, or backward was misused."""
+
+
+class LazyInitError(BoosterError, RuntimeError):
+    """A model that has no values yet is used as if it had, or its recording can't be replayed."""

@@ -46,7 +46,7 @@ def after_configure(plugin: Plugin, boosted: Boosted, context: BoostContext) -> 
 def before_save(kind: str, checkpoint: Path) -> None:
     """Observe a save before it starts.
 
-    ``kind`` is ``"model"``, ``"optimizer"``, ``"lr_scheduler"`` or ``"checkpoint"``.
+    ``kind`` is ``"model"``, ``"lora"``, ``"optimizer"``, ``"lr_scheduler"`` or ``"checkpoint"``.
     """
 
 

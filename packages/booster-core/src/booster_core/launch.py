@@ -319,6 +319,7 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
     from booster_core.store import meet_at_launch, open_store
 
     backend = _choose_backend(start.backend)
+    _choose_direct_collectives()
     is_hosted_elsewhere = start.url == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     _use_device(start.local_rank)
     store = open_store(
@@ -496,6 +497,17 @@ def _integers_of_launcher(call: str, command: str, names: tuple[str, ...]) -> li
         )
         raise ConfigError(msg)
     return [_integer_from(name) for name in names]
+
+
+def _choose_direct_collectives() -> None:
+    """Let ranks of one host read each other's memory, unless the user forbids it."""
+    from booster_core.collectives.direct import set_enabled
+
+    text = os.environ.get("BOOSTER_DIRECT_COLLECTIVES", "1")
+    if text not in ("0", "1"):
+        msg = f"BOOSTER_DIRECT_COLLECTIVES={text!r} must be 1 (ranks of a host read each other's memory) or 0."
+        raise ConfigError(msg)
+    set_enabled(text == "1")
 
 
 def _counts_above_one(name: str) -> list[str]:

@@ -54,7 +54,7 @@ def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.dev
     model.to(device)
     after = dict(model.named_parameters())
     if optimizer is not None:
-        _rebind(optimizer, {before[name]: after[name] for name in before if before[name] is not after[name]})
+        rebind(optimizer, {before[name]: after[name] for name in before if before[name] is not after[name]})
     if policy.param_dtype is not None:
         tensors = [*model.parameters()] if policy.uses_autocast else [*model.parameters(), *model.buffers()]
         for tensor in tensors:
@@ -67,10 +67,12 @@ def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.dev
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-def _rebind(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def rebind(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Let an optimizer hold the parameters that have taken the place of others.
 
     ``Module.to`` makes new parameters where a tensor can't change its device in place, as for meta.
+
+    Collective: none.
     """
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]

@@ -34,6 +34,7 @@ class SingleDevicePlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
+            Capability.LORA,
             Capability.SYNCHRONOUS,
         }
     )

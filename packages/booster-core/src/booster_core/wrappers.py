@@ -19,9 +19,10 @@ from booster_core.gradients.norm import check_norm_arguments
 from booster_core.liveness import naming_missing_ranks
 from booster_core.precision.casting import cast_floating
 from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
+from booster_core.state.naming import compiled_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -65,8 +66,17 @@ class ModelWrapper(nn.Module):
 
         Collective: as the strategy's forward.
         """
+        if torch.compiler.is_compiling():  # a clock is nothing to compile
+            return self._forward(*args, **kwargs)
         with naming_missing_ranks("forward"):
             return self._forward(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the user's model in place, with the arguments of ``torch.compile``; the strategy's part is not.
+
+        Collective: none.
+        """
+        self.unwrap().compile(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.precision is None or not self.precision.uses_autocast:
@@ -77,11 +87,11 @@ class ModelWrapper(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the user's model as this rank holds it; see `Booster.save_model` for files."""
-        return self.unwrap().state_dict(*args, **kwargs)
+        return unwrap_model(self).state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's signature
         """Load a state into the user's model as this rank holds it; see `Booster.load_model` for files."""
-        return self.unwrap().load_state_dict(state_dict, strict=strict, assign=assign)
+        return unwrap_model(self).load_state_dict(state_dict, strict=strict, assign=assign)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -225,6 +235,10 @@ class OptimizerWrapper(Optimizer):
         """Return the gradients that this rank holds and steps with."""
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
 
+    def gradients_in_parts(self) -> Iterator[list[Tensor]]:
+        """Yield the gradients that this rank steps with; some at a time, for strategies that don't have all at hand."""
+        yield self.gradients()
+
     def clip_grad_by_norm(
         self,
         max_norm: float,
@@ -268,7 +282,8 @@ class OptimizerWrapper(Optimizer):
         Collective: as `unscale_gradients`.
         """
         self.unscale_gradients()
-        clip_by_value(self.gradients(), clip_value)
+        for gradients in self.gradients_in_parts():
+            clip_by_value(gradients, clip_value)
 
     def unscale_gradients(self) -> None:
         """Divide the gradients by the loss scale, once a step, and note whether one overflowed on any rank.
@@ -277,17 +292,20 @@ class OptimizerWrapper(Optimizer):
         """
         if self.loss_scaler is None or self.is_unscaled:
             return
-        gradients = self.gradients()
-        self._found_overflow = self.overflow_anywhere(any_nonfinite(gradients))
-        for gradient in gradients:
-            gradient.div_(self.loss_scaler.scale)
+        overflows = []
+        for gradients in self.gradients_in_parts():
+            overflows.append(any_nonfinite(gradients))
+            for gradient in gradients:
+                gradient.div_(self.loss_scaler.scale)
+        self._found_overflow = self.overflow_anywhere(any(overflows))
         self.is_unscaled = True
 
     def _rescale_gradients(self) -> None:
         """Multiply unscaled gradients that are still there by the loss scale, so that backward may add to them."""
         if self.loss_scaler is not None and self.is_unscaled:
-            for gradient in self.gradients():
-                gradient.mul_(self.loss_scaler.scale)
+            for gradients in self.gradients_in_parts():
+                for gradient in gradients:
+                    gradient.mul_(self.loss_scaler.scale)
         self.is_unscaled = False
         self._found_overflow = False
 
@@ -374,11 +392,31 @@ def unscaled_gradient(parameter: nn.Parameter, optimizer: Optimizer | None) -> T
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the user's own model, whether or not it is boosted.
+    """Return the user's own module: below our wrappers, ``DistributedDataParallel`` and ``torch.compile``.
+
+    A model with adapters is the user's own, and is returned as it is.
 
     Collective: none.
     """
-    return model.unwrap() if isinstance(model, ModelWrapper) else model
+    while True:
+        if isinstance(model, ModelWrapper):
+            inner: nn.Module | None = model.unwrap()
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = model.module
+        else:
+            inner = compiled_module(model)
+        if inner is None:
+            return model
+        model = inner
+
+
+def boosted_inside(model: nn.Module) -> nn.Module:
+    """Return the boosted model that ``torch.compile`` was called on; ``model`` itself where it is anything else.
+
+    Collective: none.
+    """
+    inner = compiled_module(model) if isinstance(model, nn.Module) else None
+    return inner if isinstance(inner, ModelWrapper) else model
 
 
 def model_device(model: nn.Module) -> torch.device | None:

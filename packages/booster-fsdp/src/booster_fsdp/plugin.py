@@ -1,43 +1,80 @@
-"""`TorchFSDPPlugin`: ``torch.distributed.fsdp.fully_shard`` behind `Booster`.
+"""`TorchFSDPPlugin`: ``torch.distributed.fsdp.fully_shard`` behind `Booster`; wires the parts of this package together.
 
-This version has the interface only: options are checked, and `configure` says that it does not train yet.
+Parameters lie in shards, one per rank; a unit's are gathered right before its forward and backward need them and let
+go afterwards, and its gradients are reduced into shards as backward leaves it (Zhao et al. 2023, "PyTorch FSDP",
+arXiv:2304.11277). torch does that; the plugin chooses the units, brings the user's optimizer along, and shows the
+state.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+import contextlib
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from booster_core.errors import PluginError
-from booster_core.plugin import Capability, Plugin
+import torch.distributed as dist
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from booster_core.errors import ConfigError
+from booster_core.lazy import is_lazy
+from booster_core.plugin import Boosted, Capability, Plugin
 from booster_core.precision import PrecisionPolicy
+from booster_core.replicated import place_model
+from booster_core.sharding.agreement import agree_on_values
+from booster_core.state.naming import NamedTensors
+from booster_core.wrappers import unwrap_model
 from booster_fsdp.config import FSDPConfig
+from booster_fsdp.lazy import fill_model, hollow_model
+from booster_fsdp.model import FSDPModel
+from booster_fsdp.optimizer import FSDPOptimizer
+from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, shard_model
+from booster_fsdp.state import FSDPStateAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
-    from booster_core.plugin import BoostContext, Boosted
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.optim import Optimizer
+
+    from booster_core.plugin import BoostContext
+    from booster_core.state.adapter import StateAdapter
 
 
 class TorchFSDPPlugin(Plugin):
     """Fully sharded data parallelism: parameters, gradients and optimizer state split over all ranks by torch's FSDP2.
 
-    This version does not train yet.
-
     Args:
         reshard_after_forward: See `FSDPConfig`, which documents this and the following options.
         unit_classes: Module classes gathered as one unit.
-        num_replicas: Groups of ranks that each hold a whole model.
+        unit_min_numel: Size of units.
+        unit_if: Says whether a module is a unit.
+        ignored_modules: Modules that stay whole.
+        ignored_parameters: Parameters that stay whole.
+        replica_size: Number of replicas of the sharded model.
         cpu_offload: Keep state on the host.
+        forward_prefetch: Units gathered ahead in forward.
+        backward_prefetch: Units gathered ahead in backward.
+        max_norm: Clip gradients by this global norm in each step.
+        partition: Give the optimizer rows, or whole parameters.
+        broadcast_buffers: Keep buffers that forward changes equal on all ranks.
+        forward_methods: Methods besides ``forward`` that use parameters.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
 
+    Memory per rank and step, for N ranks: 1/N of parameters, gradients and optimizer state; the gathered parameters and
+    gradients of one or two units.
+    Communication per rank and step: two all-gathers of the parameters and one reduce-scatter of the gradients.
     Reference: Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
     """
 
     name: ClassVar[str] = "fsdp"
-    available: ClassVar[bool] = False
+    handles_lazy: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.CPU,
@@ -47,6 +84,7 @@ class TorchFSDPPlugin(Plugin):
             Capability.FP16,
             Capability.LORA,
             Capability.DATA_PARALLEL,
+            Capability.SYNCHRONOUS,
         }
     )
 
@@ -55,31 +93,143 @@ class TorchFSDPPlugin(Plugin):
         *,
         reshard_after_forward: bool | int = True,
         unit_classes: Sequence[str] = (),
-        num_replicas: int = 1,
+        unit_min_numel: int | None = None,
+        unit_if: Callable[[str, nn.Module], bool] | None = None,
+        ignored_modules: Sequence[str] = (),
+        ignored_parameters: Sequence[str] = (),
+        replica_size: int = 1,
         cpu_offload: bool = False,
+        forward_prefetch: int = 0,
+        backward_prefetch: int = 0,
+        max_norm: float = 0.0,
+        partition: str = "auto",
+        broadcast_buffers: bool = True,
+        forward_methods: Sequence[str] | None = None,
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
+        for option, names in (
+            ("unit_classes", unit_classes),
+            ("ignored_modules", ignored_modules),
+            ("ignored_parameters", ignored_parameters),
+            ("forward_methods", forward_methods),
+        ):
+            if isinstance(names, str):
+                msg = f"`{option}={names!r}` is one string; it is a sequence of names, such as ['{names}']."
+                raise TypeError(msg)
         self.config = FSDPConfig(
             reshard_after_forward=reshard_after_forward,
             unit_classes=tuple(unit_classes),
-            num_replicas=num_replicas,
+            unit_min_numel=unit_min_numel,
+            unit_if=unit_if,
+            ignored_modules=tuple(ignored_modules),
+            ignored_parameters=tuple(ignored_parameters),
+            replica_size=replica_size,
             cpu_offload=cpu_offload,
+            forward_prefetch=forward_prefetch,
+            backward_prefetch=backward_prefetch,
+            max_norm=max_norm,
+            partition=partition,
+            broadcast_buffers=broadcast_buffers,
+            forward_methods=None if forward_methods is None else tuple(forward_methods),
         )
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
+        self._mesh: tuple[Any, DeviceMesh] | None = None
 
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
-        """Say that this version does not train.
+        """Shard the model, and let the optimizer update this rank's part of it.
 
         Raises:
-            PluginError: Always.
+            ConfigError: If ``replica_size`` does not divide the number of ranks, a name in the options is not in the
+                model, or the model or optimizer can't be sharded.
 
-        Collective: none; every rank raises.
+        Collective: every rank of the world.
         """
-        del objects, context
-        raise PluginError(_NOT_YET)
+        mesh = self._mesh_of_world(context)
+        model = objects.model
+        methods = self._forward_methods(model)
+        check_parameters(model)
+        recording = None
+        if is_lazy(model):
+            recording = hollow_model(model, objects.optimizer, context.device, context.precision)
+        else:
+            place_model(model, objects.optimizer, context.device, context.precision)
+            agree_on_values(model)
+        named = NamedTensors.of(model)
+        before = dict(enumerate(model.parameters()))
+        names = {index: named.name_of[id(parameter)] for index, parameter in before.items()}
+        offload = self.config.cpu_offload
+        units = shard_model(model, mesh, self.config, context.precision, offload=offload)
+        if recording is not None:
+            fill_model(model, recording, units, context.device, context.precision, offload=offload)
+        for method in methods:
+            register_fsdp_forward_method(model, method)
+        wrapped = FSDPModel(model, units=units, precision=context.precision, forward_methods=methods)
+        optimizer = None
+        if objects.optimizer is not None:
+            optimizer = FSDPOptimizer(
+                objects.optimizer,
+                model,
+                before=before,
+                names=names,
+                units=units,
+                ranks=ranks_of(mesh),
+                config=self.config,
+                device=context.device,
+                precision=context.precision,
+                after_step=context.after_step,
+            )
+        wrapped.attach(optimizer)
+        return objects._replace(model=wrapped, optimizer=optimizer)
+
+    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+        """Return the view of sharded parameters and optimizer state."""
+        sharded = optimizer if isinstance(optimizer, FSDPOptimizer) else None
+        return FSDPStateAdapter(model, sharded, context.coordinator, cast("FSDPModel", model).units)
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+        """Return a context in which whole gradients accumulate on this rank, in the memory of the whole model."""
+        del optimizer
+        return _without_reduction(cast("FSDPModule", unwrap_model(model)))
+
+    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+        """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
+        cast("FSDPModel", model).units.reshard()
+        if isinstance(optimizer, FSDPOptimizer):
+            first = NamedTensors.of(unwrap_model(model))
+            return optimizer.full_gradient(first.aliases.get(name, name))
+        gradient: Any = unwrap_model(model).get_parameter(name).grad
+        if gradient is None:
+            return None
+        whole: Tensor = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+        return whole.detach()
+
+    def describe(self) -> Mapping[str, object]:
+        """Return the options and their values."""
+        return asdict(self.config)
+
+    def _mesh_of_world(self, context: BoostContext) -> DeviceMesh:
+        """Return the mesh; its process groups are made once for each world."""
+        world = dist.group.WORLD
+        if self._mesh is None or self._mesh[0] is not world:
+            mesh = make_mesh(context.coordinator.world_size, context.device.type, self.config)
+            self._mesh = (world, mesh)
+        return self._mesh[1]
+
+    def _forward_methods(self, model: nn.Module) -> tuple[str, ...]:
+        asked = self.config.forward_methods
+        if asked is None:
+            return ("generate",) if callable(getattr(model, "generate", None)) else ()
+        for name in asked:
+            if not callable(getattr(model, name, None)):
+                msg = f"`forward_methods` names '{name}', which {type(model).__name__} does not have."
+                raise ConfigError(msg)
+        return asked
 
 
-_NOT_YET = (
-    "TorchFSDPPlugin does not train yet: booster-fsdp 0.1 has its interface only. "
-    "Use plugin='ddp' of booster-ddp, which keeps the whole model on every rank."
-)
+@contextlib.contextmanager
+def _without_reduction(model: FSDPModule) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)

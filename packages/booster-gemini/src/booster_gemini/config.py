@@ -35,14 +35,16 @@ class GeminiConfig:
         pin_memory: Lock the host's pages, so that an accelerator copies them by itself.
         memory_record: Folder into which each rank writes what lay where, for ``booster memory``; ``None`` writes
             nothing.
-        min_chunk_bytes: Smallest size of a chunk in bytes; up to twice as large, the one that wastes least is taken. A
-            parameter that is larger has a chunk of its own.
+        shard_param_frac: Fraction of the parameters that are whole only while they are used; the rest stays whole from
+            its first use until the next step, which takes more memory and fewer gathers. 0 is what ZeRO-2 does.
+        min_chunk_bytes: Smallest size of a chunk in bytes; the first size up to four times as large that wastes next
+            to nothing is taken. A parameter that is larger has a chunk of its own.
         max_prefetch: How many chunks are gathered ahead of their use; 0 waits for each.
         max_norm: Clip gradients by this global norm in each step before which ``clip_grad_by_norm`` was not called;
             0 does not.
         overlap_communication: Go on with backward while chunks' gradients are being reduced.
         communication_dtype: Format in which gradients travel, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a dtype; ``None``
-            for the parameters' own. Sums are in fp32 in any case.
+            for the parameters' own. CPUs sum in fp32 whatever travels; devices in the format that travels.
         master_weights: Keep fp32 masters of parameters whose working format is bf16 or fp16; without, the optimizer
             updates the working parameters.
         replica_size: Number of replicas of the sharded state: state is split within groups of
@@ -66,6 +68,7 @@ class GeminiConfig:
     offload_dir: str | Path | None = None
     pin_memory: bool = True
     memory_record: str | Path | None = None
+    shard_param_frac: float = 1.0
     min_chunk_bytes: int = 16 * 2**20
     max_prefetch: int = 1
     max_norm: float = 0.0
@@ -79,6 +82,9 @@ class GeminiConfig:
 
     def __post_init__(self) -> None:
         self._check_placement()
+        if not 0 <= self.shard_param_frac <= 1:
+            msg = f"`shard_param_frac={self.shard_param_frac}` must lie between 0 (none) and 1 (all parameters)."
+            raise ConfigError(msg)
         if not 0 <= self.max_norm < math.inf:
             msg = f"`max_norm={self.max_norm}` must be 0 (no clipping) or the largest global norm of the gradients."
             raise ConfigError(msg)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 from booster_core import collectives
+from booster_core.gradients.norm import check_finite_norm, global_norm
 from booster_core.sharding.optimizer import ShardedOptimizer
+from booster_core.sharding.parts import only, steps_in_parts
+from booster_gemini.memory.home import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -41,6 +48,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self, optim: Optimizer, model: nn.Module, *, manager: ChunkManager, config: GeminiConfig, **kwargs: Any
     ) -> None:
         self.manager = manager
+        self._steps_in_parts = manager.home.moves and steps_in_parts(optim)
         super().__init__(
             optim,
             model,
@@ -65,6 +73,7 @@ class GeminiOptimizer(ShardedOptimizer):
 
         Collective: every rank of the world.
         """
+        self.manager.home.moment("backward")
         self.manager.begin("backward")
         try:
             super().backward(loss, inputs, retain_graph=retain_graph)
@@ -91,6 +100,66 @@ class GeminiOptimizer(ShardedOptimizer):
 
         Collective: every rank of the world.
         """
+        self.manager.home.moment("step")
         result = self.update_pieces(closure)
-        self.manager.publish([chunk for chunk in self.layout.buckets if self.is_used(chunk)])
+        used = [chunk for chunk in self.layout.buckets if self.is_used(chunk)]
+        if not self._steps_in_parts:
+            for chunk in used:
+                with chunk.at_hand(changes=True):
+                    chunk.take_up_values()
+        self.manager.publish(used)
+        self.manager.home.end_step()
         return result
+
+    def step_pieces(self) -> Any:
+        """Step on all pieces at once; where blocks may lie elsewhere, chunk by chunk, where each one's state lies."""
+        if not self.manager.home.moves:
+            return super().step_pieces()
+        chunks = [chunk for chunk in self.layout.buckets if self.is_used(chunk)]
+        groups = [list(group["params"]) for group in self.param_groups]
+        result = None
+        with contextlib.ExitStack() as stack:
+            for chunk in chunks:
+                if not self._steps_in_parts:
+                    stack.enter_context(chunk.stepping())
+                    continue
+                own = {id(piece.values) for piece in chunk.pieces}
+                with chunk.stepping():
+                    with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
+                        result = self.optim.step()
+                    chunk.house(self.hosted.states())
+                    chunk.take_up_values()
+            if not self._steps_in_parts:
+                result = self.optim.step()
+                states = self.hosted.states()
+                for chunk in chunks:
+                    chunk.house(states)
+        return result
+
+    # ---- gradients, chunk by chunk
+
+    def gradients_in_parts(self) -> Iterator[list[Tensor]]:
+        """Yield the gradients of this rank's pieces, averaged over ranks, one chunk's at a time.
+
+        Collective: every rank of the world, where there was a backward since the last call.
+        """
+        self.settle()
+        for chunk in self.layout.buckets:
+            if chunk.has_gradient:
+                with chunk.in_use(Role.GRAD, changes=True):
+                    gradients = chunk.gradients()
+                    if gradients:
+                        yield gradients
+
+    def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip by the norm over all shards of a replica, each element counted once, one chunk at a time."""
+        parts = [global_norm(part, norm_type) for part in self.gradients_in_parts()]
+        group = self.ranks.shard_group or dist.group.WORLD
+        norm = global_norm(parts, norm_type, groups=[] if group is None else [group])
+        if error_if_nonfinite:
+            check_finite_norm(norm)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as `clip_by_norm` does
+        if norm.device.type != "cpu" or not bool(factor == 1.0):  # asking a device takes longer than multiplying
+            for part in self.gradients_in_parts():
+                torch._foreach_mul_(part, factor)
+        return norm

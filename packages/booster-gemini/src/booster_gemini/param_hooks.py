@@ -85,18 +85,18 @@ class ParameterHooks:
         self._saved_uses = SavedUses(manager)
         self._mode = _FunctionUses(self)
         self._handles: list[Any] = []
-        for module in model.modules():
+        for name, module in model.named_modules():
             own = [manager.index_of[id(parameter)] for parameter in module.parameters(recurse=False)]
             if own or any(True for _ in module.parameters()):
-                self._hook(module, own)
+                self._hook(module, own, name or type(model).__name__)
 
-    def _hook(self, module: nn.Module, own: list[int]) -> None:
+    def _hook(self, module: nn.Module, own: list[int], name: str) -> None:
         hooks = weakref.ref(self)  # a module must not keep alive what belongs to another run
 
         def before(module: nn.Module, _: Any) -> None:
             owner = hooks()
             if owner is not None:
-                owner.enter(module, own)
+                owner.enter(module, own, name)
 
         def after(module: nn.Module, *_: Any) -> None:
             owner = hooks()
@@ -119,7 +119,7 @@ class ParameterHooks:
 
     # ---- modules
 
-    def enter(self, module: nn.Module, own: Sequence[int]) -> None:
+    def enter(self, module: nn.Module, own: Sequence[int], name: str) -> None:
         """Fetch a module's own parameters before its forward."""
         frame = _Frame(module)
         if not self._frames and not _is_in_backward():
@@ -128,8 +128,9 @@ class ParameterHooks:
             frame.is_outermost = True
         self._frames.append(frame)
         if len(self._frames) == 1:
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
         if own:
+            self._manager.home.moment(name)
             self._manager.note_first_use(own)
             self._pin(frame, own)
             frame.saves = self._saved_uses.push()
@@ -144,9 +145,9 @@ class ParameterHooks:
         for chunk in frame.pinned:
             chunk.pins = max(chunk.pins - 1, 0)
         if not self._frames:
-            self._mode.__exit__(None, None, None)
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if frame.is_outermost:
-                self._manager.end()
+                self._manager.end(goes_back=torch.is_grad_enabled())
 
     def _pin(self, frame: _Frame, indices: Iterable[int]) -> None:
         for chunk in dict.fromkeys(self._manager.chunk_of(index) for index in indices):
@@ -214,4 +215,4 @@ def _only_describes(func: Any) -> bool:
 
 def _is_in_backward() -> bool:
     """Whether autograd is running, as it is when checkpointed layers are computed again."""
-    return int(torch._C._current_graph_task_id()) != -1  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - no public name

@@ -21,23 +21,36 @@ from booster_core.wrappers import unwrap_model
 from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
+from booster_gemini.memory.make import make_home
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
+from booster_gemini.state import GeminiStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext
+    from booster_core.state.adapter import StateAdapter
 
 
 class GeminiPlugin(Plugin):
     """Data parallelism whose parameters, gradients and optimizer state lie in chunks, split over the ranks.
 
     Args:
-        min_chunk_bytes: See `GeminiConfig`, which documents this and the following options.
+        placement_policy: See `GeminiConfig`, which documents this and the following options.
+        offload_param_frac: Fraction of the parameters that lie elsewhere while they are not in use.
+        offload_optim_frac: Fraction of the optimizer state that lies elsewhere.
+        memory_budget_bytes: What Gemini's own may take of the memory that computes, for ``"auto"``.
+        host_budget_bytes: What it may take of the host's memory beneath an accelerator.
+        offload_dir: Folder on a disk for what lies elsewhere.
+        pin_memory: Lock the host's pages, for an accelerator.
+        memory_record: Folder for the record of what lay where.
+        min_chunk_bytes: Smallest size of a chunk.
+        shard_param_frac: Fraction of the parameters that are whole only while they are used.
         max_prefetch: How many chunks are gathered ahead.
         max_norm: Clip gradients by this global norm in each step.
         overlap_communication: Reduce while backward goes on.
@@ -66,6 +79,7 @@ class GeminiPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
+            Capability.LORA,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
         }
@@ -74,6 +88,15 @@ class GeminiPlugin(Plugin):
     def __init__(
         self,
         *,
+        placement_policy: str = "static",
+        offload_param_frac: float = 0.0,
+        offload_optim_frac: float = 0.0,
+        memory_budget_bytes: int | None = None,
+        host_budget_bytes: int | None = None,
+        offload_dir: str | Path | None = None,
+        pin_memory: bool = True,
+        memory_record: str | Path | None = None,
+        shard_param_frac: float = 1.0,
         min_chunk_bytes: int = 16 * 2**20,
         max_prefetch: int = 1,
         max_norm: float = 0.0,
@@ -87,6 +110,15 @@ class GeminiPlugin(Plugin):
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
         self.config = GeminiConfig(
+            placement_policy=placement_policy,
+            offload_param_frac=offload_param_frac,
+            offload_optim_frac=offload_optim_frac,
+            memory_budget_bytes=memory_budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            offload_dir=offload_dir,
+            pin_memory=pin_memory,
+            memory_record=memory_record,
+            shard_param_frac=shard_param_frac,
             min_chunk_bytes=min_chunk_bytes,
             max_prefetch=max_prefetch,
             max_norm=max_norm,
@@ -134,7 +166,7 @@ class GeminiPlugin(Plugin):
         model = objects.model
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
         agree_on_values(model)
-        format_of = self._formats(model, context)
+        format_of = self._formats(model, objects.optimizer, context)
         kind = "flat" if objects.optimizer is None else partition_for(objects.optimizer, self.config.partition)
         manager = ChunkManager(
             model,
@@ -143,6 +175,8 @@ class GeminiPlugin(Plugin):
             kind=kind,
             chunk_bytes=self._chunk_bytes(model, ranks),
             max_prefetch=self.config.max_prefetch,
+            shard_param_frac=self.config.shard_param_frac,
+            home=make_home(self.config, context),
         )
         optimizer = None
         if objects.optimizer is not None:
@@ -156,6 +190,12 @@ class GeminiPlugin(Plugin):
             )
         wrapped = GeminiModel(model, manager, precision=context.precision, optimizer=optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
+
+    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+        """Return the view of this rank's slices of parameters, masters and optimizer state."""
+        assert isinstance(model, GeminiModel), "Booster passes what `configure` returned"
+        gemini = optimizer if isinstance(optimizer, GeminiOptimizer) else None
+        return GeminiStateAdapter(model, gemini, context.coordinator)
 
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
@@ -180,9 +220,13 @@ class GeminiPlugin(Plugin):
         least = max(self.config.min_chunk_bytes // itemsize, 1)
         return itemsize * search_chunk_numel(numels, ranks.shard_size, least)
 
-    def _formats(self, model: nn.Module, context: BoostContext) -> Callable[[nn.Parameter], Format]:
+    def _formats(
+        self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext
+    ) -> Callable[[nn.Parameter], Format]:
         policy, device = context.precision, context.device
         kept = kept_as_they_are(model)
+        groups = [] if optimizer is None else optimizer.param_groups
+        held = {id(parameter) for group in groups for parameter in group["params"]}
         asked = self.config.wire_dtype or (policy.reduce_dtype if policy.reduce_dtype != torch.float32 else None)
 
         def format_of(parameter: nn.Parameter) -> Format:
@@ -190,14 +234,15 @@ class GeminiPlugin(Plugin):
             if policy.param_dtype is not None and parameter.is_floating_point():
                 is_kept = id(parameter) in kept and policy.param_dtype in NARROW
                 working = working if is_kept else policy.param_dtype
-            narrow_with_master = working in NARROW and policy.param_dtype is not None and parameter.requires_grad
+            is_trained = parameter.requires_grad or id(parameter) in held
+            narrow_with_master = working in NARROW and policy.param_dtype is not None and is_trained
             return Format(
                 working=working,
                 master=policy.master_dtype if narrow_with_master else working,
                 wire=asked or working,
                 device=device,
                 home=device,
-                is_trained=parameter.requires_grad,
+                is_trained=is_trained,
             )
 
         return format_of

@@ -28,7 +28,7 @@ class _Note:
     """Where saved values lie: in which parameter, from which element, and with which strides."""
 
     index: int
-    start: int
+    start: int | torch.SymInt
     shape: torch.Size
     strides: tuple[int, ...]
     version: int
@@ -62,7 +62,7 @@ class SavedUses:
         """
         if not torch.is_grad_enabled():
             return False
-        autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # noqa: SLF001 - torch's own hooks ask so
+        autograd: Any = torch._C._autograd  # noqa: SLF001 - torch's own hooks ask so
         if not autograd._saved_tensors_hooks_is_enabled():  # noqa: SLF001
             return False
         others = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
@@ -78,7 +78,7 @@ class SavedUses:
         self._context.__exit__()
 
     def _pack(self, tensor: Tensor) -> Any:
-        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]  # noqa: SLF001 - as torch's own modes do
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - as torch's own modes do
             storage = tensor.untyped_storage()
             chunk = self._manager.chunk_holding(storage.data_ptr()) if storage.nbytes() else None
             if chunk is None:
@@ -97,6 +97,7 @@ class SavedUses:
             return self._fetched(saved)
         if isinstance(saved, _Kept):
             return saved.unpack(saved.packed)
+        tensor: Tensor
         tensor, version = saved
         if tensor._version != version:  # noqa: SLF001
             msg = (

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.schedule import STYLES
 
 if TYPE_CHECKING:
     from booster_zero import ZeroConfig
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-SEQUENCE_MODES = ("split_gather", "ulysses", "ring_attention")
+SEQUENCE_MODES = ("split_gather", "all_to_all", "ring_attn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +38,20 @@ class PipelineConfig:
     Args:
         size: Number of stages; 1 makes no pipeline.
         num_microbatches: Parts into which a batch is cut.
-        schedule: Order of the parts' forwards and backwards: one of `SCHEDULES`.
+        style: Order of the parts' forwards and backwards: one of `booster_hybrid.pipeline.schedule.STYLES`.
 
     Raises:
-        ConfigError: If a number is below 1, the schedule is unknown, or there are fewer microbatches than stages.
+        ConfigError: If a number is below 1, the style is unknown, or there are fewer microbatches than stages.
     """
 
     size: int = 1
     num_microbatches: int = 1
-    schedule: str = "1f1b"
+    style: str = "1f1b"
 
     def __post_init__(self) -> None:
         _check_positive("pipeline size", self.size)
-        if self.schedule not in SCHEDULES:
-            msg = f"`schedule={self.schedule!r}` is not one of {', '.join(map(repr, SCHEDULES))}."
+        if self.style not in STYLES:
+            msg = f"`pp_style={self.style!r}` is not one of {', '.join(map(repr, STYLES))}."
             raise ConfigError(msg)
         if self.num_microbatches < self.size:
             msg = (
@@ -67,26 +67,30 @@ class SequenceConfig:
 
     Args:
         size: Ranks over which a sequence is split; 1 splits none.
-        mode: How attention sees the whole sequence: one of `SEQUENCE_MODES`. ``"split_gather"`` uses the tensor
-            parallel ranks and so takes no size of its own.
+        mode: How attention sees the whole sequence: one of `SEQUENCE_MODES`, or ``None`` where none is split.
+            ``"split_gather"`` uses the tensor parallel ranks and so takes no size of its own.
 
     Raises:
         ConfigError: If the size is below 1, the mode is unknown, or ``"split_gather"`` comes with a size.
     """
 
     size: int = 1
-    mode: str = "split_gather"
+    mode: str | None = None
 
     def __post_init__(self) -> None:
         _check_positive("sequence size", self.size)
-        if self.mode not in SEQUENCE_MODES:
-            msg = f"`mode={self.mode!r}` is not one of {', '.join(map(repr, SEQUENCE_MODES))}."
+        if self.mode is not None and self.mode not in SEQUENCE_MODES:
+            known = ", ".join(map(repr, SEQUENCE_MODES))
+            msg = f"`sequence_parallelism_mode={self.mode!r}` is not one of {known}, or None."
             raise ConfigError(msg)
         if self.mode == "split_gather" and self.size > 1:
             msg = (
-                f"mode='split_gather' splits over the tensor parallel ranks, but the sequence size is {self.size}. Use "
-                "1, or another mode."
+                f"'split_gather' splits over the tensor parallel ranks, but `sp_size={self.size}`. Use 1, or another "
+                "mode."
             )
+            raise ConfigError(msg)
+        if self.mode is None and self.size > 1:
+            msg = f"`sp_size={self.size}` needs a `sequence_parallelism_mode`: 'all_to_all' or 'ring_attn'."
             raise ConfigError(msg)
 
 

@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2 with CPU offload, as a plugin of Booster."""
+"""ZeRO stages 1 and 2 with offload to the host or its disk, as a plugin of Booster."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core import collectives
-from booster_core.collectives import Pending
+from booster_core.collectives.pending import Pending
 from booster_core.errors import ConfigError
 from booster_core.sharding.bucket import ShardedBucket
 from booster_core.sharding.hosting import is_cut

@@ -26,7 +26,7 @@ class ZeroConfig:
             that is larger has a bucket of its own.
         overlap_communication: Go on with backward while buckets are being reduced.
         communication_dtype: Format in which gradients travel, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a dtype; ``None``
-            for the parameters' own. Sums are in fp32 in any case.
+            for the parameters' own. CPUs sum in fp32 whatever travels; devices in the format that travels.
         overlap_allgather: Let ``step`` return while updated parameters are still being gathered; each is waited for
             on first use in the model's forward. See `booster_zero.gathers` for what waits, and what can't.
         cpu_offload: The same as ``offload="cpu"``.

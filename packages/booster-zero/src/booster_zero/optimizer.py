@@ -13,14 +13,15 @@ from booster_core.sharding.layout import Layout
 from booster_core.sharding.optimizer import ShardedOptimizer
 from booster_core.sharding.parts import only, steps_in_parts
 from booster_zero.bucket import Bucket
+from booster_zero.gathers import Gathers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.collectives import Pending
+    from booster_core.collectives.pending import Pending
     from booster_core.sharding.bucket import Format
     from booster_core.sharding.ranks import ShardingRanks
     from booster_zero.config import ZeroConfig
@@ -61,7 +62,9 @@ class ZeroOptimizer(ShardedOptimizer):
         self._format_of = format_of
         self._steps_in_parts = config.offloads and steps_in_parts(optim)
         self.room = room
-        self._pending: dict[Bucket, Pending] = {}
+        self.gathers = Gathers()
+        self._overlaps_gathers = config.overlap_allgather
+        self._published: dict[Bucket, Pending] = {}
         super().__init__(
             optim,
             model,
@@ -101,6 +104,14 @@ class ZeroOptimizer(ShardedOptimizer):
             self.lay_out_anew(new)
         return repeated
 
+    def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
+        """Run backward from a loss and reduce its gradients; see `OptimizerWrapper.backward`.
+
+        Collective: every rank of the world; under stage 1's ``no_sync`` none.
+        """
+        self.gathers.wait()
+        super().backward(loss, inputs, retain_graph=retain_graph)
+
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
         """Step the optimizer inside on this rank's pieces, then share them.
 
@@ -109,17 +120,23 @@ class ZeroOptimizer(ShardedOptimizer):
 
         Collective: every rank of the world.
         """
+        self.gathers.wait()
         for bucket in self.layout.buckets:
             bucket.notice_changes(self.names)
-        self._pending = {}
+        self._published = {}
         result = self.update_pieces(closure)
-        self._end_publishing(
-            {
-                bucket: self._pending[bucket] if bucket in self._pending else bucket.publish()
-                for bucket in self.layout.buckets
-                if self.is_used(bucket)
-            }
-        )
+        published = {
+            bucket: self._published[bucket] if bucket in self._published else bucket.publish()
+            for bucket in self._in_order_of_forward()
+            if self.is_used(bucket)
+        }
+        self._published = {}
+        if self._overlaps_gathers:
+            _count_as_changed(published)
+            for bucket, pending in published.items():
+                self.gathers.start(bucket, pending)
+        else:
+            self._end_publishing(published)
         self.room.check_together(
             "The step was taken, and nothing is lost: what found no room stays in RAM and can be saved."
         )
@@ -134,14 +151,14 @@ class ZeroOptimizer(ShardedOptimizer):
             return super().step_pieces()
         result = None
         groups = [list(group["params"]) for group in self.param_groups]
-        for bucket in self.layout.buckets:
+        for bucket in self._in_order_of_forward():
             own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
             if own:
                 with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
                     result = self.optim.step()
                 bucket.house(self.hosted.states())
             if self.is_used(bucket):
-                self._pending[bucket] = bucket.publish()
+                self._published[bucket] = bucket.publish()
         return result
 
     def publish(self, buckets: Sequence[Bucket] | None = None) -> None:
@@ -149,6 +166,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
         Collective: the shard group.
         """
+        self.gathers.wait()
         self._end_publishing(
             {bucket: bucket.publish() for bucket in (self.layout.buckets if buckets is None else buckets)}
         )
@@ -156,7 +174,15 @@ class ZeroOptimizer(ShardedOptimizer):
     def _end_publishing(self, pending: Mapping[Bucket, Pending]) -> None:
         for each in pending.values():
             each.wait()
-        # A graph that was built before the update must not be run backward after it, as everywhere in torch.
-        for bucket in pending:
-            torch.autograd.graph.increment_version(bucket.parameters)
-            bucket.note_versions()
+        _count_as_changed(pending)
+
+    def _in_order_of_forward(self) -> list[Bucket]:
+        """Return the buckets in the order in which the next forward is expected to use them."""
+        return list(reversed(self.layout.buckets))
+
+
+def _count_as_changed(buckets: Iterable[Bucket]) -> None:
+    """Refuse to run a graph backward that was built before the update, as everywhere in torch."""
+    for bucket in buckets:
+        torch.autograd.graph.increment_version(bucket.parameters)
+        bucket.note_versions()

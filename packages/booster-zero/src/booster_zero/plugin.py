@@ -76,6 +76,7 @@ class LowLevelZeroPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
+            Capability.LORA,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
         }
@@ -149,15 +150,50 @@ class LowLevelZeroPlugin(Plugin):
 
         Collective: every rank of the world.
         """
-        ranks = self._ranks_of_world()
         room = self._room(context)
         model = objects.model
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
         agree_on_values(model)
+        return self._shard(objects, context, self._ranks_of_world(), room)
+
+    def shard(
+        self,
+        objects: Boosted,
+        context: BoostContext,
+        ranks: ShardingRanks,
+        optimizer_class: type[ZeroOptimizer] = ZeroOptimizer,
+    ) -> Boosted:
+        """Shard a model that is on its device already, over ranks that were given the same values of it.
+
+        For strategies that are composed with this one, and have ranks that hold other parts of the model.
+
+        Args:
+            objects: As for `configure`.
+            context: As for `configure`.
+            ranks: The ranks that share the state.
+            optimizer_class: What steps the shards.
+
+        Raises:
+            ConfigError: As for `configure`.
+            OffloadError: As for `configure`.
+
+        Collective: every rank of the world.
+        """
+        return self._shard(objects, context, ranks, self._room(context), optimizer_class)
+
+    def _shard(
+        self,
+        objects: Boosted,
+        context: BoostContext,
+        ranks: ShardingRanks,
+        room: Room,
+        optimizer_class: type[ZeroOptimizer] = ZeroOptimizer,
+    ) -> Boosted:
+        model = objects.model
         format_of = self._formats(model, context)
         optimizer = None
         if objects.optimizer is not None:
-            optimizer = ZeroOptimizer(
+            optimizer = optimizer_class(
                 objects.optimizer,
                 model,
                 config=self.config,
@@ -170,6 +206,8 @@ class LowLevelZeroPlugin(Plugin):
             room.check_together("Nothing is lost: what found no room lies in RAM.")
         for parameter in model.parameters():  # those that the optimizer does not hold
             parameter.data = parameter.data.to(format_of(parameter).working)
+        if self.config.overlap_allgather and optimizer is not None:
+            optimizer.gathers.watch(model)
         wrapped = ZeroModel(model, precision=context.precision, optimizer=optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
 

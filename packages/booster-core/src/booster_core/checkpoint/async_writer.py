@@ -74,6 +74,9 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._name = ""
+        self._lock = threading.Lock()
+        self._followers: list[Callable[[], object]] = []
+        self._is_over = True
 
     @property
     def is_busy(self) -> bool:
@@ -87,17 +90,42 @@ class BackgroundWriter:
         """
         assert self._thread is None, "the job before was waited for"
         self._name, self._error = name, None
+        self._followers, self._is_over = [], False
 
         def run() -> None:
             try:
                 work()
+                self._call_followers()
             except Exception as error:  # noqa: BLE001 - kept for the next call, which raises it on every rank
-                self._error = error
+                with self._lock:
+                    self._error, self._is_over = error, True
 
         # Not a daemon: the interpreter joins it before it ends, so that a last save is not lost.
         self._thread = threading.Thread(target=run, name=f"booster {name}")
         self._thread.start()
         atexit.register(self._at_exit)
+
+    def follow(self, call: Callable[[], object]) -> None:
+        """Call something when the job has ended well: in its thread, or at once where it has ended already.
+
+        Collective: none.
+        """
+        with self._lock:
+            if not self._is_over:
+                self._followers.append(call)
+                return
+            failed = self._error is not None
+        if not failed:
+            call()
+
+    def _call_followers(self) -> None:
+        while True:
+            with self._lock:
+                if not self._followers:
+                    self._is_over = True
+                    return
+                call = self._followers.pop(0)
+            call()
 
     def settle(self) -> None:
         """Wait for the job, if there is one, and leave its error for the next `join`.

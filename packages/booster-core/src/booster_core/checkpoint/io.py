@@ -343,6 +343,15 @@ class CheckpointIO:
         """
         self._begin(name)
 
+    def when_written(self, call: Callable[[], object]) -> None:
+        """Call something when what goes on in the background has been written well; at once where nothing does.
+
+        Called in the thread that writes, where no process group may be used. An error surfaces as that of the save.
+
+        Collective: none.
+        """
+        self._background.follow(call)
+
     def close(self) -> None:
         """Wait, and give back the memory that snapshots are kept in.
 

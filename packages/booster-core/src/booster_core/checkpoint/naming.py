@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 SAFETENSORS, TORCH = ".safetensors", ".bin"
-MODEL, TORCH_MODEL, OPTIMIZER = "model", "pytorch_model", "optimizer"
+MODEL, TORCH_MODEL, OPTIMIZER, EMA = "model", "pytorch_model", "optimizer", "ema"
 
 
 @dataclass(frozen=True, kw_only=True)

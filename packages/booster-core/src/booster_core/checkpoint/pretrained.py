@@ -6,6 +6,8 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any
 
+from booster_core.state.adapted import without_adapters
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -21,6 +23,7 @@ def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict
     Collective: none.
     """
     files = {}
+    model = without_adapters(model)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
         config = copy.deepcopy(config)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.checkpoint.job import as_checkpoint_error
 from booster_core.checkpoint.manifest import MANIFEST, FileEntry, Manifest, damaged, required
-from booster_core.checkpoint.naming import MODEL, OPTIMIZER, FileNames
+from booster_core.checkpoint.naming import EMA, MODEL, OPTIMIZER, FileNames
 from booster_core.checkpoint.parts import ModelPart, OptimizerPart
 from booster_core.checkpoint.session import Session
 from booster_core.checkpoint.steps import LATEST, Steps, arrange, new_token
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from booster_core.coordinator import DistCoordinator
     from booster_core.state.adapter import StateAdapter
 
+_EMA_NAMES = FileNames(base=MODEL, prefix=EMA)
 _SAVE, _LOAD = "save_checkpoint", "load_checkpoint"
 _VERIFY_TIMEOUT_SECONDS = 24 * 3600.0
 """How long ranks wait while others read files to check them. That all take part is known by then."""
@@ -69,6 +70,7 @@ class TrainingState:
         texts: Small files for the model's folder, such as ``config.json``.
         dtype: Element type in which the model's floating tensors are written.
         facts: What the manifest says of the run.
+        ema: Averages of the model, where they are kept.
     """
 
     model: StateAdapter
@@ -77,6 +79,7 @@ class TrainingState:
     texts: Mapping[str, str]
     dtype: torch.dtype | None
     facts: Mapping[str, Any]
+    ema: StateAdapter | None = None
 
 
 def save_training_state(
@@ -116,7 +119,8 @@ def save_training_state(
         steps = open_steps(root)
         state = make_state()
         training = TrainingPart(state.objects, rank=coordinator.rank, step=step, extra=extra)
-    asked = {"step": step, "keep_last": keep_last, "use_async": use_async, "root": str(root)}
+    has_ema = state.ema is not None
+    asked = {"step": step, "keep_last": keep_last, "use_async": use_async, "root": str(root), "ema": has_ema}
     _check_alike(coordinator.all_gather_object(asked))
     with session.together(_SAVE, where):
         if coordinator.rank == 0:
@@ -128,6 +132,8 @@ def save_training_state(
     ]
     if state.optimizer is not None:
         parts.append(OptimizerPart(state.optimizer, FileNames(base=OPTIMIZER), max_bytes=max_bytes))
+    if state.ema is not None:
+        parts.append(ModelPart(state.ema, _EMA_NAMES, max_bytes=max_bytes))
     parts.append(training)
     facts = {**state.facts, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
@@ -184,7 +190,9 @@ def load_training_state(
         if coordinator.rank == 0:
             name = steps.find(step)
     name = coordinator.broadcast_object(name)
-    wanted = [MODEL, VALUES, TENSORS, *([OPTIMIZER] if state.optimizer is not None else [])]
+    wanted = [MODEL, VALUES, TENSORS]
+    wanted += [OPTIMIZER] if state.optimizer is not None else []
+    wanted += [EMA] if state.ema is not None else []
     with local_copy(session, steps, name, wanted) as folder:
         manifest = _check_folder(session, steps, folder, name, wanted, verify=verify)
         with session.together(_LOAD, where):
@@ -193,6 +201,8 @@ def load_training_state(
         report = io.load_model(state.model, folder / MODEL, strict, num_threads=num_threads)
         if state.optimizer is not None:
             io.load_optimizer(state.optimizer, folder / OPTIMIZER, num_threads=num_threads)
+        if state.ema is not None:
+            io.load_model(state.ema, folder / EMA, strict, num_threads=num_threads)
         with session.together(_LOAD, where):
             saved.restore_objects(state.objects)
             extra = saved.extra()
@@ -270,6 +280,8 @@ def _together_for_long(session: Session, path: Path) -> Iterator[None]:
 
 def _home(name: str) -> str:
     """Return the folder of a file inside of a step's."""
+    if name == _EMA_NAMES.index or _EMA_NAMES.is_part(name):
+        return EMA
     names = FileNames(base=OPTIMIZER)
     if name in (names.single, names.index, names.groups) or names.is_part(name):
         return OPTIMIZER

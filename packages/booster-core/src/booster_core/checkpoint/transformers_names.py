@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from booster_core.state.adapted import without_adapters
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -54,6 +56,7 @@ def _renamings(module: nn.Module | None) -> list[Any]:
         from transformers.core_model_loading import WeightRenaming
     except ImportError:
         return []
+    module = without_adapters(module)
     if not isinstance(module, PreTrainedModel):
         return []
     return [entry for entry in get_model_conversion_mapping(module) if isinstance(entry, WeightRenaming)]

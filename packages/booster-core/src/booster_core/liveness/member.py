@@ -43,7 +43,7 @@ _FLUSH_SECONDS = 1.0
 _MAX_TEXT_CHARS = 60_000
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process exited|remote end closed|"
-    r"store that they share has gone away|failed to recv, got 0 bytes|nccl.*remote",
+    r"store that they share has gone away|failed to recv, got 0 bytes|nccl.*remote|its memory can't be read any more",
     re.IGNORECASE,
 )
 

@@ -12,6 +12,7 @@ Two ranks, three parameters; the cut falls into ``b``::
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from booster_core import collectives
-from booster_core.collectives import Pending
+from booster_core.collectives.pending import Pending
 from booster_core.sharding.lane import Lane, in_ram
 
 if TYPE_CHECKING:
@@ -226,6 +227,18 @@ class ShardedBucket:
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.format.wire, device=self.format.device)
 
+    def at_hand(self, *, changes: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which values, gradient and state lie in memory, for strategies that move them.
+
+        Args:
+            changes: Whether they are written to.
+        """
+        del changes
+        return contextlib.nullcontext()
+
+    def leave(self) -> None:
+        """Let go of what a strategy keeps of this bucket, because others have taken its place."""
+
     def state_room(self, piece: Piece, key: str, dtype: torch.dtype) -> Tensor:
         """Return memory for a piece's part of an elementwise state, in the shape of the piece's values; not filled."""
         del key
@@ -243,6 +256,11 @@ class ShardedBucket:
         self.has_gradient = False
         for piece in self.pieces:
             piece.values.grad = None
+
+    def zero_gradient(self) -> None:
+        """Set the gradient to zero, where there is one."""
+        if self.has_gradient and self.gradient is not None:
+            self.gradient.zero_()
 
     def show_gradient(self, used: Mapping[int, bool]) -> None:
         """Let the optimizer see the gradients of parameters that were used; it leaves the others as they are."""

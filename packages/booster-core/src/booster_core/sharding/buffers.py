@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 class BufferWatch:
     """Notices changes of a model's buffers, by torch's version counters.
+
+    Kernels of normalisation layers write running statistics past those; they count as changed while the layer trains.
 
     Args:
         model: The user's model.
@@ -26,8 +30,17 @@ class BufferWatch:
 
     def changed(self) -> list[bool]:
         """Return for each buffer whether it has changed since `forget`."""
+        statistics = {
+            id(buffer)
+            for module in self._model.modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training  # noqa: SLF001 - their common base
+            for buffer in module.buffers(recurse=False)
+        }
         return [
-            name not in self._seen or self._seen[name][0] is not buffer or self._seen[name][1] != _version(buffer)
+            id(buffer) in statistics
+            or name not in self._seen
+            or self._seen[name][0] is not buffer
+            or self._seen[name][1] != _version(buffer)
             for name, buffer in self.buffers().items()
         ]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def in_ram(numel: int, dtype: torch.dtype, home: torch.device, beside: torch.device) -> Tensor:
     """Return zeros in memory, such that copies to and from a device need not wait where that can be."""
-    pins = home.type == "cpu" and beside.type == "cuda"
+    pins = home.type == "cpu" and beside.type != "cpu"
     return torch.zeros(numel, dtype=dtype, device=home, pin_memory=pins)
 
 

@@ -96,20 +96,33 @@ class Layout(Generic[BucketT]):
         self.buckets = self._build(order)
         new_pieces = self.pieces()
         homes = {slot.index: bucket for bucket in self.buckets for slot in bucket.plan.slots}
+        kinds, moved = self._described_states(old_pieces, new_pieces, states)
+        if self._kind == "parameter":  # owners stay; memory may be another
+            moved = dict(states)
         for bucket in old:
-            if bucket.moves_values:
-                self._move(bucket, bucket.values, lambda piece, part: piece.values.data.copy_(part), new_pieces)
-            if bucket.has_gradient and bucket.gradient is not None:
-                for slot in bucket.plan.slots:
-                    homes[slot.index].make_gradient()
-                self._move(
-                    bucket,
-                    bucket.gradient,
-                    lambda piece, part: homes[piece.index].gradient_of(piece).copy_(part),
-                    new_pieces,
-                )
+            with bucket.at_hand(changes=False):
+                if bucket.moves_values:
+                    self._move(
+                        bucket, bucket.values, lambda piece, part: piece.values.data.copy_(part), new_pieces, homes
+                    )
+                if bucket.has_gradient and bucket.gradient is not None:
+                    for slot in bucket.plan.slots:
+                        homes[slot.index].make_gradient()
+                    self._move(
+                        bucket,
+                        bucket.gradient,
+                        lambda piece, part: homes[piece.index].gradient_of(piece).copy_(part),
+                        new_pieces,
+                        homes,
+                    )
+                if self._kind == "flat":
+                    self._move_states(bucket, new_pieces, states, kinds, homes, moved)
             bucket.gradient = None
-        return self._moved_states(old, old_pieces, new_pieces, states)
+            bucket.leave()
+        if self._kind == "parameter":
+            for bucket in self.buckets:
+                bucket.house(moved)
+        return moved
 
     def _build(self, order: Sequence[int]) -> list[BucketT]:
         by_format: dict[Format, list[tuple[int, int]]] = defaultdict(list)
@@ -129,7 +142,12 @@ class Layout(Generic[BucketT]):
         ]
 
     def _move(
-        self, bucket: BucketT, own: Tensor, write: Callable[[Piece, Tensor], object], pieces: Mapping[int, Piece]
+        self,
+        bucket: BucketT,
+        own: Tensor,
+        write: Callable[[Piece, Tensor], object],
+        pieces: Mapping[int, Piece],
+        homes: Mapping[int, BucketT],
     ) -> None:
         """Gather a tensor that is cut as a bucket, and write what belongs to this rank's new pieces."""
         plan, rank = bucket.plan, self._ranks.shard_rank
@@ -140,19 +158,13 @@ class Layout(Generic[BucketT]):
             piece = pieces.get(slot.index)
             if piece is not None:
                 part = whole[slot.offset + piece.start : slot.offset + piece.stop]
-                write(piece, part.view(piece.values.shape))
+                with homes[slot.index].at_hand(changes=True):
+                    write(piece, part.view(piece.values.shape))
 
-    def _moved_states(
-        self,
-        old: Sequence[BucketT],
-        old_pieces: Mapping[int, Piece],
-        new_pieces: Mapping[int, Piece],
-        states: Mapping[int, State],
-    ) -> dict[int, State]:
-        if self._kind == "parameter":
-            for bucket in self.buckets:  # owners stay; memory may be another
-                bucket.house(states)
-            return dict(states)
+    def _described_states(
+        self, old_pieces: Mapping[int, Piece], new_pieces: Mapping[int, Piece], states: Mapping[int, State]
+    ) -> tuple[dict[int, dict[str, torch.dtype]], dict[int, State]]:
+        """Return, of every rank's states, what is cut and in which format, and the rest for this rank's new pieces."""
         # What is elementwise moves by slices; the rest is small, and equal on every rank that has a part.
         kinds: dict[int, dict[str, torch.dtype]] = {}
         others: dict[int, State] = {}
@@ -170,27 +182,37 @@ class Layout(Generic[BucketT]):
         moved = {
             index: dict(state) for _, of_rank in gathered for index, state in of_rank.items() if index in new_pieces
         }
-        homes = {piece.index: bucket for bucket in self.buckets for piece in bucket.pieces}
-        for bucket in old:
-            present = [slot.index for slot in bucket.plan.slots if slot.index in kinds]
-            for key in sorted({key for index in present for key in kinds[index]}):
-                dtypes = {kinds[index][key] for index in present if key in kinds[index]}
-                for dtype in sorted(dtypes, key=str):
-                    own = torch.zeros(bucket.values.numel(), dtype=dtype, device=bucket.format.home)
-                    for piece in bucket.pieces:
-                        if kinds.get(piece.index, {}).get(key) == dtype:
-                            bucket.slice_of(own, piece).copy_(states[piece.index][key])
-                    having = {
-                        index: new_pieces[index]
-                        for index in present
-                        if kinds[index].get(key) == dtype and index in new_pieces
-                    }
-                    self._move(
-                        bucket,
-                        own,
-                        lambda piece, part, key=key: moved[piece.index].__setitem__(
-                            key, homes[piece.index].state_room(piece, key, part.dtype).copy_(part)
-                        ),  # type: ignore[misc]
-                        having,
-                    )
-        return moved
+        return kinds, moved
+
+    def _move_states(
+        self,
+        bucket: BucketT,
+        new_pieces: Mapping[int, Piece],
+        states: Mapping[int, State],
+        kinds: Mapping[int, Mapping[str, torch.dtype]],
+        homes: Mapping[int, BucketT],
+        moved: dict[int, State],
+    ) -> None:
+        """Move the elementwise state of a bucket's parameters."""
+        present = [slot.index for slot in bucket.plan.slots if slot.index in kinds]
+        for key in sorted({key for index in present for key in kinds[index]}):
+            dtypes = {kinds[index][key] for index in present if key in kinds[index]}
+            for dtype in sorted(dtypes, key=str):
+                own = torch.zeros(bucket.values.numel(), dtype=dtype, device=bucket.format.home)
+                for piece in bucket.pieces:
+                    if kinds.get(piece.index, {}).get(key) == dtype:
+                        bucket.slice_of(own, piece).copy_(states[piece.index][key])
+                having = {
+                    index: new_pieces[index]
+                    for index in present
+                    if kinds[index].get(key) == dtype and index in new_pieces
+                }
+                self._move(
+                    bucket,
+                    own,
+                    lambda piece, part, key=key: moved[piece.index].__setitem__(
+                        key, homes[piece.index].state_room(piece, key, part.dtype).copy_(part)
+                    ),  # type: ignore[misc]
+                    having,
+                    homes,
+                )

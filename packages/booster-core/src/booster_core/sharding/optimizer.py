@@ -5,6 +5,7 @@ What comes after a step, and where whole parameters lie, is what strategies add.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
     from booster_core.sharding.bucket import ShardedBucket
@@ -213,20 +215,25 @@ class ShardedOptimizer(OptimizerWrapper):
             self._raise_for_unused([index for index, is_used in zip(indices, used, strict=True) if not is_used])
         changed = self._buffers.changed() if self._broadcast_buffers else []
         flags = torch.tensor([*used, *changed], dtype=torch.uint8, device=self._device())
-        pending = [collectives.all_reduce(flags, dist.ReduceOp.MAX)]
+        flagged = collectives.all_reduce(flags, dist.ReduceOp.MAX)
         if self.ranks.replica_group is not None:
-            pending += [
-                collectives.all_reduce(bucket.gradient, dist.ReduceOp.AVG, self.ranks.replica_group)
-                for bucket in self.layout.buckets
-                if bucket.has_gradient and bucket.gradient is not None
-            ]
-        for each in pending:
-            each.wait()
+            self._average_over_replicas(self.ranks.replica_group)
+        flagged.wait()
         anywhere = flags.bool().tolist()
         self._agreed = dict(zip(indices, anywhere[: len(indices)], strict=True))
         self._changed_buffers = anywhere[len(indices) :]
         for bucket in self.layout.buckets:
             bucket.show_gradient(self._agreed)
+
+    def _average_over_replicas(self, group: ProcessGroup) -> None:
+        with contextlib.ExitStack() as stack:
+            pending = []
+            for bucket in self.layout.buckets:
+                if bucket.has_gradient:
+                    stack.enter_context(bucket.at_hand(changes=True))
+                    pending.append(collectives.all_reduce(bucket.make_gradient(), dist.ReduceOp.AVG, group))
+            for each in pending:
+                each.wait()
 
     def _raise_for_unused(self, unused: list[int]) -> None:
         every = collectives.all_gather_object(
@@ -293,9 +300,10 @@ class ShardedOptimizer(OptimizerWrapper):
         bucket = self.layout.bucket_of(index)
         device = bucket.format.device
         whole = torch.zeros(parameter.numel(), dtype=bucket.format.master, device=device)
-        for piece in bucket.pieces:
-            if piece.index == index and piece.values.grad is not None:
-                whole[piece.start : piece.stop] = piece.values.grad.flatten()
+        with bucket.at_hand(changes=False):
+            for piece in bucket.pieces:
+                if piece.index == index and bucket.gradient is not None:
+                    whole[piece.start : piece.stop] = bucket.slice_of(bucket.gradient, piece).flatten()
         collectives.all_reduce(whole, group=self.ranks.shard_group).wait()
         if self.loss_scaler is not None and not self.is_unscaled:
             whole /= self.loss_scaler.scale

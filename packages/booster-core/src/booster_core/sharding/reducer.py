@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_core.collectives import Pending
+    from booster_core.collectives.pending import Pending
     from booster_core.sharding.bucket import ShardedBucket
     from booster_core.sharding.partition import Slot
 
@@ -157,8 +157,7 @@ class Reducer:
     def zero(self) -> None:
         """Set the gradients to zero; parameters that have one keep it."""
         for bucket in self.buckets:
-            if bucket.has_gradient and bucket.gradient is not None:
-                bucket.gradient.zero_()
+            bucket.zero_gradient()
             for parameter in bucket.parameters:
                 parameter.grad = None
 

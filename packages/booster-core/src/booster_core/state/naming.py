@@ -7,58 +7,85 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from booster_core.state.adapted import peft_wrappers
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
 _EXTRA_STATE = "_extra_state"
+_COMPILED = "_orig_mod"
+_CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the user's own module: below our wrappers, ``DistributedDataParallel`` and ``torch.compile``.
+def named_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield each module below a user's model, each time it is used, under its name without what was put around it.
+
+    Left out of names are ``torch.compile``'s ``_orig_mod``, torch's checkpoint wrapper, and what peft puts around a
+    model and its layers, so that a base model keeps its names when it gets adapters. An adapter's own modules are named
+    by the layer that they are attached to: ``layers.0.q_proj.lora_A.default``.
+
+    Yields:
+        The name; the path by which the module is found in ``module``; the module. Parents come before children.
 
     Collective: none.
     """
-    while True:
-        inner = _inner_of(model)
-        if inner is None or inner is model:
-            return model
-        model = inner
+    yield from _named_modules(module, "", "", peft_wrappers())
 
 
-def _inner_of(model: nn.Module) -> nn.Module | None:
-    unwrap = getattr(model, "unwrap", None)
-    if callable(unwrap):
-        unwrapped: nn.Module = unwrap()
-        return unwrapped
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        module: nn.Module = model.module
-        return module
-    compiled: nn.Module | None = getattr(model, "_orig_mod", None)
-    return compiled
+def _named_modules(
+    module: nn.Module, name: str, path: str, wrappers: tuple[tuple[type, str], ...]
+) -> Iterator[tuple[str, str, nn.Module]]:
+    yield name, path, module
+    inner = next((attribute for kind, attribute in wrappers if isinstance(module, kind)), None)
+    for attribute, child in module._modules.items():  # noqa: SLF001 - `named_children` leaves out repeated ones
+        if child is None:
+            continue
+        is_inner = attribute in (inner, _COMPILED, _CHECKPOINTED)
+        own = name if is_inner else _join(name, attribute)
+        yield from _named_modules(child, own, _join(path, attribute), wrappers)
+
+
+def compiled_module(model: nn.Module) -> nn.Module | None:
+    """Return the module inside of what ``torch.compile`` returned; ``None`` where ``model`` is no such thing.
+
+    Collective: none.
+    """
+    # Not by attribute: a module may forward unknown attributes to one inside of it.
+    return model._modules.get(_COMPILED)  # noqa: SLF001 - torch's class costs the import of its compiler
+
+
+def _join(name: str, attribute: str) -> str:
+    return f"{name}.{attribute}" if name else attribute
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedTensors:
-    """A model's parameters and persistent buffers under the names that ``state_dict`` gives them.
+    """A model's parameters and persistent buffers under the names that they have in the user's own model.
+
+    These are the names in its ``state_dict``, but for what is put around modules later; see `named_modules`.
 
     Args:
         tensors: Each tensor once, under its first name, in the order of ``state_dict``.
         aliases: For each further name of a tied tensor, its first name.
         name_of: The first name of each tensor object of the model, by ``id``. Valid while the model keeps them.
+        paths: For each name, first or not, the path to the tensor through all that is around modules, as for
+            ``get_parameter``.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     name_of: dict[int, str] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: nn.Module) -> NamedTensors:
         """Return the tensors of the user's own module."""
         named = cls()
         first_names: dict[object, str] = {}
-        for name, tensor in _walk(module):
+        for name, path, tensor in _walk(module):
+            named.paths[name] = path
             first = first_names.setdefault(_identity(tensor), name)
             named.name_of[id(tensor)] = first
             if first == name:
@@ -68,14 +95,13 @@ class NamedTensors:
         return named
 
 
-def _walk(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        start = f"{prefix}." if prefix else ""
+def _walk(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    for prefix, path, child in named_modules(module):
         for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
-            yield start + name, parameter
+            yield _join(prefix, name), _join(path, name), parameter
         for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
             if name not in child._non_persistent_buffers_set:  # noqa: SLF001 - torch has no public name for it
-                yield start + name, buffer
+                yield _join(prefix, name), _join(path, name), buffer
 
 
 def _identity(tensor: Tensor) -> object:
@@ -93,9 +119,9 @@ def extra_state_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that have extra state, by its name in ``state_dict``."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
-    for prefix, child in module.named_modules(remove_duplicate=False):
+    for prefix, _, child in named_modules(module):
         has_state = type(child).get_extra_state is not nn.Module.get_extra_state
         if has_state and id(child) not in seen:
             seen.add(id(child))
-            found[f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE] = child
+            found[_join(prefix, _EXTRA_STATE)] = child
     return found

@@ -7,6 +7,7 @@ pieces; a small one belongs to the rank in whose part its middle lies.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,10 @@ from typing_extensions import override
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter
-from booster_core.state.naming import NamedTensors, extra_state_modules, unwrap_model
+from booster_core.state.naming import NamedTensors, extra_state_modules
 from booster_core.state.optimizer_state import flatten_state, restore_state
 from booster_core.state.shard import TensorShard, full_box
+from booster_core.wrappers import unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +34,19 @@ _SMALLEST_CUT_BYTES = 1 << 20
 """Smaller tensors are not cut: a write costs more than the balance is worth."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """A rank among those that hold the same part of a model; a `DistCoordinator` is one, among all ranks.
+
+    Args:
+        rank: Its index.
+        world_size: Their number.
+    """
+
+    rank: int
+    world_size: int
+
+
 class ReplicatedStateAdapter(StateAdapter):
     """Shows a model (and optimizer) of which every rank has all of it.
 
@@ -44,7 +59,7 @@ class ReplicatedStateAdapter(StateAdapter):
         ConfigError: If the optimizer holds a parameter that the model lacks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator | Place) -> None:
         self._module = unwrap_model(model)
         self._optimizer = None if optimizer is None else unwrap_optimizer(optimizer)
         self._rank = coordinator.rank

@@ -117,6 +117,14 @@ class PluginConformance:
             for name, tensor in results[0].parameters[-1].items():
                 assert torch.equal(other.parameters[-1][name], tensor), name
 
+    def test_lazy_model_trains_as_an_eager_one(self) -> None:
+        eager = run_on_ranks(train_boosted, self.world_size, self.training(steps=2))
+        lazy = run_on_ranks(train_boosted, self.world_size, self.training(steps=2, lazy=True))
+        for one, other in zip(eager, lazy, strict=True):
+            assert one.losses == other.losses
+            for name, tensor in one.parameters[-1].items():
+                assert torch.equal(other.parameters[-1][name], tensor), name
+
     def test_frozen_parameters_stay(self) -> None:
         training = self.training(steps=2)
         before = training.make_model().state_dict()
@@ -184,6 +192,15 @@ class PluginConformance:
 
     def test_evaluation_needs_no_backward(self) -> None:
         run_on_ranks(runs.evaluates, self.world_size, self.training())
+
+    def test_adapters_train_or_are_refused(self) -> None:
+        pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+        if Capability.LORA in self.plugin_class.capabilities:
+            run_on_ranks(runs.trains_adapters, self.world_size, self.training())
+        else:
+            expect_on_ranks(
+                ConfigError, "does not train adapters", runs.trains_adapters, self.world_size, self.training()
+            )
 
     # ---- what a user can get wrong: an error on every rank
 

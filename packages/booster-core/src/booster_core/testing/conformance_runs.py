@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from booster_core.coordinator import DistCoordinator
 from booster_core.hooks import register_hooks, unregister_hooks
 from booster_core.hookspecs import hookimpl
-from booster_core.testing.training import summed_loss
+from booster_core.testing.training import summed_loss, whole_model
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper
 
 if TYPE_CHECKING:
@@ -139,6 +139,23 @@ def samples_of_a_plain_loader(training: Training) -> list[int]:
     boosted = booster.boost(training.make_model(), dataloader=loader)
     assert boosted.dataloader is not None
     return [int(sample) for batch in boosted.dataloader for sample in batch]
+
+
+def trains_adapters(training: Training) -> None:
+    """Low-rank adapters change, the base beside them neither changes nor has optimizer state."""
+    import peft
+
+    booster = training.make_booster()
+    adapted = booster.enable_lora(training.make_model(), lora_config=peft.LoraConfig(target_modules=["repeated"]))
+    model, optimizer, *_ = booster.boost(adapted, torch.optim.AdamW(adapted.parameters(), lr=0.1))
+    before = whole_model(booster, model)
+    for step in range(2):
+        _step(booster, model, optimizer, step)
+    after = whole_model(booster, model)
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {f"repeated.lora_{side}.default.weight" for side in "AB"}, changed
+    states = {shard.name for shard in booster.state_adapter(model, optimizer).optimizer_shards()}
+    assert states <= changed, f"optimizer state of frozen parameters: {sorted(states - changed)}"
 
 
 class _Listener:

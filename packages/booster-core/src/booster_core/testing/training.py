@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from booster_core.booster import Booster
 from booster_core.coordinator import DistCoordinator
+from booster_core.lazy import LazyInitContext
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_core.testing.models import TinyMixedBag
 
@@ -44,6 +45,7 @@ class Training:
         max_norm: Clip gradients by norm.
         clip_value: Clip gradients by value.
         unused: Give the model a layer that forward never calls.
+        lazy: Build the boosted model under `LazyInitContext`.
     """
 
     plugin_class: type[Plugin]
@@ -55,6 +57,7 @@ class Training:
     max_norm: float | None = None
     clip_value: float | None = None
     unused: bool = True
+    lazy: bool = False
 
     @property
     def loss_scale(self) -> LossScaleConfig | None:
@@ -66,9 +69,9 @@ class Training:
         policy = None if self.precision is None else PrecisionPolicy.parse(self.precision, loss_scale=self.loss_scale)
         return Booster("cpu", policy, self.plugin_class(**self.options))
 
-    def make_model(self) -> TinyMixedBag:
+    def make_model(self, *, lazy: bool = False) -> TinyMixedBag:
         """Return the model, the same each time."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), LazyInitContext() if lazy else contextlib.nullcontext():
             torch.manual_seed(7)
             return TinyMixedBag(unused=self.unused)
 
@@ -162,7 +165,7 @@ def train_boosted(training: Training) -> Trained:
     """
     rank, world_size = DistCoordinator().rank, DistCoordinator().world_size
     booster = training.make_booster()
-    original = training.make_model()
+    original = training.make_model(lazy=training.lazy)
     model, optimizer, *_ = booster.boost(original, training.make_optimizer(original))
     names = [name for name, parameter in original.named_parameters() if parameter.requires_grad]
     assert optimizer is not None, "boost returned what it was given"

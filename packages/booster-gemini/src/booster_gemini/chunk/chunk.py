@@ -19,22 +19,24 @@ import torch
 
 from booster_core import collectives
 from booster_core.errors import ConfigError
-from booster_core.sharding.bucket import ShardedBucket
+from booster_gemini.chunk.housed import HousedBucket
 from booster_gemini.chunk.state import ChunkState, check_transition
+from booster_gemini.memory.home import Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor, nn
 
-    from booster_core.collectives import Pending
+    from booster_core.collectives.pending import Pending
     from booster_core.sharding.bucket import Format
     from booster_core.sharding.partition import BucketPlan
     from booster_core.sharding.ranks import ShardingRanks
     from booster_gemini.chunk.pool import BufferPool
+    from booster_gemini.memory.home import Home
 
 
-class Chunk(ShardedBucket):
+class Chunk(HousedBucket):
     """Parameters that are gathered and reduced together.
 
     Args:
@@ -43,11 +45,12 @@ class Chunk(ShardedBucket):
         format: Formats and places.
         ranks: The ranks that share the chunk.
         pool: Lends memory for the whole.
+        home: Keeps this rank's part.
         takes_values: Take values from the parameters; without, all are zero at first.
 
     Attributes:
-        shard: This rank's slice in the working format; ``values`` itself where the optimizer updates that.
         pins: How many users there are that need the parameters to stay.
+        stays: Whether the whole is kept after its use, until the parameters change.
 
     Collective: none; values are taken from this rank's parameters.
     """
@@ -60,22 +63,16 @@ class Chunk(ShardedBucket):
         ranks: ShardingRanks,
         *,
         pool: BufferPool,
+        home: Home,
         takes_values: bool,
     ) -> None:
-        low, high = plan.bounds[ranks.shard_rank], plan.bounds[ranks.shard_rank + 1]
-        self.shard = torch.zeros(high - low, dtype=format.working, device=format.device)
-        values = torch.zeros(high - low, dtype=format.master, device=format.home) if format.has_copy else self.shard
-        super().__init__(plan, parameters, format, ranks, values)
+        super().__init__(plan, parameters, format, ranks, home=home, takes_values=takes_values)
         self.state = ChunkState.SHARDED
         self.pins = 0
+        self.stays = False
         self.buffer: Tensor | None = None
         self._pool = pool
         self._pending: Pending | None = None
-        if takes_values:
-            for piece in self.pieces:
-                part = piece.parameter.data.reshape(-1)[piece.start : piece.stop]
-                piece.values.data.copy_(part.view(piece.values.shape))
-            self.take_up_values()
         self._shapes = [(tuple(parameter.shape), _strides(parameter.shape)) for parameter in self.parameters]
         filler = math.nan if format.working.is_floating_point else 0
         # One element of memory each: tied parameters are told by their addresses.
@@ -86,29 +83,9 @@ class Chunk(ShardedBucket):
         self._show_placeholders()
 
     @property
-    def moves_values(self) -> bool:
-        """Always: parameters hold no values outside of their use."""
-        return True
-
-    @property
     def is_gathered(self) -> bool:
         """Whether the parameters can be read."""
         return self.state is ChunkState.GATHERED
-
-    def take_up_values(self) -> None:
-        """Bring the shard up to date with what the optimizer updated, and forget a whole that is older."""
-        if self.format.has_copy:
-            self.shard.copy_(self.values)
-
-    def take_working_values(self) -> None:
-        """Bring the optimizer's values up to date with the shard's.
-
-        Where a master rounds to the working value that is there, it is the truer of the two, and stays.
-        """
-        if self.format.has_copy:
-            own = self.shard.to(self.values.device)
-            is_stale = self.values.to(own.dtype) != own
-            self.values.copy_(torch.where(is_stale, own.to(self.values.dtype), self.values))
 
     # ---- the whole
 
@@ -119,12 +96,14 @@ class Chunk(ShardedBucket):
         """
         self._become(ChunkState.GATHERING)
         bounds, rank = self.plan.bounds, self.ranks.shard_rank
+        self._fetch(Role.PARAM).wait()
         if self.ranks.shard_size == 1:
             self.buffer = self.shard
-            self._pending = None
             return
+        self.home.reserve(self._whole_bytes)
         self.buffer = self._pool.take(self.plan.numel, self.format.working, self.format.device)
         self.buffer[bounds[rank] : bounds[rank + 1]].copy_(self.shard)
+        self._release(Role.PARAM, changed=False)
         self._pending = collectives.all_gather(self.buffer, bounds, self.ranks.shard_group)
 
     def finish_gather(self, names: Mapping[int, str]) -> None:
@@ -167,8 +146,17 @@ class Chunk(ShardedBucket):
         self._become(ChunkState.SHARDED)
         self._show_placeholders()
         buffer, self.buffer = self.buffer, None
-        if buffer is not None and buffer is not self.shard:
+        if buffer is None:
+            return
+        if self.ranks.shard_size == 1:
+            self._release(Role.PARAM, changed=False)
+        else:
+            self.home.free(self._whole_bytes)
             self._pool.give(buffer)
+
+    @property
+    def _whole_bytes(self) -> int:
+        return self.plan.numel * self.format.working.itemsize
 
     def write_back(self) -> None:
         """Take this rank's slice from the whole, in which somebody has changed values.
@@ -177,9 +165,10 @@ class Chunk(ShardedBucket):
         """
         assert self.buffer is not None, "only what is gathered can have been changed"
         bounds, rank = self.plan.bounds, self.ranks.shard_rank
-        if self.buffer is not self.shard:
-            self.shard.copy_(self.buffer[bounds[rank] : bounds[rank + 1]])
-        self.take_working_values()
+        with self.in_use(Role.PARAM, Role.OPTIM, changes=True):
+            if self.ranks.shard_size > 1:
+                self.shard.copy_(self.buffer[bounds[rank] : bounds[rank + 1]])
+            self.take_working_values()
 
     def _show_placeholders(self) -> None:
         for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from booster_core.sharding.bucket import Format
     from booster_core.sharding.partition import BucketPlan
     from booster_core.sharding.ranks import ShardingRanks
+    from booster_gemini.memory.home import Home
 
 
 class ChunkManager:
@@ -35,6 +36,8 @@ class ChunkManager:
         kind: ``"flat"`` or ``"parameter"``, see `booster_core.sharding.partition`.
         chunk_bytes: Size of a chunk in the format in which its gradients travel.
         max_prefetch: How many chunks are gathered ahead of their use.
+        shard_param_frac: Fraction of the parameters whose chunks are released after use.
+        home: Keeps the chunks' blocks.
 
     Attributes:
         parameters: By number.
@@ -52,8 +55,11 @@ class ChunkManager:
         kind: str,
         chunk_bytes: int,
         max_prefetch: int,
+        shard_param_frac: float,
+        home: Home,
     ) -> None:
         self.ranks = ranks
+        self.home = home
         self.timeline = Timeline()
         self.parameters: dict[int, nn.Parameter] = {}
         self.names: dict[int, str] = {}
@@ -65,7 +71,8 @@ class ChunkManager:
             self.index_of[id(parameter)] = index
         self.first_uses: dict[int, None] | None = {}
         self._max_prefetch = max_prefetch
-        self._pool = BufferPool(most_idle_bytes=2 * chunk_bytes)
+        self._shard_param_frac = shard_param_frac
+        self._pool = BufferPool(least_bytes=chunk_bytes, most_idle_bytes=2 * chunk_bytes)
         self._used: dict[int, Chunk] = {}
         self._ahead: dict[int, Chunk] = {}
         self._chunk_of: dict[int, Chunk] = {}
@@ -86,11 +93,22 @@ class ChunkManager:
         takes_values: bool,
     ) -> Chunk:
         return Chunk(
-            plan, parameters, format_, ranks, pool=self._pool, takes_values=takes_values and not self._number_of
+            plan,
+            parameters,
+            format_,
+            ranks,
+            pool=self._pool,
+            home=self.home,
+            takes_values=takes_values and not self._number_of,
         )
 
     def _enumerate(self) -> None:
         self._number_of = {chunk: number for number, chunk in enumerate(self.layout.buckets)}
+        # What comes last in forward is what backward needs first: it gains most from staying.
+        to_release = self._shard_param_frac * sum(chunk.plan.numel for chunk in self.layout.buckets)
+        for chunk in self.layout.buckets:
+            chunk.stays = to_release <= 0
+            to_release -= chunk.plan.numel
         self._chunk_of = {slot.index: chunk for chunk in self.layout.buckets for slot in chunk.plan.slots}
 
     def chunk_of(self, index: int) -> Chunk:
@@ -111,11 +129,15 @@ class ChunkManager:
         self.timeline.begin(kind)
         self._look_ahead()
 
-    def end(self) -> None:
-        """End a phase: release what nobody pins."""
+    def end(self, *, goes_back: bool = False) -> None:
+        """End a phase: release what nobody pins.
+
+        Args:
+            goes_back: A backward is expected to follow, which begins with what was used last.
+        """
         self.timeline.end()
         with _plainly():
-            self.release_unused(keep=0)
+            self.release_unused(keep=1 if goes_back else 0)
 
     def use(self, chunk: Chunk) -> None:
         """Return once a chunk's parameters can be read. They can until others are used, or as long as it is pinned.
@@ -153,7 +175,9 @@ class ChunkManager:
 
         Collective: none.
         """
-        loose = [number for number, chunk in self._used.items() if not chunk.pins and chunk.is_gathered]
+        loose = [
+            number for number, chunk in self._used.items() if not chunk.pins and not chunk.stays and chunk.is_gathered
+        ]
         for number in loose[: len(loose) - keep]:
             self._used.pop(number).release()
         if self.timeline.kind is None:
@@ -194,7 +218,8 @@ class ChunkManager:
         Collective: none.
         """
         for chunk in self.layout.buckets:
-            chunk.take_up_values()
+            with chunk.at_hand(changes=True):
+                chunk.take_up_values()
         self._used = {}
         self._ahead = {}
         self._pool.clear()
@@ -202,12 +227,11 @@ class ChunkManager:
         self.timeline.forget()
 
     def publish(self, chunks: Sequence[Chunk]) -> None:
-        """Let the next use of chunks see what the optimizer made of them.
+        """Let the next use of chunks see what the optimizer made of their shards.
 
         Collective: none.
         """
         for chunk in chunks:
-            chunk.take_up_values()
             if chunk.ranks.shard_size > 1:
                 chunk.release()
             # A graph that was built before the update must not be run backward after it, as everywhere in torch.
@@ -217,5 +241,5 @@ class ChunkManager:
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
     """Leave inference mode, in which memory could not be used in training later, and be seen by no mode."""
-    with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunction():  # type: ignore[attr-defined]  # noqa: SLF001 - as torch's own modes do
+    with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunction():  # noqa: SLF001 - as torch's own modes do
         yield

@@ -17,35 +17,48 @@ if TYPE_CHECKING:
 _OWN_REFERENCES = 2
 """The pool's tensor, and the storage object through which it asks."""
 
+_LARGEST_FIT = 1.5
+"""How many times as large as needed a buffer may be."""
+
 
 class BufferPool:
     """Lends 1-D buffers.
 
     Args:
-        most_idle_bytes: Idle memory beyond this is given back to the system.
+        least_bytes: What a buffer has at least on the CPU, so that those of chunks that are not quite full can take
+            each other's place. What is not touched takes no memory.
+        most_idle_bytes: Idle memory beyond this is given back to the system, the largest buffers first.
     """
 
-    def __init__(self, most_idle_bytes: int) -> None:
+    def __init__(self, least_bytes: int, most_idle_bytes: int) -> None:
+        self._least_bytes = least_bytes
         self._most_idle_bytes = most_idle_bytes
         self._idle: list[Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer with arbitrary values, shape ``(numel,)``."""
-        for position, buffer in enumerate(self._idle):
-            if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device and is_free(buffer):
-                return self._idle.pop(position)
         # What is allocated under inference mode could not be used in training later.
         with torch.inference_mode(mode=False):
-            return torch.empty(numel, dtype=dtype, device=device)
+            if device.type != "cpu":  # torch's allocators for accelerators keep memory themselves
+                return torch.empty(numel, dtype=dtype, device=device)
+            needed = numel * dtype.itemsize
+            room = max(needed, self._least_bytes)
+            fitting = [
+                (buffer.numel(), position)
+                for position, buffer in enumerate(self._idle)
+                if room <= buffer.numel() <= _LARGEST_FIT * room and is_free(buffer)
+            ]
+            held = self._idle.pop(min(fitting)[1]) if fitting else torch.empty(room, dtype=torch.uint8)
+            return held[:needed].view(dtype)
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back. Others may still read it; it is lent again when they don't."""
         if buffer.device.type != "cpu":
-            return  # torch's allocators for accelerators keep memory themselves
-        self._idle.append(buffer)
-        held = sum(idle.untyped_storage().nbytes() for idle in self._idle)
-        while self._idle and held > self._most_idle_bytes:
-            held -= self._idle.pop(0).untyped_storage().nbytes()
+            return
+        self._idle.append(torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()))
+        while sum(idle.numel() for idle in self._idle) > self._most_idle_bytes:
+            sizes = [idle.numel() for idle in self._idle]
+            del self._idle[sizes.index(max(sizes))]
 
     def clear(self) -> None:
         """Give all idle memory back to the system."""
@@ -56,4 +69,4 @@ def is_free(buffer: Tensor) -> bool:
     """Return whether a buffer's memory is referred to by this tensor alone."""
     storage = buffer.untyped_storage()
     # As torch's own CUDA graphs ask; there is no public name for it.
-    return int(torch._C._storage_Use_Count(storage._cdata)) == _OWN_REFERENCES  # type: ignore[attr-defined]  # noqa: SLF001
+    return int(torch._C._storage_Use_Count(storage._cdata)) == _OWN_REFERENCES  # noqa: SLF001

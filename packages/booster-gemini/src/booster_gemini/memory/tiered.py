@@ -304,7 +304,7 @@ class TieredHome:
                 self._bring(block)
             self._wanted.popleft()
 
-    def _is_planned(self, key: object) -> bool:
+    def _is_planned(self, key: tuple[int, Role]) -> bool:
         block = self._blocks.get(key)
         return block is not None and block.room is self.rooms[0]
 

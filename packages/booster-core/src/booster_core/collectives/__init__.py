@@ -1,9 +1,10 @@
 """The one door to collectives on flat buffers, each in the form that is fastest for where its tensors lie.
 
-On the CPU, over gloo, torch's reduce-scatter is an all-reduce in disguise, and its gathers copy. There, slices travel
-point to point: straight out of the sender's buffer, and into views of the receiver's. Sums are ours, in rank order and
-in fp32 for narrow formats, so that a result depends neither on timing nor on which elements share a buffer. Elsewhere
-torch's own collectives do the work.
+On the CPU, ranks of one host read each other's memory, see `booster_core.collectives.direct`. Between hosts, over gloo,
+torch's reduce-scatter is an all-reduce in disguise, and its gathers copy; there, slices travel point to point: straight
+out of the sender's buffer, and into views of the receiver's. Sums are ours either way, in rank order and in fp32 for
+narrow formats, so that a result depends neither on timing nor on which elements share a buffer. On devices torch's own
+collectives do the work, and sum in the format that travels.
 
 A flat buffer is cut into one slice per rank of the group by ``bounds``: rank ``r`` holds
 ``buffer[bounds[r]:bounds[r + 1]]``. Slices may be uneven or empty.
@@ -11,54 +12,43 @@ A flat buffer is cut into one slice per rank of the group by ``bounds``: rank ``
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
+from booster_core.collectives import native
+from booster_core.collectives.direct import channel_of
+from booster_core.collectives.direct.operations import (
+    COMBINED,
+    SMALL_BYTES,
+    SUMMED,
+    AllGather,
+    Broadcast,
+    LargeAllReduce,
+    ReduceScatter,
+    SmallAllReduce,
+)
+from booster_core.collectives.pending import Pending
+from booster_core.collectives.sums import BLOCK_NUMEL, sum_into
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+__all__ = [
+    "Pending",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_parts",
+]
+
 _REDUCE_TAG, _GATHER_TAG = 7001, 7002
 """Tags of messages between two ranks, apart from the default 0 of what users send."""
-
-_BLOCK_NUMEL = 1 << 16
-"""Sums are taken in blocks of this many elements, so that what follows the first pass finds them in the cache."""
-
-_NARROW = (torch.bfloat16, torch.float16)
-
-
-class Pending:
-    """A collective that has been started. `wait` ends it, and may be called again.
-
-    Args:
-        works: What has to end.
-        finish: Called once after that, on the waiting thread.
-
-    Buffers that take part must be left alone until `wait` has returned; the object keeps them alive.
-    """
-
-    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None, keep: Any = None) -> None:
-        self._works = list(works)
-        self._finish = finish
-        self._keep = keep
-
-    def wait(self) -> None:
-        """Return once the result is there.
-
-        Collective: none; the collective itself was entered when it was started.
-        """
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        self._keep = None
 
 
 def reduce_scatter(
@@ -75,7 +65,8 @@ def reduce_scatter(
     Args:
         source: Shape ``(bounds[-1],)``, contiguous; its dtype is the one that travels.
         bounds: Where slices begin and end, one entry more than ranks.
-        out: This rank's slice of the sum, any floating dtype; written by ``wait``. Narrow formats are summed in fp32.
+        out: This rank's slice of the sum, any floating dtype; written by ``wait``. CPUs sum narrow formats in
+            fp32.
         group: The ranks that take part; ``None`` for all.
         scale: Multiplies the sum.
         accumulate: Add to ``out`` instead of replacing it.
@@ -88,9 +79,9 @@ def reduce_scatter(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     own = source[bounds[rank] : bounds[rank + 1]]
     if size == 1:
-        return Pending(finish=lambda: _sum_into(out, [own], scale=scale, accumulate=accumulate))
+        return Pending(finish=lambda: sum_into(out, [own], scale=scale, accumulate=accumulate))
     if source.device.type != "cpu":
-        return _native_reduce_scatter(source, bounds, out, group, scale=scale, accumulate=accumulate)
+        return native.reduce_scatter(source, bounds, out, group, scale=scale, accumulate=accumulate)
     return reduce_scatter_parts([(0, source)], bounds, out, group, scale=scale, accumulate=accumulate)
 
 
@@ -124,9 +115,20 @@ def reduce_scatter_parts(
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     low = bounds[rank]
+    channel = channel_of(group)
+    if channel is not None:
+        placed = [
+            (index, start - offset, slice(start - low, start - low + piece.numel()))
+            for index, (offset, part) in enumerate(parts)
+            for start, piece in _overlaps([(offset, part)], low, bounds[rank + 1])
+        ]
+        summed = ReduceScatter([part for _, part in parts], placed, out, scale=scale, accumulate=accumulate)
+        channel.start(summed)
+        return Pending([summed])
     own = _overlaps(parts, low, bounds[rank + 1])
     received = _received(own, size - 1, scratch)
-    works, sums = [], []
+    works: list[Any] = []
+    sums: list[Any] = []
     for position, (offset, part) in enumerate(own):
         # In rank order, so that the sum does not depend on who takes it.
         terms = [part if peer == rank else received[position][peer - (peer > rank)] for peer in range(size)]
@@ -142,9 +144,9 @@ def reduce_scatter_parts(
 
     def add_up() -> None:
         for target, terms in sums:
-            for start in range(0, target.numel(), _BLOCK_NUMEL):
-                block = slice(start, start + _BLOCK_NUMEL)
-                _sum_into(target[block], [term[block] for term in terms], scale=scale, accumulate=accumulate)
+            for start in range(0, target.numel(), BLOCK_NUMEL):
+                block = slice(start, start + BLOCK_NUMEL)
+                sum_into(target[block], [term[block] for term in terms], scale=scale, accumulate=accumulate)
 
     return Pending(works, add_up, keep=parts)
 
@@ -187,8 +189,13 @@ def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None
         return Pending()
     own = buffer[bounds[rank] : bounds[rank + 1]]
     if buffer.device.type != "cpu":
-        return _native_all_gather(buffer, bounds, group)
-    works = []
+        return native.all_gather(buffer, bounds, group)
+    channel = channel_of(group)
+    if channel is not None:
+        gathered = AllGather(buffer, bounds)
+        channel.start(gathered)
+        return Pending([gathered])
+    works: list[Any] = []
     for distance in range(1, size):
         sender, receiver = (rank - distance) % size, (rank + distance) % size
         theirs = buffer[bounds[sender] : bounds[sender + 1]]
@@ -211,6 +218,14 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: ProcessGroup 
     """
     if dist.get_world_size(group) == 1:
         return Pending()
+    is_small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_complex()
+    if is_plain and (op in SUMMED or (op in COMBINED and is_small)):
+        channel = channel_of(group)
+        if channel is not None and (is_small or tensor.is_floating_point()):
+            combined = SmallAllReduce(tensor, op) if is_small else LargeAllReduce(tensor, op)
+            channel.start(combined)
+            return Pending([combined])
     return Pending([dist.all_reduce(tensor, op, group=group, async_op=True)], keep=tensor)
 
 
@@ -225,6 +240,12 @@ def broadcast(tensor: Tensor, group: ProcessGroup | None = None) -> Pending:
     """
     if dist.get_world_size(group) == 1:
         return Pending()
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        channel = channel_of(group)
+        if channel is not None:
+            copied = Broadcast(tensor)
+            channel.start(copied)
+            return Pending([copied])
     return Pending([dist.broadcast(tensor, group=group, group_src=0, async_op=True)], keep=tensor)
 
 
@@ -239,63 +260,3 @@ def all_gather_object(value: Any, group: ProcessGroup | None = None) -> list[Any
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, value, group=group)
     return gathered
-
-
-def _sum_into(out: Tensor, parts: Sequence[Tensor], *, scale: float, accumulate: bool) -> None:
-    """Write or add ``scale`` times the sum of parts, taken in their order; see `reduce_scatter`."""
-    if out.dtype in _NARROW:
-        total = parts[0].float()
-        for part in parts[1:]:
-            total.add_(part)
-        if scale != 1.0:
-            total.mul_(scale)
-        if accumulate:
-            total.add_(out)
-        out.copy_(total)
-        return
-    if accumulate:
-        for part in parts:
-            out.add_(part, alpha=scale)
-        return
-    if len(parts) > 1 and all(part.dtype == out.dtype for part in parts[:2]):
-        torch.add(parts[0], parts[1], out=out)
-        rest = parts[2:]
-    else:
-        out.copy_(parts[0])
-        rest = parts[1:]
-    for part in rest:
-        out.add_(part)
-    if scale != 1.0:
-        out.mul_(scale)
-
-
-def _is_even(bounds: Sequence[int]) -> bool:
-    step = bounds[1] - bounds[0]
-    return all(after - before == step for before, after in pairwise(bounds))
-
-
-def _native_reduce_scatter(
-    source: Tensor, bounds: Sequence[int], out: Tensor, group: ProcessGroup | None, *, scale: float, accumulate: bool
-) -> Pending:
-    rank = dist.get_rank(group)
-    own = source.new_empty(bounds[rank + 1] - bounds[rank])
-    if _is_even(bounds):
-        # torch 2.13 renamed it, and warns of the old name; older versions know no other.
-        call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        work = call(own, source, group=group, async_op=True)
-    else:
-        slices = [source[start:stop] for start, stop in pairwise(bounds)]
-        work = dist.reduce_scatter(own, slices, group=group, async_op=True)
-    return Pending([work], lambda: _sum_into(out, [own], scale=scale, accumulate=accumulate), keep=source)
-
-
-def _native_all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None) -> Pending:
-    rank = dist.get_rank(group)
-    own = buffer[bounds[rank] : bounds[rank + 1]]
-    if _is_even(bounds):
-        call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = call(buffer, own, group=group, async_op=True)
-    else:
-        slices = [buffer[start:stop] for start, stop in pairwise(bounds)]
-        work = dist.all_gather(slices, own, group=group, async_op=True)
-    return Pending([work], keep=buffer)

@@ -1,0 +1,79 @@
+"""What the FSDP plugin adds to a step of torch's ``fully_shard`` by hand, of steps taken in turn on 2 gloo ranks.
+
+Bar: 1.01, with the same units, options, optimizer, clipping and batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from _side_by_side import llama, report, take_turns, tokens
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from booster_core import Booster
+from booster_core.testing import run_on_ranks
+from booster_fsdp import TorchFSDPPlugin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def boosted(size: str, samples: int, precision: str | None) -> Callable[[], None]:
+    """Return a step under the plugin, whose units are the model's layers by default."""
+    model = llama(size)
+    booster = Booster("cpu", precision, TorchFSDPPlugin())
+    boosted_model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), fused=True))
+    batch = tokens(size, samples)
+
+    def step() -> None:
+        loss = boosted_model(input_ids=batch, labels=batch).loss
+        booster.backward(loss, optimizer)
+        optimizer.clip_grad_by_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def by_hand(size: str, samples: int, precision: str | None) -> Callable[[], None]:
+    """Return the same step with torch alone."""
+    model: Any = llama(size)
+    formats = MixedPrecisionPolicy()
+    if precision is not None:
+        formats = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in reversed(model.model.layers):
+        fully_shard(layer, mp_policy=formats)
+    fully_shard(model, mp_policy=formats)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = tokens(size, samples)
+
+    def step() -> None:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def on_rank(size: str, samples: int, precision: str | None, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of both, step by step."""
+    contenders = {"ours": boosted(size, samples, precision), "theirs": by_hand(size, samples, precision)}
+    return take_turns(contenders, rounds)
+
+
+def main() -> int:
+    """Print the ratios; return 1 if the bar is missed."""
+    met = True
+    for precision in (None, "bf16"):
+        seconds, _ = run_on_ranks(on_rank, 2, "25M", 2, precision, 40, timeout_seconds=900)
+        what = f"FSDP plugin, Llama 25M, {precision or 'fp32'}, to fully_shard by hand"
+        met &= report(what, seconds["ours"], seconds["theirs"], 1.01)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

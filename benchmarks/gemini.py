@@ -1,0 +1,172 @@
+"""Gemini's step, all on device, against FSDP2 with reshard and one process without communication.
+
+All runs live in the same gloo ranks of one thread each and take turns (A B C A B C ...), so that what else the machine
+does touches all of them alike; what counts is the ratio within a turn, of the slower rank's times. FSDP2 is wrapped
+layer by layer, and Gemini's chunks are about as large as a layer.
+
+    python benchmarks/gemini.py --size 25M --dtype bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster
+from booster_core.testing import close_ranks, peak_memory, run_on_ranks
+from booster_gemini import GeminiPlugin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SIZES = {
+    "25M": {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1024, "vocab_size": 18000},
+    "110M": {"hidden_size": 768, "num_hidden_layers": 8, "intermediate_size": 2048, "vocab_size": 32000},
+}
+LAYER_BYTES = {"25M": 7 * 2**20, "110M": 28 * 2**20}
+"""What a layer's parameters take in fp32: chunks are as large, so that both gather as much at a time."""
+TIME_BARS = {"fsdp2": 0.75, "alone": 1.25}
+MEMORY_BAR = 0.85
+SAMPLES, LENGTH = 2, 128
+
+
+def make_model(size: str, dtype: torch.dtype) -> nn.Module:
+    """Return a Llama with random weights, the same on each rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(SIZES[size])
+    config = LlamaConfig(
+        **sizes,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        head_dim=64,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.to(dtype)
+
+
+def make_step(kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]) -> Callable[[], None]:
+    """Return one training step of a kind of run."""
+    model = make_model(size, dtype)
+    trained: Any = model
+    optimizer: Any
+    if kind == "gemini":
+        layer = LAYER_BYTES[size] * dtype.itemsize // 4
+        plugin = GeminiPlugin(**{"master_weights": False, "min_chunk_bytes": layer, **options})
+        booster = Booster("cpu", "bf16" if dtype == torch.bfloat16 else "fp32", plugin)
+        trained, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    else:
+        if kind == "fsdp2":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for layer in trained.model.layers:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+            fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(
+        SIZES[size]["vocab_size"], (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(dist.get_rank())
+    )
+
+    def step() -> None:
+        loss = trained(input_ids=tokens, labels=tokens).loss
+        if kind == "gemini":
+            booster.backward(loss, optimizer)
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def timed(kinds: list[str], size: str, dtype: torch.dtype, options: dict[str, Any], turns: int) -> dict[str, Any]:
+    """Return the times of each kind's steps, turn by turn.
+
+    Collective: every rank of the world.
+    """
+    warnings.filterwarnings("ignore")
+    runs = {kind: make_step(kind, size, dtype, options) for kind in kinds}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(turns + 2):
+        for kind, step in runs.items():
+            dist.barrier()
+            started = time.perf_counter()
+            step()
+            if turn >= 2:  # the first two steps make state, chunks and caches
+                times[kind].append(time.perf_counter() - started)
+    return times
+
+
+def peak_bytes(kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]) -> int:
+    """Return the peak of resident memory above what was there before the model was built.
+
+    Collective: every rank of the world.
+    """
+    warnings.filterwarnings("ignore")
+    with peak_memory() as used:
+        step = make_step(kind, size, dtype, options)
+        for _ in range(4):
+            step()
+    return used.peak_bytes
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="25M")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--prefetch", type=int, default=1)
+    parser.add_argument("--no-memory", action="store_true", help="measure times only")
+    parser.add_argument("--no-time", action="store_true", help="measure memory only")
+    asked = parser.parse_args()
+    dtype = torch.float32 if asked.dtype == "fp32" else torch.bfloat16
+    kinds = ["gemini", *TIME_BARS]
+    case = (asked.size, dtype, {"max_prefetch": asked.prefetch})
+    # Loaded under its own name: workers would not find functions of `__main__`.
+    spec = importlib.util.spec_from_file_location("gemini_benchmark", Path(__file__).resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    here = importlib.util.module_from_spec(spec)
+    sys.modules["gemini_benchmark"] = here
+    spec.loader.exec_module(here)
+    print(f"Llama {asked.size} {asked.dtype}, {asked.ranks} ranks, {asked.turns} turns")
+    if not asked.no_time:
+        results = run_on_ranks(here.timed, asked.ranks, kinds, *case, asked.turns, timeout_seconds=3600)
+        slowest = {
+            kind: [max(times) for times in zip(*(result[kind] for result in results), strict=True)] for kind in kinds
+        }
+        for kind in kinds:
+            print(f"  {kind:7} median {1e3 * statistics.median(slowest[kind]):8.1f} ms")
+        for kind, bar in TIME_BARS.items():
+            ratios = sorted(own / other for own, other in zip(slowest["gemini"], slowest[kind], strict=True))
+            low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
+            print(f"  gemini / {kind:7} {middle:.3f} (quartiles {low:.3f} to {high:.3f}; bar {bar})")
+    if not asked.no_memory:
+        peaks = {}
+        for kind in kinds:
+            close_ranks()  # a new process each: memory that was freed may stay with the old one
+            peaks[kind] = max(run_on_ranks(here.peak_bytes, asked.ranks, kind, *case, timeout_seconds=3600))
+            print(f"  {kind:7} peak {peaks[kind] / 2**20:8.1f} MiB")
+        print(f"  gemini / fsdp2 memory {peaks['gemini'] / peaks['fsdp2']:.3f} (bar {MEMORY_BAR})")
+    close_ranks()
+
+
+if __name__ == "__main__":
+    main()

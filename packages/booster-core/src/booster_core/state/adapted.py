@@ -1,0 +1,64 @@
+"""What peft has put into a model, told without importing peft where nobody has used it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def peft_wrappers() -> tuple[tuple[type, str], ...]:
+    """Return peft's classes that hold a module of the user's, each with the attribute that it is under.
+
+    Collective: none.
+    """
+    if "peft" not in sys.modules:
+        return ()
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return (
+        (PeftModel, "base_model"),
+        (BaseTuner, "model"),
+        (BaseTunerLayer, "base_layer"),
+        (AuxiliaryTrainingWrapper, "original_module"),
+    )
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether peft has put adapters into a model.
+
+    Collective: none.
+    """
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """Return the model that peft was given; ``model`` itself where it was given none.
+
+    Its layers have their adapters all the same: peft puts them there in place.
+
+    Collective: none.
+    """
+    if "peft" not in sys.modules:
+        return model
+    from peft import PeftModel
+
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def frozen_base(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that are frozen beside adapters; nothing for a model without any.
+
+    Collective: none.
+    """
+    if not has_adapters(model):
+        return set()
+    return {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}

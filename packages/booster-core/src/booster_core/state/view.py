@@ -1,0 +1,66 @@
+"""A model's state seen through another adapter, for what is written like a model and is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter, TensorMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from booster_core.state.shard import TensorShard
+
+
+class ModelView(StateAdapter):
+    """Shows some of a model's tensors, without ties, extra state and optimizer; subclasses say which.
+
+    Args:
+        inner: The model's own adapter.
+    """
+
+    def __init__(self, inner: StateAdapter) -> None:
+        self.inner = inner
+
+    @override
+    def model_shards(self) -> Iterator[TensorShard]:
+        return self.inner.model_shards()
+
+    @override
+    def tied_names(self) -> Mapping[str, str]:
+        return {}
+
+    @override
+    def extra_state(self) -> Mapping[str, object]:
+        return {}
+
+    @override
+    def load_extra_state(self, values: Mapping[str, object]) -> None:
+        """Do nothing: there is none."""
+
+    @override
+    def optimizer_shards(self) -> Iterator[TensorShard]:
+        return iter(())
+
+    @override
+    def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
+        return {}
+
+    @override
+    def param_groups(self) -> Sequence[ParamGroup]:
+        return ()
+
+    @override
+    def prepare_optimizer_load(
+        self,
+        tensors: Mapping[str, Mapping[str, TensorMeta]],
+        scalars: Mapping[str, Mapping[str, JSONValue]],
+        groups: Sequence[ParamGroup],
+    ) -> None:
+        """Do nothing: there is no optimizer."""
+
+    @override
+    def finish_load(self, *, model: bool, optimizer: bool) -> None:
+        """Do nothing: nothing is derived from these values."""

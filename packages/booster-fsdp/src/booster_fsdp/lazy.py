@@ -1,0 +1,120 @@
+"""Sharding a lazy model: units are made of tensors without values, and each rank then fills its shards alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from booster_core.lazy import take_recording
+from booster_core.replicated import rebind
+from booster_core.sharding.agreement import send_first
+from booster_core.state.dtensor import dtensor_shards, local_of
+from booster_core.state.naming import NamedTensors
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from booster_core.lazy import Recording
+    from booster_core.precision import PrecisionPolicy
+    from booster_fsdp.units import Units
+
+
+def hollow_model(
+    model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy
+) -> Recording:
+    """Take the recording out of a lazy model, and bring what has values already to the device.
+
+    Args:
+        model: The model; its lazy tensors become meta tensors.
+        optimizer: Its optimizer.
+        device: Where the model will run.
+        policy: Trained parameters get its format.
+
+    Collective: every rank of the world, where the model has tensors with values.
+    """
+    recording = take_recording(model)
+    if optimizer is not None:
+        rebind(optimizer, recording.replaced)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta":
+            tensor.data = tensor.data.to(device)
+            send_first(tensor.data)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(_format(parameter, policy))
+    return recording
+
+
+def fill_model(
+    model: nn.Module,
+    recording: Recording,
+    units: Units,
+    device: torch.device,
+    policy: PrecisionPolicy,
+    *,
+    offload: bool,
+) -> None:
+    """Give a sharded model its values: of sharded parameters what this rank keeps, of anything else all.
+
+    Args:
+        model: The model, sharded.
+        recording: How its values are made.
+        units: The model's units.
+        device: Where the model runs.
+        policy: Precision of the run.
+        offload: Keep shards on the host.
+
+    Collective: none.
+    """
+    home = torch.device("cpu") if offload else device
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if isinstance(parameter, DTensor) and local_of(parameter).is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = _with_memory(parameter, home)
+                module.register_parameter(name, made[id(parameter)])
+    units.take_parameters()
+    named = NamedTensors.of(model)
+    shards = [
+        shard
+        for name, tensor in named.tensors.items()
+        if isinstance(tensor, DTensor)
+        for shard in dtensor_shards(name, None, tensor)
+    ]
+    recording.fill(shards, device)
+    # What was given its values whole has them in the format of its construction.
+    whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    for parameter in whole:
+        parameter.data = parameter.data.to(_format(parameter, policy))
+    if policy.param_dtype is not None and not policy.uses_autocast:
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(policy.param_dtype)
+
+
+def _format(parameter: nn.Parameter, policy: PrecisionPolicy) -> torch.dtype:
+    """Return the format in which a parameter is kept; see `booster_core.replicated.place_model`."""
+    is_kept = policy.uses_autocast and not parameter.requires_grad
+    if policy.param_dtype is None or is_kept or not parameter.is_floating_point():
+        return parameter.dtype
+    return policy.param_dtype
+
+
+def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return a sharded parameter like one on meta, with memory of undefined values."""
+    sharded: DTensor = parameter.detach()  # type: ignore[assignment]
+    local = torch.empty_like(local_of(parameter), device=device)
+    return nn.Parameter(
+        DTensor.from_local(
+            local,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
+        ),
+        requires_grad=parameter.requires_grad,
+    )

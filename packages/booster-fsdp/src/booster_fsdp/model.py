@@ -1,0 +1,72 @@
+"""`FSDPModel`: the user's sharded model, whose methods besides ``forward`` run gathered and in the run's precision."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.liveness import naming_missing_ranks
+from booster_core.wrappers import ModelWrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from booster_core.precision import PrecisionPolicy
+    from booster_fsdp.optimizer import FSDPOptimizer
+    from booster_fsdp.units import Units
+
+
+class FSDPModel(ModelWrapper):
+    """A model sharded in place.
+
+    Args:
+        module: The user's model.
+        units: Its units.
+        precision: Precision of the run.
+        forward_methods: Methods that run gathered.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, units: Units, precision: PrecisionPolicy, forward_methods: Sequence[str]
+    ) -> None:
+        super().__init__(module, precision=precision)
+        self.__dict__["units"] = units
+        self.__dict__["optimizer"] = None
+        self.__dict__["_forward_methods"] = frozenset(forward_methods)
+
+    def attach(self, optimizer: FSDPOptimizer | None) -> None:
+        """Remember the optimizer that holds the gradients of the model's pieces."""
+        self.__dict__["optimizer"] = optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Drop (or zero) all gradients, reduced or not.
+
+        Collective: none.
+        """
+        self.units.reshard()
+        self.units.forget()
+        super().zero_grad(set_to_none)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the user's model as this rank holds it; see `Booster.save_model` for files."""
+        self.units.reshard()
+        return super().state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name in self.__dict__.get("_forward_methods", ()):
+            return functools.partial(self._run, value)
+        return value
+
+    def _run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        precision = self.precision
+        enabled = precision is not None and precision.uses_autocast
+        dtype = precision.compute_dtype if precision is not None and enabled else None
+        with naming_missing_ranks("forward"), torch.autocast(self._device_type, dtype=dtype, enabled=enabled):
+            return method(*args, **kwargs)

@@ -1,0 +1,321 @@
+"""`FSDPOptimizer`: the user's optimizer over plain pieces of sharded parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from booster_core import collectives
+from booster_core.errors import ConfigError
+from booster_core.gradients.clip import clip_by_norm
+from booster_core.liveness import naming_missing_ranks
+from booster_core.sharding.agreement import send_first
+from booster_core.sharding.buffers import BufferWatch
+from booster_core.sharding.elementwise import partition_for
+from booster_core.sharding.hosting import HostedOptimizer
+from booster_core.state.dtensor import local_of
+from booster_core.wrappers import OptimizerWrapper
+from booster_fsdp.pieces import ParameterPiece, WholeParameters, rows_here, show_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from booster_core.sharding.ranks import ShardingRanks
+    from booster_fsdp.config import FSDPConfig
+    from booster_fsdp.units import Units
+
+
+class FSDPOptimizer(OptimizerWrapper):
+    """Steps the user's optimizer on this rank's pieces of a sharded model.
+
+    Args:
+        optim: The user's optimizer, over the parameters that the model had before it was sharded; its groups list
+            this rank's pieces from now on, and its state is cut as they are.
+        model: The user's model, sharded.
+        before: The parameters that the model had, by number.
+        names: Their names, by number.
+        units: The model's units.
+        ranks: The ranks that share a replica.
+        config: Options.
+        device: Where the model runs.
+        **kwargs: As for `OptimizerWrapper`.
+
+    Raises:
+        ConfigError: If the optimizer can't step on pieces.
+
+    Collective: none.
+    """
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        model: nn.Module,
+        *,
+        before: Mapping[int, nn.Parameter],
+        names: Mapping[int, str],
+        units: Units,
+        ranks: ShardingRanks,
+        config: FSDPConfig,
+        device: torch.device,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(optim, **kwargs)
+        self.names = dict(names)
+        self.parameters = {index: model.get_parameter(name) for index, name in names.items()}
+        self._index_of = {id(parameter): index for index, parameter in self.parameters.items()}
+        self._units = units
+        self.ranks = ranks
+        self._config = config
+        self._device = device
+        self._num_settled = 0
+        self._has_backward = False
+        self._buffers = BufferWatch(model)
+        self._changed_buffers: list[bool] = []
+        self._takes_rows = partition_for(optim, config.partition) == "flat"
+        self._whole: list[WholeParameters] = []
+        self.hosted = HostedOptimizer(optim, self.names)
+        self.pieces: dict[int, ParameterPiece] = {}
+        index_before = {id(parameter): index for index, parameter in before.items()}
+        for group in optim.param_groups:
+            self._adopt([index_before[id(parameter)] for parameter in group["params"]])
+
+    # ---- parameters and groups
+
+    def _adopt(self, members: Sequence[int]) -> None:
+        """Take over the next group that the hosted optimizer lists."""
+        parameters = {index: self.parameters[index] for index in members}
+        if self._takes_rows:
+            rows = {index: rows_here(index, parameter, self.ranks) for index, parameter in parameters.items()}
+            pieces = {index: piece for index, piece in rows.items() if piece is not None}
+        else:
+            whole = WholeParameters(parameters, self.ranks)
+            self._whole.append(whole)
+            pieces = whole.pieces
+        self.pieces.update(pieces)
+        self.hosted.adopt(len(self.hosted.groups), members, pieces)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters to the optimizer inside.
+
+        Raises:
+            ConfigError: If a parameter is not the model's, or is in a group already.
+
+        Collective: none, but every rank must add the same, between a step and the next backward.
+        """
+        self._units.reshard()
+        given = param_group["params"]
+        listed = [given] if isinstance(given, torch.Tensor) else list(given)
+        members = []
+        taken = {index for group in self.hosted.groups for index in group}
+        for position, item in enumerate(listed):
+            parameter = item[1] if isinstance(item, tuple) else item
+            index = self._index_of.get(id(parameter))
+            if index is None:
+                msg = (
+                    f"Parameter {position} of the new group, of shape {tuple(parameter.shape)}, is not one of the "
+                    "boosted model's. Take it from the model that `boost` returned, outside of forward."
+                )
+                raise ConfigError(msg)
+            if index in taken:
+                msg = f"Parameter '{self.names[index]}' is in a parameter group already. Leave it out of the new one."
+                raise ConfigError(msg)
+            members.append(index)
+        self.optim.add_param_group({**param_group, "params": listed})
+        self._adopt(members)
+
+    def _held(self) -> list[tuple[int, nn.Parameter]]:
+        return [(index, self.parameters[index]) for group in self.hosted.groups for index in group]
+
+    # ---- gradients
+
+    def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
+        """Run backward from a loss and reduce its gradients; see `OptimizerWrapper.backward`.
+
+        Collective: every rank of the world; under ``no_sync`` the gathers of parameters only.
+        """
+        self._has_backward = True
+        super().backward(loss, inputs, retain_graph=retain_graph)
+
+    def settle(self) -> None:
+        """Agree on which parameters were used, and average the gradients of those that are whole on every rank.
+
+        Collective: every rank of the world, where there was a backward since the last call.
+        """
+        if not self._has_backward and self._num_settled == self._units.num_reductions:
+            return
+        self._has_backward = False
+        self._num_settled = self._units.num_reductions
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        used = [id(p) in self._units.used if isinstance(p, DTensor) else p.grad is not None for p in trained]
+        changed = self._buffers.changed() if self._config.broadcast_buffers else []
+        flags = torch.tensor([*used, *changed], dtype=torch.uint8, device=self._device)
+        collectives.all_reduce(flags, dist.ReduceOp.MAX).wait()
+        anywhere = flags.bool().tolist()
+        self._changed_buffers = anywhere[len(trained) :]
+        whole = []
+        for parameter, is_used in zip(trained, anywhere[: len(trained)], strict=True):
+            if not is_used:
+                parameter.grad = None
+            elif not isinstance(parameter, DTensor):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                whole.append(parameter.grad)
+        _average(whole)
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of the rows that lie here and of parameters that are whole on every rank, averaged.
+
+        Collective: every rank of the world, where there was a backward since the last call.
+        """
+        self.settle()
+        held = [local_of(parameter.grad) for _, parameter in self._held() if parameter.grad is not None]
+        return [gradient for gradient in held if gradient.numel()]
+
+    def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip by the norm over all shards of a replica, each element counted once."""
+        gradients = self.gradients()
+        counted = [
+            local_of(parameter.grad)
+            for _, parameter in self._held()
+            if parameter.grad is not None and (isinstance(parameter, DTensor) or self.ranks.shard_rank == 0)
+        ]
+        return clip_by_norm(
+            gradients,
+            max_norm,
+            norm_type,
+            counted=counted,
+            groups=[] if self.ranks.shard_group is None else [self.ranks.shard_group],
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def overflow_anywhere(self, overflow: bool) -> bool:  # noqa: FBT001 - as in core
+        """Return whether a gradient overflowed on any rank.
+
+        Collective: every rank of the world.
+        """
+        flag = torch.tensor([overflow], dtype=torch.uint8, device=self._device)
+        collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
+        return bool(flag.item())
+
+    def full_gradient(self, name: str) -> Tensor | None:
+        """Return a copy of a parameter's whole gradient, without loss scale; ``None`` where no rank used it.
+
+        Collective: every rank of the world.
+        """
+        self.settle()
+        index = next(index for index, known in self.names.items() if known == name)
+        parameter = self.parameters[index]
+        if parameter.grad is None:
+            return None
+        gradient: Tensor = parameter.grad.detach()
+        if isinstance(gradient, DTensor):
+            # Offloaded shards lie where their group has no backend.
+            sharded: Any = gradient.to(self._device)
+            gradient = sharded.full_tensor()
+        is_scaled = self.loss_scaler is not None and not self.is_unscaled
+        if is_scaled or gradient.data_ptr() == local_of(parameter.grad).data_ptr():
+            gradient = gradient.clone()
+        if self.loss_scaler is not None and not self.is_unscaled:
+            gradient /= self.loss_scaler.scale
+        return gradient
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Drop (or zero) all gradients, reduced or not.
+
+        Collective: none.
+        """
+        held = [parameter for _, parameter in self._held()]
+        self._units.forget({id(parameter) for parameter in held})
+        for parameter in held:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                local_of(parameter.grad).zero_()
+        super().zero_grad(set_to_none)
+
+    # ---- stepping
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Update this rank's pieces; see `OptimizerWrapper.step`.
+
+        Collective: every rank of the world.
+        """
+        if closure is None:
+            self._clip_as_configured()
+        return super().step(closure)
+
+    def _clip_as_configured(self) -> None:
+        if self._config.max_norm > 0 and self._grad_norm is None:
+            self.clip_grad_by_norm(self._config.max_norm)
+
+    def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step the optimizer inside on this rank's pieces, and share the buffers that forward has changed.
+
+        Raises:
+            ConfigError: If a closure is passed with an optimizer that gets whole parameters.
+
+        Collective: every rank of the world.
+        """
+        if closure is not None and not self._takes_rows:
+            msg = (
+                f"{type(self.unwrap()).__name__} gets whole parameters for the time of a step, in which a closure "
+                "can't run the model. Call `step()` without one, or use plugin='ddp'."
+            )
+            raise ConfigError(msg)
+        if closure is None:
+            self._make_ready()
+            result = self.optim.step()
+        else:
+
+            def evaluated() -> float:
+                loss = closure()
+                self.settle()
+                self._clip_as_configured()
+                self._make_ready()
+                return loss
+
+            result = self.optim.step(evaluated)
+        for whole in self._whole:
+            whole.scatter()
+        # What a forward without backward has left gathered has the values of before the step.
+        self._units.reshard()
+        self._send_buffers()
+        return result
+
+    def _make_ready(self) -> None:
+        self.settle()
+        if self._takes_rows:
+            show_rows(self.pieces.values())
+        for whole in self._whole:
+            whole.gather()
+
+    def _send_buffers(self) -> None:
+        if not any(self._changed_buffers):
+            return
+        with naming_missing_ranks("sharing of buffers"):
+            for buffer, has_changed in zip(self._buffers.buffers().values(), self._changed_buffers, strict=True):
+                if has_changed:
+                    send_first(buffer)
+        self._changed_buffers = []
+        self._buffers.forget()
+
+
+def _average(gradients: Sequence[Tensor]) -> None:
+    """Average gradients over all ranks in place, in one collective for each format and device."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for (dtype, _), tensors in alike.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        flat = torch.cat([tensor.detach().flatten().to(wide) for tensor in tensors])
+        collectives.all_reduce(flat).wait()
+        flat /= dist.get_world_size()
+        parts: Sequence[Tensor] = flat.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))

@@ -1,0 +1,210 @@
+r"""What the user's optimizer updates in place of DTensors: plain tensors, this rank's rows or whole parameters.
+
+torch's optimizers call DTensor's dispatcher for each operation, and some (Adafactor, Muon, Rprop) use operations that
+it can't do. Rows that lie here are updated as the plain tensors that they are, for optimizers that treat all elements
+alike. For others a parameter belongs to one rank of its replica, which gets all of it for the time of a step::
+
+    rank 0  rows 0-1 --\\                   /--> rows 0-1
+    rank 1  rows 2-3 ---> whole on owner: step --> rows 2-3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from booster_core.state.dtensor import local_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from booster_core.sharding.ranks import ShardingRanks
+
+
+@dataclass(eq=False)
+class ParameterPiece:
+    """The part of one parameter that this rank's optimizer updates.
+
+    Args:
+        index: The parameter's number in the model.
+        parameter: The model's parameter: a DTensor, or whole on every rank.
+        start: First element of the flattened parameter.
+        stop: One past the last.
+        values: What the optimizer updates; shares the memory of the rows here, except for whole parameters of one
+            owner, which have memory during a step only.
+        is_shared: Every rank has and updates all of it.
+    """
+
+    index: int
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    values: nn.Parameter
+    is_shared: bool = False
+
+
+def row_bounds(shape: Sequence[int], size: int) -> list[int]:
+    """Return where each rank's rows begin in the flattened parameter, and where the last ones end.
+
+    Args:
+        shape: Shape of the parameter, at least one dimension.
+        size: Number of ranks; the last ones may have no rows.
+
+    Collective: none.
+    """
+    rows, row_numel = shape[0], 1
+    for length in shape[1:]:
+        row_numel *= length
+    step = -(-rows // size) if rows else 0
+    return [min(rank * step, rows) * row_numel for rank in range(size)] + [rows * row_numel]
+
+
+def rows_here(index: int, parameter: nn.Parameter, ranks: ShardingRanks) -> ParameterPiece | None:
+    """Return the rows of a parameter that lie here; ``None`` where none do.
+
+    Collective: none.
+    """
+    if not isinstance(parameter, DTensor):
+        return ParameterPiece(
+            index=index, parameter=parameter, start=0, stop=parameter.numel(), values=parameter, is_shared=True
+        )
+    bounds = row_bounds(parameter.shape, ranks.shard_size)
+    start, stop = bounds[ranks.shard_rank], bounds[ranks.shard_rank + 1]
+    if start == stop:
+        return None
+    values = nn.Parameter(local_of(parameter), requires_grad=parameter.requires_grad)
+    return ParameterPiece(index=index, parameter=parameter, start=start, stop=stop, values=values)
+
+
+def show_rows(pieces: Iterable[ParameterPiece]) -> None:
+    """Let the optimizer see the rows and their gradients where they lie now.
+
+    Collective: none.
+    """
+    for piece in pieces:
+        if piece.is_shared:
+            continue
+        rows = local_of(piece.parameter)
+        if rows.data_ptr() != piece.values.data_ptr():
+            piece.values.data = rows
+        gradient = piece.parameter.grad
+        piece.values.grad = None if gradient is None else local_of(gradient)
+
+
+class WholeParameters:
+    """Parameters that an optimizer gets whole, each on one rank of a replica.
+
+    Args:
+        parameters: The parameters by number; DTensors, or whole on every rank.
+        ranks: The ranks that share a replica.
+    """
+
+    def __init__(self, parameters: Mapping[int, nn.Parameter], ranks: ShardingRanks) -> None:
+        self._ranks = ranks
+        self._parameters = {index: p for index, p in parameters.items() if isinstance(p, DTensor)}
+        self._bounds = {index: row_bounds(p.shape, ranks.shard_size) for index, p in self._parameters.items()}
+        self._owner = _owners({index: p.numel() for index, p in self._parameters.items()}, ranks.shard_size)
+        self.pieces: dict[int, ParameterPiece] = {}
+        for index, parameter in parameters.items():
+            if index not in self._parameters:
+                shared = rows_here(index, parameter, ranks)
+                if shared is not None:
+                    self.pieces[index] = shared
+            elif self._owner[index] == ranks.shard_rank:
+                values = nn.Parameter(_without_memory(parameter), requires_grad=parameter.requires_grad)
+                self.pieces[index] = ParameterPiece(
+                    index=index, parameter=parameter, start=0, stop=parameter.numel(), values=values
+                )
+
+    def gather(self) -> None:
+        """Bring the parameters that have gradients, and these, to their owners.
+
+        Collective: the shard group.
+        """
+        operations: list[dist.P2POp] = []
+        for index, parameter in self._used():
+            rows, gradient = local_of(parameter), local_of(parameter.grad)  # type: ignore[arg-type]
+            if self._owner[index] != self._ranks.shard_rank:
+                operations += self._transfers(dist.isend, index, {self._ranks.shard_rank: [rows, gradient]})
+                continue
+            values = self.pieces[index].values
+            values.data = rows.new_empty(parameter.shape)
+            values.grad = gradient.new_empty(parameter.shape)
+            bounds, own = self._bounds[index], self._ranks.shard_rank
+            for whole, part in ((values.data, rows), (values.grad, gradient)):
+                whole.view(-1)[bounds[own] : bounds[own + 1]].copy_(part.flatten())
+            operations += self._transfers(dist.irecv, index, self._parts(index, [values.data, values.grad]))
+        _run(operations)
+
+    def scatter(self) -> None:
+        """Bring what the owners have made of the parameters to where their rows lie, and let go of the whole ones.
+
+        Collective: the shard group.
+        """
+        operations: list[dist.P2POp] = []
+        for index, parameter in self._used():
+            rows = local_of(parameter)
+            if self._owner[index] != self._ranks.shard_rank:
+                operations += self._transfers(dist.irecv, index, {self._ranks.shard_rank: [rows]})
+                continue
+            whole = self.pieces[index].values.data.contiguous()
+            bounds, own = self._bounds[index], self._ranks.shard_rank
+            rows.copy_(whole.view(-1)[bounds[own] : bounds[own + 1]].view(rows.shape))
+            operations += self._transfers(dist.isend, index, self._parts(index, [whole]))
+        _run(operations)
+        for index, parameter in self._used():
+            if index in self.pieces:
+                self.pieces[index].values.grad = None
+                self.pieces[index].values.data = _without_memory(parameter)
+
+    def _used(self) -> list[tuple[int, nn.Parameter]]:
+        return [(index, p) for index, p in self._parameters.items() if p.grad is not None]
+
+    def _parts(self, index: int, wholes: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        bounds = self._bounds[index]
+        return {
+            rank: [whole.view(-1)[bounds[rank] : bounds[rank + 1]] for whole in wholes]
+            for rank in range(self._ranks.shard_size)
+            if rank != self._ranks.shard_rank
+        }
+
+    def _transfers(
+        self, call: Callable[..., Any], index: int, parts: Mapping[int, Sequence[Tensor]]
+    ) -> list[dist.P2POp]:
+        """Return transfers between a parameter's owner and other ranks; ``parts`` is keyed by whose rows they are."""
+        own, owner = self._ranks.shard_rank, self._owner[index]
+        return [
+            dist.P2POp(call, part, group=self._ranks.shard_group, group_peer=owner if rank == own else rank)
+            for rank, held in parts.items()
+            for part in held
+            if part.numel()
+        ]
+
+
+def _run(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def _owners(numels: Mapping[int, int], size: int) -> dict[int, int]:
+    """Deal parameters out so that each rank steps on about as many elements: the largest first, to who has least."""
+    loads = [0] * size
+    owner = {}
+    for index in sorted(numels, key=lambda index: (-numels[index], index)):
+        rank = loads.index(min(loads))
+        owner[index] = rank
+        loads[rank] += numels[index]
+    return owner
+
+
+def _without_memory(parameter: nn.Parameter) -> Tensor:
+    """Return a tensor of a parameter's shape, dtype and place that takes the memory of one element."""
+    return torch.zeros((), dtype=parameter.dtype, device=local_of(parameter).device).expand(parameter.shape)

@@ -1,0 +1,199 @@
+"""Sharding a model by ``fully_shard``: the mesh, number formats, units from the inside out, and prefetching."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from booster_core.errors import ConfigError
+from booster_core.precision.narrow import NARROW, kept_as_they_are
+from booster_core.sharding.ranks import ShardingRanks, sharding_groups
+from booster_core.state.naming import NamedTensors
+from booster_fsdp.communication import use_collectives_of_core
+from booster_fsdp.outputs import return_no_views
+from booster_fsdp.units import Units
+from booster_fsdp.wrapping import choose_units, find_ignored, parameters_by_unit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from booster_core.precision import PrecisionPolicy
+    from booster_fsdp.config import FSDPConfig
+
+
+def make_mesh(world_size: int, device_type: str, config: FSDPConfig) -> DeviceMesh:
+    """Return the mesh: one axis ``"shard"``, after an axis ``"replicate"`` where there is more than one replica.
+
+    Raises:
+        ConfigError: If ``replica_size``, or a number as ``reshard_after_forward``, does not divide the ranks.
+
+    Collective: every rank of the world.
+    """
+    sharding_groups(world_size, config.replica_size)
+    shard_size = world_size // config.replica_size
+    asked = config.reshard_after_forward
+    if not isinstance(asked, bool) and shard_size % asked:
+        divisors = ", ".join(str(size) for size in range(2, shard_size + 1) if shard_size % size == 0)
+        msg = (
+            f"`reshard_after_forward={asked}` does not divide the {shard_size} ranks of a sharded model. "
+            f"Use True, False{' or one of ' + divisors if divisors else ''}."
+        )
+        raise ConfigError(msg)
+    if config.replica_size == 1:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    shape = (config.replica_size, shard_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def ranks_of(mesh: DeviceMesh) -> ShardingRanks:
+    """Return this rank's place on a mesh that `make_mesh` made.
+
+    Collective: none.
+    """
+    has_replicas = mesh.ndim > 1
+    return ShardingRanks(
+        shard_group=mesh.get_group("shard"),
+        shard_rank=mesh.get_local_rank("shard"),
+        shard_size=mesh.size(mesh.ndim - 1),
+        replica_group=mesh.get_group("replicate") if has_replicas else None,
+        replica_rank=mesh.get_local_rank("replicate") if has_replicas else 0,
+    )
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Check that each parameter can be sharded or kept whole.
+
+    Raises:
+        ConfigError: If one is sharded already, or two are objects over the same memory.
+
+    Collective: none.
+    """
+    name_of = NamedTensors.of(model).name_of
+    addresses: dict[object, str] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            msg = (
+                f"Parameter '{name}' is a DTensor already, {parameter.placements} on {parameter.device_mesh}. Boost "
+                "the plain model; to combine sharding with tensor parallelism, use plugin='hybrid'."
+            )
+            raise ConfigError(msg)
+        if parameter.numel() and parameter.device.type != "meta":
+            address = parameter.untyped_storage().data_ptr() + parameter.storage_offset() * parameter.element_size()
+            other = addresses.setdefault((address, parameter.device), name)
+            if other != name:
+                msg = (
+                    f"Parameters '{other}' and '{name}' are two objects over the same memory. Tie them by assigning "
+                    "one Parameter to both modules."
+                )
+                raise ConfigError(msg)
+        if id(parameter) not in name_of:
+            msg = f"Parameter '{name}' is registered under a name that `state_dict` does not list."
+            raise ConfigError(msg)
+
+
+def shard_model(
+    model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: PrecisionPolicy, *, offload: bool
+) -> Units:
+    """Shard a model in place, and return its units; some parameters stay whole on every rank.
+
+    Whole stay: what the user says, scalars, which have no rows to split; BatchNorm's under a narrow format, which its
+    kernels want in fp32; and, in a unit of several formats, those that don't have its most frequent one, because torch
+    reduces a unit's gradients in one buffer.
+
+    Args:
+        model: The user's model, on the device of the mesh or on meta.
+        mesh: What `make_mesh` returned.
+        config: Options.
+        policy: Precision of the run.
+        offload: Keep shards on the host.
+
+    Raises:
+        ConfigError: If a name in the options is not in the model, or a unit can't be sharded.
+
+    Collective: every rank of the world.
+    """
+    chosen = choose_units(model, config)
+    whole = find_ignored(model, config)
+    whole |= {parameter for parameter in model.parameters() if parameter.dim() == 0}
+    if policy.uses_autocast and policy.compute_dtype in NARROW:
+        kept = kept_as_they_are(model)
+        whole |= {parameter for parameter in model.parameters() if id(parameter) in kept}
+    by_unit = parameters_by_unit(model, chosen)
+    dtype_of = {}
+    for name, parameters in by_unit.items():
+        dtype_of[name], odd = _formats(parameter for parameter in parameters if parameter not in whole)
+        whole |= odd
+    modules = dict(model.named_modules())
+    asked = config.reshard_after_forward
+    for parameter in model.parameters():
+        if parameter not in whole and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    offload_policy = OffloadPolicy()
+    if offload:
+        offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    for name in (*reversed(chosen), ""):
+        module = modules[name]
+        return_no_views(module)
+        options: dict[str, Any] = {} if not whole else {"ignored_params": whole}
+        try:
+            fully_shard(
+                module,
+                mesh=mesh,
+                # `None` lets torch keep the outermost unit gathered, which backward needs at once.
+                reshard_after_forward=asked if name or not asked else None,
+                mp_policy=_mixed_precision(policy, dtype_of[name]),
+                offload_policy=offload_policy,
+                **options,
+            )
+        except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as cause:
+            where = f"Unit '{name}' ({type(module).__name__})" if name else f"The model ({type(module).__name__})"
+            msg = f"{where} can't be sharded: {cause} Keep it whole by `ignored_modules`, or choose other units."
+            raise ConfigError(msg) from cause
+    sharded = [cast("FSDPModule", modules[name]) for name in chosen]
+    if mesh.device_type == "cpu":
+        for unit in (model, *sharded):
+            use_collectives_of_core(cast("FSDPModule", unit))
+    _prefetch(cast("FSDPModule", model), sharded, config)
+    return Units([cast("FSDPModule", model), *sharded])
+
+
+def _formats(parameters: Iterable[nn.Parameter]) -> tuple[torch.dtype | None, set[nn.Parameter]]:
+    """Return the format of most trained elements, and the trained parameters of another one."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    numels: dict[torch.dtype, int] = {}
+    for parameter in trained:
+        numels[parameter.dtype] = numels.get(parameter.dtype, 0) + parameter.numel()
+    if not numels:
+        return None, set()
+    most = max(numels, key=lambda dtype: numels[dtype])
+    return most, {parameter for parameter in trained if parameter.dtype != most}
+
+
+def _mixed_precision(policy: PrecisionPolicy, dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Return the formats of a unit; inputs and outputs are the business of autocast around the model."""
+    gathered = policy.compute_dtype if policy.uses_autocast else None
+    reduced: torch.dtype | None = policy.reduce_dtype
+    is_wider = dtype is not None and policy.param_dtype is None and dtype.itemsize > policy.reduce_dtype.itemsize
+    if is_wider or (gathered is None and reduced == dtype):
+        reduced = None
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
+
+
+def _prefetch(root: FSDPModule, units: Sequence[FSDPModule], config: FSDPConfig) -> None:
+    ahead, behind = config.forward_prefetch, config.backward_prefetch
+    if ahead:
+        root.set_modules_to_forward_prefetch(list(units[:ahead]))
+    for index, unit in enumerate(units):
+        if ahead:
+            unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + ahead]))
+        if behind:
+            unit.set_modules_to_backward_prefetch(list(reversed(units[max(index - behind, 0) : index])))
+    if behind:
+        root.set_modules_to_backward_prefetch(list(reversed(units[-behind:])))

@@ -1,0 +1,89 @@
+"""Gemini's state as shards: this rank's slices of chunks, streamed from where they lie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_core.sharding.state import ShardedStateAdapter
+from booster_core.state.naming import NamedTensors
+from booster_core.state.replicated import MASTER, balanced_shards
+from booster_core.state.shard import TensorShard, full_box
+from booster_gemini.memory.home import Role
+from booster_gemini.optimizer import GeminiOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from booster_core.coordinator import DistCoordinator
+    from booster_core.sharding.bucket import Piece
+    from booster_gemini.chunk.chunk import Chunk
+    from booster_gemini.module import GeminiModel
+
+
+class GeminiStateAdapter(ShardedStateAdapter[GeminiOptimizer]):
+    """Shows a model whose parameters and optimizer state are split over ranks.
+
+    Args:
+        model: The boosted model.
+        optimizer: Its optimizer.
+        coordinator: Tells rank and number of ranks.
+    """
+
+    def __init__(self, model: GeminiModel, optimizer: GeminiOptimizer | None, coordinator: DistCoordinator) -> None:
+        super().__init__(model, optimizer, coordinator)
+        self._manager = model.manager
+        self._module = model.unwrap()
+        self._coordinator = coordinator
+
+    def model_shards(self) -> Iterator[TensorShard]:
+        for chunk in self._manager.layout.buckets:
+            with chunk.in_use(Role.PARAM, changes=True):
+                for piece in chunk.pieces:
+                    yield self._shard(piece, chunk.slice_of(chunk.shard, piece))
+        parameters = {id(parameter) for parameter in self._module.parameters()}
+        buffers = [
+            (name, None, tensor)
+            for name, tensor in NamedTensors.of(self._module).tensors.items()
+            if id(tensor) not in parameters
+        ]
+        # Every rank has all of them.
+        yield from balanced_shards(buffers, self._coordinator.rank, self._coordinator.world_size)
+
+    def parameter_as_master(self, index: int) -> Iterator[TensorShard]:
+        chunk = self._manager.chunk_of(index)
+        with chunk.in_use(Role.PARAM, changes=True):
+            for piece in chunk.pieces:
+                if piece.index == index:
+                    yield self._shard(piece, piece.values.detach(), MASTER, is_owner=False)
+
+    def finish_load(self, *, model: bool, optimizer: bool) -> None:
+        chunks: list[Chunk] = self._manager.layout.buckets
+        if model:
+            for chunk in chunks:
+                with chunk.at_hand(changes=True):
+                    chunk.take_working_values()
+        if optimizer:
+            for chunk in self.buckets_with_masters():
+                with chunk.at_hand(changes=True):
+                    chunk.take_up_values()
+        self.taken_as_parameters = set()
+        self._manager.release_all()
+        for chunk in chunks:
+            torch.autograd.graph.increment_version(chunk.parameters)
+
+    def _shard(self, piece: Piece, data: Tensor, state: str | None = None, *, is_owner: bool = True) -> TensorShard:
+        shape = tuple(piece.parameter.shape)
+        return TensorShard(
+            name=self._manager.names[piece.index],
+            state=state,
+            global_shape=shape,
+            dtype=data.dtype,
+            box=full_box(shape),
+            flat=None if piece.is_whole else (piece.start, piece.stop),
+            data=data,
+            is_owner=is_owner and self._manager.ranks.replica_rank == 0,
+        )

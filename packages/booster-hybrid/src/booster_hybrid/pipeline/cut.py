@@ -1,0 +1,241 @@
+"""Cutting an unmodified model into stages at the calls of its layers.
+
+Each stage runs the model's own forward on the whole microbatch. Layers before its range pass their input through; its
+first layer gets the differentiable arguments that the stage before has sent, by name; the first layer after its range
+ends the forward, and its differentiable arguments are what this stage sends. Masks, position tables and the like are
+computed anew from the microbatch on each stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.trace import named_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from booster_hybrid.pipeline.trace import Layer, Trace
+
+
+@dataclass(frozen=True)
+class StageRange:
+    """The layers of one stage.
+
+    Args:
+        index: Number of the stage.
+        first: Its first layer, counted in the order of the trace.
+        last: One past its last layer.
+        num_layers: Layers of the whole model.
+    """
+
+    index: int
+    first: int
+    last: int
+    num_layers: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the model's inputs enter here."""
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's outputs leave here."""
+        return self.last == self.num_layers
+
+    def uses(self, positions: Sequence[int]) -> bool:
+        """Return whether a module outside of the layers is used here, given how many layers came before each use."""
+        return any(self.first < place <= self.last or (self.is_first and place == 0) for place in positions)
+
+
+def share_layers(num_layers: int, num_stages: int, asked: Sequence[int] | None = None) -> list[StageRange]:
+    """Return each stage's layers; the middle stages have one more where they can't be shared equally.
+
+    Args:
+        num_layers: Layers of the whole model.
+        num_stages: Number of stages.
+        asked: Number of layers of each stage; ``None`` shares them out. The first and the last stage hold embedding
+            and head as well, so they have none of what is left over.
+
+    Raises:
+        ConfigError: If there are fewer layers than stages, or ``asked`` does not add up.
+    """
+    if asked is not None:
+        if len(asked) != num_stages or sum(asked) != num_layers or min(asked) < 1:
+            msg = (
+                f"`num_layers_per_stage={list(asked)}` must list {num_stages} positive numbers that add up to the "
+                f"model's {num_layers} layers."
+            )
+            raise ConfigError(msg)
+        counts = list(asked)
+    else:
+        if num_layers < num_stages:
+            msg = f"{num_layers} layers can't fill {num_stages} stages. Use fewer stages, or fewer chunks on each rank."
+            raise ConfigError(msg)
+        share, more = divmod(num_layers, num_stages)
+        counts = [share] * num_stages
+        start = (num_stages - more + 1) // 2
+        for stage in range(start, start + more):
+            counts[stage % num_stages] += 1
+    edges = [sum(counts[:stage]) for stage in range(num_stages + 1)]
+    return [StageRange(stage, edges[stage], edges[stage + 1], num_layers) for stage in range(num_stages)]
+
+
+class _StageEndError(Exception):
+    """Ends a forward at the first layer after a stage, with what the stage sends."""
+
+    def __init__(self, payload: dict[str, Tensor]) -> None:
+        super().__init__("the stage has ended")
+        self.payload = payload
+
+
+class StagedModel:
+    """A model whose forward runs one stage at a time.
+
+    Args:
+        model: The user's model; its layers get other forwards, and the parameters that no stage of this rank uses
+            give their memory back.
+        trace: What a dry run of it has seen.
+        stages: The stages that lie on this rank.
+
+    Attributes:
+        hollow: Names of the parameters that are not here.
+    """
+
+    def __init__(self, model: nn.Module, trace: Trace, stages: Sequence[StageRange]) -> None:
+        self._model = model
+        self._trace = trace
+        self._active: StageRange | None = None
+        self._received: Mapping[str, Tensor] = {}
+        self.stages = {stage.index: stage for stage in stages}
+        modules = dict(model.named_modules())
+        for position, layer in enumerate(trace.layers):
+            module: Any = modules[layer.name]
+            if hasattr(module, "gradient_checkpointing") and not self._holds(position):
+                module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
+            module.forward = _Gate(self, module.forward, position, layer)
+        self.hollow = self._hollow(modules)
+
+    def _holds(self, position: int) -> bool:
+        return any(stage.first <= position < stage.last for stage in self.stages.values())
+
+    def _hollow(self, modules: Mapping[str, nn.Module]) -> list[str]:
+        """Give back the memory of parameters that no stage here uses, and return their names."""
+        elsewhere = [layer.name for position, layer in enumerate(self._trace.layers) if not self._holds(position)]
+        elsewhere += [
+            name
+            for name, uses in self._trace.uses.items()
+            if uses and not any(stage.uses(uses) for stage in self.stages.values())
+        ]
+        kept: set[int] = set()
+        gone = []
+        layer_names = {layer.name for layer in self._trace.layers}
+        owners = [
+            (name, module) for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))
+        ]
+
+        def is_elsewhere(name: str) -> bool:
+            if name in self._trace.uses:
+                return name in elsewhere
+            return any(name == each or name.startswith(f"{each}.") for each in elsewhere if each in layer_names)
+
+        for name, module in owners:
+            if not is_elsewhere(name):
+                kept.update(id(parameter) for parameter in module.parameters(recurse=False))
+        for name, module in owners:
+            if is_elsewhere(name):
+                for key, parameter in list(module.named_parameters(recurse=False)):
+                    if id(parameter) in kept:
+                        continue
+                    gone.append(f"{name}.{key}")
+                    empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                    del module._parameters[key]  # noqa: SLF001 - the only way to leave a plain tensor in its place
+                    object.__setattr__(module, key, empty)
+        return gone
+
+    @contextlib.contextmanager
+    def activated(self, stage: int, received: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the layers act for one stage and one microbatch, in forward and where backward computes layers anew.
+
+        Args:
+            stage: Number of the stage.
+            received: What the stage before has sent for the microbatch.
+        """
+        before = self._active, self._received
+        self._active, self._received = self.stages[stage], received
+        try:
+            yield
+        finally:
+            self._active, self._received = before
+
+    def run(self, batch: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+        """Run the active stage.
+
+        Args:
+            batch: Keyword arguments of the model's forward.
+
+        Returns:
+            The model's outputs on the last stage, else ``None``; and what the next stage has to get, by name.
+
+        Collective: as the model's own forward.
+        """
+        try:
+            return self._model(**batch), {}
+        except _StageEndError as end:
+            return None, end.payload
+
+    def call_layer(
+        self, forward: Callable[..., Any], position: int, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do what a layer does in the active stage; without one, what it always does."""
+        stage = self._active
+        if stage is None:
+            return forward(*args, **kwargs)
+        if position < stage.first:
+            first = args[0] if args else next(iter(kwargs.values()))
+            return first if layer.returned is None else (first, *(None for _ in range(layer.returned - 1)))
+        if position == stage.last:
+            arguments = named_arguments(forward, args, kwargs)
+            arguments.update(self._given(stage, position))
+            raise _StageEndError({name: arguments[name] for name in layer.carried if _is_tensor(arguments.get(name))})
+        given = self._given(stage, position)
+        if not given:
+            return forward(*args, **kwargs)
+        return forward(**{**named_arguments(forward, args, kwargs), **given})
+
+    def _given(self, stage: StageRange, position: int) -> dict[str, Tensor]:
+        """Return those of a layer's arguments that the stage before has sent.
+
+        They are all that its first layer carries; and for layers after it those that every layer since then was given
+        as the one before it was, such as an encoder's output.
+        """
+        if stage.is_first:
+            return {}
+        names = set(self._trace.layers[stage.first].carried)
+        for layer in self._trace.layers[stage.first + 1 : position + 1]:
+            names &= set(layer.constant)
+        return {name: self._received[name] for name in names if name in self._received}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+class _Gate:
+    """The forward of a layer in a staged model."""
+
+    def __init__(self, staged: StagedModel, forward: Callable[..., Any], position: int, layer: Layer) -> None:
+        self._staged, self._forward, self._position, self._layer = staged, forward, position, layer
+        self.__signature__ = inspect.signature(forward)  # callers look at what a layer takes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._staged.call_layer(self._forward, self._position, self._layer, args, kwargs)

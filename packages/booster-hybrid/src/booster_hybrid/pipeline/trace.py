@@ -1,0 +1,204 @@
+"""A dry run of a model on fake tensors: the order of its layers, what they return, and what is used where.
+
+No number is computed, so it costs a fraction of a second for any size. Where a model's forward reads values (a mixture
+of experts that loops over the experts that were hit), the dry run computes them after all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from booster_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer between whose calls the model may be cut.
+
+    Args:
+        name: Its name in the model.
+        returned: Length of the tuple that it returns; ``None`` where it returns a tensor.
+        carried: Names of its arguments that are differentiable tensors: what a stage before it has to send.
+        constant: Those of them that it was given as the layer before it was.
+    """
+
+    name: str
+    returned: int | None
+    carried: tuple[str, ...]
+    constant: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a dry run has seen.
+
+    Args:
+        layers: The layers in the order of their calls.
+        uses: For each other module that has parameters of its own: the numbers of layers that had been called before
+            each of its calls. A module that was not called has none.
+    """
+
+    layers: tuple[Layer, ...]
+    uses: Mapping[str, tuple[int, ...]] = field(repr=False)
+
+
+def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names; those that ``**kwargs`` takes stand beside the others."""
+    signature = inspect.signature(function)
+    named: dict[str, Any] = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            named.update({f"{name}/{index}": item for index, item in enumerate(value)})
+        else:
+            named[name] = value
+    return named
+
+
+def is_carried(value: Any) -> bool:
+    """Return whether an argument has to come from the stage before: it has a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def trace_layers(model: nn.Module, lists: Sequence[str], batch: Mapping[str, Any]) -> Trace:
+    """Run a model dry.
+
+    Args:
+        model: The whole model.
+        lists: Names of its lists of layers; those that it lacks are passed over.
+        batch: Keyword arguments of its forward.
+
+    Raises:
+        ConfigError: If there is no list of layers, or a layer is called more than once.
+
+    Collective: none.
+    """
+    modules = dict(model.named_modules())
+    found = [name for name in lists if isinstance(modules.get(name), nn.ModuleList)]
+    if not found:
+        msg = (
+            f"The policy of {type(model).__name__} cuts a pipeline at the lists of layers "
+            f"{', '.join(map(repr, lists)) or '(none given)'}, of which the model has none. Name a ModuleList in "
+            "`ShardingPolicy(layers=...)`."
+        )
+        raise ConfigError(msg)
+    layers = {id(layer): f"{name}.{index}" for name in found for index, layer in enumerate(modules[name])}
+    recorder = _Recorder(modules, layers, found)
+    recorder.watch()
+    try:
+        _run_dry(model, batch, recorder)
+    finally:
+        recorder.close()
+    return recorder.trace()
+
+
+class _Recorder:
+    def __init__(self, modules: Mapping[str, nn.Module], layers: Mapping[int, str], lists: Sequence[str]) -> None:
+        self._modules, self._layers, self._lists = modules, layers, lists
+        self._handles: list[Any] = []
+        self._calls: list[tuple[str, dict[str, Any]]] = []
+        self._returned: dict[str, int | None] = {}
+        self._uses: dict[str, list[int]] = {}
+
+    def watch(self) -> None:
+        for name, module in self._modules.items():
+            if id(module) in self._layers:
+                self._handles += [
+                    module.register_forward_pre_hook(self._on_layer, with_kwargs=True),
+                    module.register_forward_hook(self._on_return),
+                ]
+            elif not any(name.startswith(f"{each}.") for each in self._lists) and any(
+                True for _ in module.parameters(recurse=False)
+            ):
+                self._uses[name] = []
+                self._handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._on_use(name)))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def restart(self) -> None:
+        self._calls, self._returned = [], {}
+        self._uses = {name: [] for name in self._uses}
+
+    def trace(self) -> Trace:
+        names = [name for name, _ in self._calls]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            msg = (
+                f"Layer '{repeated[0]}' is called {names.count(repeated[0])} times in one forward, so that no stage "
+                "can hold it alone. Use `pp_size=1` for this model."
+            )
+            raise ConfigError(msg)
+        layers = []
+        before: dict[str, Any] = {}
+        for name, arguments in self._calls:
+            carried = {key: value for key, value in arguments.items() if is_carried(value)}
+            layers.append(
+                Layer(
+                    name,
+                    self._returned[name],
+                    tuple(carried),
+                    tuple(key for key, value in carried.items() if before.get(key) is value),
+                )
+            )
+            before = carried
+        return Trace(tuple(layers), {name: tuple(uses) for name, uses in self._uses.items()})
+
+    def _on_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls.append((self._layers[id(module)], named_arguments(module.forward, args, kwargs)))
+
+    def _on_return(self, module: nn.Module, _: Any, output: Any) -> None:
+        name = self._layers[id(module)]
+        self._returned[name] = len(output) if isinstance(output, tuple) else None
+
+    def _on_use(self, name: str) -> None:
+        self._uses[name].append(len(self._calls))
+
+
+def _run_dry(model: nn.Module, batch: Mapping[str, Any], recorder: _Recorder) -> None:
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
+                arguments = pytree.tree_map_only(torch.Tensor, mode.from_tensor, dict(batch))
+                torch.func.functional_call(model, _stand_ins(model, mode.from_tensor), kwargs=arguments)
+        except Exception:  # noqa: BLE001 - a value was asked for, which only a real run has
+            recorder.restart()
+            torch.func.functional_call(model, _stand_ins(model, torch.Tensor.detach), kwargs=dict(batch))
+
+
+def _stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors in place of the model's, differentiable also where a parameter is frozen now."""
+    state = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        values = tensor.detach()
+        state[name] = make(values)
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+            state[name].requires_grad_()
+    return state
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging what a fake run can't do; the real run follows."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before

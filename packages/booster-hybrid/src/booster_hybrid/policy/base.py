@@ -1,0 +1,104 @@
+"""`ShardingPolicy` and `ModuleRule`: how a model is split, said as data.
+
+A policy for a model of one's own is a list of rules::
+
+    ShardingPolicy(
+        rules=(
+            ModuleRule("blocks.*.attention.qkv", Style.COLUMN, units="num_heads", num_blocks=3),
+            ModuleRule("blocks.*.attention.out", Style.ROW, units="num_heads"),
+            ModuleRule("blocks.*.mlp.up", Style.COLUMN),
+            ModuleRule("blocks.*.mlp.down", Style.ROW),
+        ),
+        layers=("blocks",),
+    )
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a dotted name fits a rule's pattern.
+
+    Args:
+        pattern: Such as ``"layers.*.mlp"`` or ``"**.mlp"``.
+        name: Such as ``"layers.3.mlp"``.
+    """
+    ours, theirs = pattern.split("."), name.split(".")
+    if ours[0] == "**":
+        ours = ours[1:]
+        theirs = theirs[max(len(theirs) - len(ours), 0) :]
+    return len(ours) == len(theirs) and all(one in ("*", other) for one, other in zip(ours, theirs, strict=True))
+
+
+class Style(enum.Enum):
+    """How one module is split over tensor parallel ranks."""
+
+    COLUMN = "column"
+    """A linear layer holds some of its outputs; what follows works on those."""
+    COLUMN_GATHER = "column_gather"
+    """A linear layer holds some of its outputs, which are put together again."""
+    ROW = "row"
+    """A linear layer holds some of its inputs, which come split; its outputs are summed."""
+    ROW_SPLIT = "row_split"
+    """A linear layer holds some of its inputs, of which it takes its part; its outputs are summed."""
+    VOCABULARY = "vocabulary"
+    """An embedding holds some rows."""
+    HEAD = "head"
+    """A linear layer from hidden states to the vocabulary holds some logits."""
+    EXPERTS = "experts"
+    """A mixture of experts, each expert split: (hidden states, expert indices, weights) in, partial sums out."""
+    SUMMED_GRADIENT = "summed_gradient"
+    """A module or parameter is whole on every rank, but works on split activations: its gradients are summed."""
+    PARAMETER = "parameter"
+    """A parameter outside of a linear layer is cut along the rule's ``dim``; nothing is communicated."""
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """How the modules (or parameters) of a pattern are split.
+
+    Args:
+        pattern: Name of a module or parameter; ``*`` stands for one component, such as a layer's number, and a leading
+            ``**`` for any number of them.
+        style: How it is split.
+        units: Where the split dimension must not be cut: the name of a field of the model's configuration, or of an
+            attribute of the module's parent, that holds the number of its indivisible parts (heads), or that number.
+            ``None`` cuts anywhere.
+        num_blocks: Equal blocks of which the split dimension consists, such as 3 for fused q/k/v.
+        scaled: Attributes of the module's parent that count what is split (``"num_heads"``), to be set to what is
+            here.
+        shares_input: Whether the layer may read the same input as its column-parallel siblings, and share a sum.
+        is_optional: Whether a model without such a module is fine.
+        dim: For `Style.PARAMETER`: the dimension to cut, which may be negative.
+    """
+
+    pattern: str
+    style: Style
+    units: str | int | None = None
+    num_blocks: int = 1
+    scaled: tuple[str, ...] = ()
+    shares_input: bool = True
+    is_optional: bool = False
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class ShardingPolicy:
+    """How one model class is split.
+
+    Args:
+        rules: Rules of tensor parallelism; the first that matches a module holds.
+        layers: Names of the lists of layers between which a pipeline may be cut, in the order in which they run.
+        options: Further facts that other axes read, by name.
+    """
+
+    rules: tuple[ModuleRule, ...] = ()
+    layers: tuple[str, ...] = ()
+    options: Mapping[str, object] = field(default_factory=dict)

@@ -1,0 +1,103 @@
+"""Policies read from the tensor plans that transformers' models carry.
+
+A plan maps name patterns to styles. What it leaves out is added: which dimension counts heads, so that these stay
+whole, and the embedding, which is split by vocabulary as the head is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from booster_core.errors import ConfigError
+from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
+
+_STYLES = {
+    "colwise": Style.COLUMN,
+    "rowwise": Style.ROW,
+    "colwise_gather_output": Style.COLUMN_GATHER,
+    "rowwise_split_input": Style.ROW_SPLIT,
+    "replicated_with_grad_allreduce": Style.SUMMED_GRADIENT,
+    "packed_colwise": Style.PARAMETER,
+    "moe_tp_experts": Style.EXPERTS,
+    "embedding_rowwise": Style.VOCABULARY,
+}
+_ATTENTION = ("attn", "attention")
+
+
+def read_plan(model: nn.Module) -> ShardingPolicy | None:
+    """Return the policy of a transformers model that carries a tensor plan, else ``None``.
+
+    Args:
+        model: The user's model.
+
+    Raises:
+        ConfigError: If the plan has a style that is not known here.
+    """
+    plan: dict[str, str] | None = getattr(model, "_tp_plan", None) or getattr(model, "tp_plan", None)
+    if not plan or not any("layers" in pattern or "." in pattern for pattern in plan):
+        return None
+    config: Any = getattr(model, "config", None)
+    heads = "num_key_value_heads" if getattr(config, "num_key_value_heads", None) else "num_attention_heads"
+    parameters = {name for name, _ in model.named_parameters()}
+    rules = vocabulary_rules(model, Style.HEAD)
+    for pattern, text in plan.items():
+        if text not in _STYLES:
+            known = ", ".join(map(repr, _STYLES))
+            msg = (
+                f"The tensor plan of {type(model).__name__} says {text!r} of '{pattern}', which is none of {known}. "
+                "Pass `custom_policy=` with rules of your own."
+            )
+            raise ConfigError(msg)
+        style = _STYLES[text]
+        in_attention = any(word in part for part in pattern.split(".")[-2:-1] for word in _ATTENTION)
+        is_parameter = any(matches(pattern, name) for name in parameters)
+        dim = -1 if style is Style.ROW else -2
+        if is_parameter:  # (experts, outputs, inputs)
+            style = Style.PARAMETER
+        rules.append(
+            ModuleRule(
+                pattern,
+                style,
+                units=heads if in_attention and style is not Style.SUMMED_GRADIENT else None,
+                num_blocks=2 if text == "packed_colwise" else 1,
+                is_optional=True,  # one plan serves all heads and depths of a family
+                dim=dim,
+            )
+        )
+    return ShardingPolicy(rules=tuple(rules), layers=_layer_lists(model))
+
+
+def vocabulary_rules(model: nn.Module, head_style: Style) -> list[ModuleRule]:
+    """Return rules that split a transformers model's embedding and head by vocabulary.
+
+    Args:
+        model: The user's model; one without embedding or head has no rule for it.
+        head_style: `Style.HEAD` where the model's own loss can work on split logits, else `Style.COLUMN_GATHER`.
+    """
+    rules: list[ModuleRule] = []
+    for getter, kind, style in (
+        ("get_input_embeddings", nn.Embedding, Style.VOCABULARY),
+        ("get_output_embeddings", nn.Linear, head_style),
+    ):
+        try:
+            found = getattr(model, getter)() if hasattr(model, getter) else None
+        except NotImplementedError:  # what transformers' models without tokens say
+            found = None
+        if isinstance(found, kind):
+            # Encoder and decoder may have modules of their own around one table.
+            rules += [
+                ModuleRule(name, style)
+                for name, module in model.named_modules()
+                if isinstance(module, kind) and module.weight is found.weight
+            ]
+    return rules
+
+
+def _layer_lists(model: nn.Module) -> tuple[str, ...]:
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "layers"
+    )

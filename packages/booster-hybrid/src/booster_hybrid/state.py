@@ -1,0 +1,114 @@
+"""The state of a model that is split over tensor parallel ranks, as shards of the user's own tensors.
+
+The adapter inside shows what lies here as if it were the whole model; each of its shards is moved to where it lies in
+the tensors of the user's model. A fused projection has several boxes there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from booster_core.state.adapter import StateAdapter, TensorMeta
+from booster_core.state.regions import regions_of
+from booster_core.state.shard import TensorShard, box_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from booster_core.state.adapter import JSONValue, ParamGroup
+    from booster_core.state.shard import Box
+    from booster_hybrid.tensor_parallel.split import Split
+
+
+class HybridStateAdapter(StateAdapter):
+    """Shows split tensors where they lie in the whole ones.
+
+    Args:
+        inner: Shows the local model among the ranks that hold the same part of it.
+        splits: The split parameters, by name.
+        is_first: Whether this is the first of the tensor parallel ranks, which owns what they all have whole.
+    """
+
+    def __init__(self, inner: StateAdapter, splits: Mapping[str, Split], *, is_first: bool) -> None:
+        self._inner, self._splits, self._is_first = inner, splits, is_first
+
+    def model_shards(self) -> Iterator[TensorShard]:
+        return self._moved(self._inner.model_shards())
+
+    def optimizer_shards(self) -> Iterator[TensorShard]:
+        return self._moved(self._inner.optimizer_shards())
+
+    def tied_names(self) -> Mapping[str, str]:
+        return self._inner.tied_names()
+
+    def extra_state(self) -> Mapping[str, object]:
+        return self._inner.extra_state()
+
+    def load_extra_state(self, values: Mapping[str, object]) -> None:
+        self._inner.load_extra_state(values)
+
+    def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
+        return self._inner.optimizer_scalars()
+
+    def param_groups(self) -> Sequence[ParamGroup]:
+        return self._inner.param_groups()
+
+    def prepare_optimizer_load(
+        self,
+        tensors: Mapping[str, Mapping[str, TensorMeta]],
+        scalars: Mapping[str, Mapping[str, JSONValue]],
+        groups: Sequence[ParamGroup],
+    ) -> None:
+        local = {
+            name: {state: self._local_meta(name, meta) for state, meta in states.items()}
+            for name, states in tensors.items()
+        }
+        self._inner.prepare_optimizer_load(local, scalars, groups)
+
+    def finish_load(self, *, model: bool, optimizer: bool) -> None:
+        self._inner.finish_load(model=model, optimizer=optimizer)
+
+    def _local_meta(self, name: str, meta: TensorMeta) -> TensorMeta:
+        split = self._splits.get(name)
+        if split is None or meta.shape != split.global_shape:
+            return meta
+        return TensorMeta(shape=split.local_shape, dtype=meta.dtype)
+
+    def _moved(self, shards: Iterator[TensorShard]) -> Iterator[TensorShard]:
+        for shard in shards:
+            split = self._splits.get(shard.name)
+            if split is None or shard.global_shape != split.local_shape:
+                yield replace(shard, is_owner=shard.is_owner and self._is_first)
+                continue
+            data = shard.data.view(-1) if shard.flat is not None else None
+            for region in regions_of(shard.box, shard.flat):
+                values = (
+                    shard.data
+                    if data is None
+                    else data[region.start : region.start + region.numel].view(box_shape(region.box))
+                )
+                yield from self._of_region(shard, split, region.box, values)
+
+    @staticmethod
+    def _of_region(shard: TensorShard, split: Split, box: Box, values: Tensor) -> Iterator[TensorShard]:
+        """Yield what a box of the local tensor is in the whole one, a part for each range that it touches."""
+        low, high = box[split.dim]
+        position = 0
+        for start, stop in split.ranges:
+            first, last = max(low, position), min(high, position + stop - start)
+            if first < last:
+                shift = start - position
+                moved = (*box[: split.dim], (first + shift, last + shift), *box[split.dim + 1 :])
+                yield TensorShard(
+                    name=shard.name,
+                    state=shard.state,
+                    global_shape=split.global_shape,
+                    dtype=shard.dtype,
+                    box=moved,
+                    data=values.narrow(split.dim, first - low, last - first),
+                    is_owner=shard.is_owner,
+                )
+            position += stop - start

@@ -1,0 +1,279 @@
+"""Applying a policy's tensor rules to a model, in place: local weights, and forwards that communicate.
+
+Modules stay the user's own objects, under their own names; their weights become this rank's part, and those that have
+to communicate get another ``forward``. Parameters keep their identity, so that the optimizer and ties keep their hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from booster_core.errors import ConfigError
+from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
+from booster_hybrid.tensor_parallel.collectives import enter, leave
+from booster_hybrid.tensor_parallel.embedding import VocabularyForward
+from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_linear, is_transposed
+from booster_hybrid.tensor_parallel.loss import CausalLoss
+from booster_hybrid.tensor_parallel.split import Split, cut_units, split_dimension
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from booster_hybrid.tensor_parallel.group import TensorGroup
+
+_ALIGNMENT = 8
+_COLUMNS = (Style.COLUMN, Style.COLUMN_GATHER, Style.HEAD)
+_ROWS = (Style.ROW, Style.ROW_SPLIT)
+
+
+@dataclass
+class TensorParallelModel:
+    """What has become of a model's parameters.
+
+    Attributes:
+        splits: For each split parameter, by name, which part of it is here. Tied parameters appear under each name.
+        summed: Names of the parameters that are whole on every rank, and whose gradients are summed over ranks.
+        siblings: The column-parallel layers that share an input.
+    """
+
+    splits: dict[str, Split] = field(default_factory=dict)
+    summed: set[str] = field(default_factory=set)
+    siblings: list[ColumnSiblings] = field(default_factory=list)
+
+
+def parallelize(
+    model: nn.Module, policy: ShardingPolicy, group: TensorGroup, *, parallel_output: bool = True
+) -> TensorParallelModel:
+    """Split a model's layers over ranks, in place.
+
+    Args:
+        model: The user's model, whole.
+        policy: How its class is split.
+        group: The tensor parallel ranks.
+        parallel_output: Leave the logits split by vocabulary; the model's own causal loss then works on split logits.
+            ``False`` puts them together.
+
+    Raises:
+        ConfigError: If a rule names a module that the model lacks, or sizes can't be split over the ranks.
+
+    Collective: none.
+    """
+    return _Applier(model, policy, group, parallel_output=parallel_output).run()
+
+
+class _Applier:
+    def __init__(self, model: nn.Module, policy: ShardingPolicy, group: TensorGroup, *, parallel_output: bool) -> None:
+        self._model, self._policy, self._group = model, policy, group
+        self._parallel_output = parallel_output
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._names_of: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in self._parameters.items():
+            self._names_of[id(parameter)].append(name)
+        self._done: dict[int, Split] = {}
+        self._known_units: dict[tuple[str, str], int] = {}
+        self._scaled: set[tuple[int, str]] = set()
+        self._result = TensorParallelModel()
+
+    def run(self) -> TensorParallelModel:
+        found = [(rule, name) for rule in self._policy.rules for name in self._targets(rule)]
+        taken: set[str] = set()
+        columns: dict[tuple[int, bool], list[tuple[ModuleRule, str]]] = defaultdict(list)
+        for rule, name in found:
+            if name in taken:
+                continue
+            taken.add(name)
+            if isinstance(rule.units, str):
+                self._units(rule, name, 0)  # before attributes that count heads are scaled
+            if rule.style in (*_COLUMNS, *_ROWS):
+                self._check_linear(name)
+            if rule.style in _COLUMNS:
+                # Siblings are column-parallel layers of one parent; those that don't share are alone.
+                parent = id(self._parent(name))
+                key = (parent, True) if rule.shares_input else (id(self._modules[name]), False)
+                columns[key].append((rule, name))
+            else:
+                self._apply(rule, name)
+        for members in columns.values():
+            self._apply_columns(members)
+        return self._result
+
+    def _targets(self, rule: ModuleRule) -> list[str]:
+        names = [*self._modules, *self._parameters]
+        base = getattr(self._model, "base_model_prefix", "")
+        # Plans of transformers name modules as seen from the base model, or from the model with its head.
+        patterns = (rule.pattern, f"{base}.{rule.pattern}") if base else (rule.pattern,)
+        targets = [name for name in dict.fromkeys(names) if any(matches(pattern, name) for pattern in patterns)]
+        if not targets and not rule.is_optional:
+            msg = (
+                f"The policy of {type(self._model).__name__} names '{rule.pattern}', which the model does not have. "
+                "Correct the policy, or mark the rule `is_optional`."
+            )
+            raise ConfigError(msg)
+        return targets
+
+    def _apply(self, rule: ModuleRule, name: str) -> None:
+        if rule.style is Style.PARAMETER:
+            parameter = self._parameters[name]
+            self._cut(parameter, rule.dim % parameter.dim(), rule, name)
+            self._scale(rule, name)
+            return
+        if rule.style is Style.SUMMED_GRADIENT:
+            self._sum_gradients(name)
+            return
+        module = self._modules[name]
+        if rule.style in _ROWS:
+            self._apply_row(rule, name, module)
+        elif rule.style is Style.VOCABULARY:
+            self._apply_vocabulary(rule, name, module)
+        else:
+            module.forward = _experts_forward(module.forward, self._group)
+
+    def _check_linear(self, name: str) -> None:
+        """Refuse layers whose own forward does something else, which a forward of ours would silently leave out."""
+        module = self._modules.get(name)
+        if module is None or not is_linear(module):
+            msg = (
+                f"The policy of {type(self._model).__name__} splits '{name}' as a linear layer, but it is a "
+                f"{type(module).__name__}, whose forward may do something else. Only nn.Linear and transformers' "
+                "Conv1D can be split; leave it whole, or give its parameters rules of their own."
+            )
+            raise ConfigError(msg)
+
+    def _apply_columns(self, members: list[tuple[ModuleRule, str]]) -> None:
+        by_storage: dict[bool, list[tuple[ModuleRule, str]]] = defaultdict(list)
+        for rule, name in members:
+            by_storage[is_transposed(self._modules[name])].append((rule, name))
+        for transposed, alike in by_storage.items():
+            siblings = ColumnSiblings([self._modules[name] for _, name in alike], self._group)
+            self._result.siblings.append(siblings)
+            for rule, name in alike:
+                module: Any = self._modules[name]
+                split = self._cut(module.weight, 1 if transposed else 0, rule, name)
+                if module.bias is not None:
+                    self._cut(module.bias, 0, rule, name)
+                _set_size(module, outputs=module.weight.shape[1 if transposed else 0])
+                self._scale(rule, name)
+                gathers = None
+                if rule.style is Style.COLUMN_GATHER or (rule.style is Style.HEAD and not self._parallel_output):
+                    gathers = self._lengths(split, rule, name)
+                elif rule.style is Style.HEAD and hasattr(self._model, "loss_function"):
+                    self._model.loss_function = CausalLoss(split.ranges[0][0], self._group)  # type: ignore[assignment]
+                module.forward = ColumnForward(module, siblings, self._group, gathers)
+
+    def _apply_row(self, rule: ModuleRule, name: str, module: Any) -> None:
+        dim = 0 if is_transposed(module) else 1
+        split = self._cut(module.weight, dim, rule, name)
+        _set_size(module, inputs=module.weight.shape[dim])
+        self._scale(rule, name)
+        splits = self._lengths(split, rule, name) if rule.style is Style.ROW_SPLIT else None
+        module.forward = RowForward(module, self._group, splits)
+
+    def _apply_vocabulary(self, rule: ModuleRule, name: str, module: Any) -> None:
+        split = self._cut(module.weight, 0, rule, name)
+        module.forward = VocabularyForward(module, split.ranges[0][0], self._group)
+
+    def _sum_gradients(self, name: str) -> None:
+        parameter = self._parameters.get(name)
+        held = self._modules[name].parameters() if parameter is None else [parameter]
+        from booster_hybrid.tensor_parallel.collectives import summed
+
+        for parameter in held:
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: summed(gradient, self._group))
+            self._result.summed.update(self._names_of[id(parameter)])
+
+    def _cut(self, parameter: nn.Parameter, dim: int, rule: ModuleRule, name: str) -> Split:
+        """Replace a parameter's values by this rank's part of them; a tied one is cut once."""
+        known = self._done.get(id(parameter))
+        if known is not None:
+            return known
+        shape = tuple(parameter.shape)
+        units = self._units(rule, name, shape[dim] // rule.num_blocks)
+        try:
+            split = split_dimension(
+                shape,
+                dim,
+                rank=self._group.rank,
+                size=self._group.size,
+                num_units=units,
+                num_blocks=rule.num_blocks,
+            )
+        except ConfigError as error:
+            msg = f"'{name}' of {type(self._model).__name__} ({rule.units or 'its length'}={units}): {error}"
+            raise ConfigError(msg) from None
+        parameter.data = split.take(parameter.data)
+        self._done[id(parameter)] = split
+        for each in self._names_of[id(parameter)]:
+            self._result.splits[each] = split
+        return split
+
+    def _lengths(self, split: Split, rule: ModuleRule, name: str) -> list[int]:
+        length = split.global_shape[split.dim]
+        units = self._units(rule, name, length)
+        return [(stop - start) * (length // units) for start, stop in cut_units(units, self._group.size)]
+
+    def _units(self, rule: ModuleRule, name: str, length: int) -> int:
+        if rule.units is None:
+            # Kernels of grouped products want rows of 16 bytes.
+            return length // math.gcd(length, _ALIGNMENT) if rule.style is Style.PARAMETER else length
+        if isinstance(rule.units, int):
+            return rule.units
+        if (name, rule.units) not in self._known_units:
+            self._known_units[name, rule.units] = self._looked_up_units(rule.units, name)
+        return self._known_units[name, rule.units]
+
+    def _looked_up_units(self, field_name: str, name: str) -> int:
+        owner = name.rpartition(".")[0]
+        places: list[Any] = [self._modules[owner]]
+        while True:  # the nearest configuration first: a composed model has one for each part
+            config: Any = getattr(self._modules[owner], "config", None)
+            places += [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
+            if not owner:
+                break
+            owner = owner.rpartition(".")[0]
+        for place in places:
+            value = getattr(place, field_name, None)
+            if isinstance(value, int):
+                return value
+        msg = (
+            f"The policy of {type(self._model).__name__} counts the units of '{name}' by '{field_name}', which neither "
+            "its parent module nor a configuration has as a number."
+        )
+        raise ConfigError(msg)
+
+    def _scale(self, rule: ModuleRule, name: str) -> None:
+        if not rule.scaled:
+            return
+        parent = self._parent(name)
+        units = self._units(rule, name, 1)
+        first, last = cut_units(units, self._group.size)[self._group.rank]
+        for attribute in rule.scaled:
+            if (id(parent), attribute) not in self._scaled:  # siblings may name the same one
+                self._scaled.add((id(parent), attribute))
+                setattr(parent, attribute, getattr(parent, attribute) * (last - first) // units)
+
+    def _parent(self, name: str) -> nn.Module:
+        parent: nn.Module = self._modules[name.rpartition(".")[0]]
+        return parent
+
+
+def _set_size(module: Any, *, inputs: int | None = None, outputs: int | None = None) -> None:
+    """Let a linear layer say how large it is here."""
+    for names, size in ((("in_features", "nx"), inputs), (("out_features", "nf"), outputs)):
+        for name in names:
+            if size is not None and hasattr(module, name):
+                setattr(module, name, size)
+
+
+def _experts_forward(forward: Callable[..., Tensor], group: TensorGroup) -> Callable[..., Tensor]:
+    def split_forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        partial = forward(enter(hidden_states, group), top_k_index, enter(top_k_weights, group))
+        return leave(partial, group)
+
+    return split_forward

@@ -1,0 +1,38 @@
+"""Vocabulary-parallel embedding: each rank looks up the tokens whose rows it holds, and the results are summed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from booster_hybrid.tensor_parallel.collectives import leave
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from booster_hybrid.tensor_parallel.group import TensorGroup
+
+
+class VocabularyForward:
+    """The forward of an embedding that holds some rows.
+
+    The embedding's own forward still runs, so that one which scales its results, as Gemma's does, keeps doing so.
+
+    Args:
+        module: The embedding, with its local rows; its padding index becomes a local one.
+        first: Index of the first local row in the whole table.
+        group: The tensor parallel ranks.
+    """
+
+    def __init__(self, module: nn.Embedding, first: int, group: TensorGroup) -> None:
+        self._module, self._first, self._group = module, first, group
+        self._forward = module.forward
+        padding, num_rows = module.padding_idx, module.weight.shape[0]
+        module.num_embeddings = num_rows
+        if padding is not None:
+            module.padding_idx = padding - first if first <= padding < first + num_rows else None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        local = tokens - self._first
+        is_elsewhere = (local < 0) | (local >= self._module.num_embeddings)
+        rows = self._forward(local.masked_fill(is_elsewhere, 0))
+        return leave(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), self._group)

@@ -1,0 +1,264 @@
+"""Activation checkpointing, ours and a model's own: gradients, random numbers, memory, names, and wrong use."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Booster, disable_activation_checkpointing, enable_activation_checkpointing
+from booster_core.coordinator import DistCoordinator
+from booster_core.errors import ConfigError
+from booster_core.single import SingleDevicePlugin
+from booster_core.testing import run_on_ranks
+from booster_core.testing.compare import EXACT, assert_same_tensors, tolerance_for
+from booster_core.testing.memory import peak_memory
+from booster_core.testing.models import tiny_llama
+from booster_ddp import TorchDDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_zero import LowLevelZeroPlugin
+
+RUNS = {
+    "single": (SingleDevicePlugin, {}, 1),
+    "ddp": (TorchDDPPlugin, {}, 2),
+    "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
+    "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 2),
+    "gemini": (GeminiPlugin, {}, 2),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width=8, dropout=0.0):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        return x + self.dropout(torch.tanh(self.inner(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, num_blocks=4, width=8, dropout=0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(num_blocks))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make_stack(**changes):
+    torch.manual_seed(2)
+    return Stack(**changes)
+
+
+def use_own_checkpointing(model):
+    """Switch on transformers' own checkpointing, by the name that it has in this version."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
+def num_calls(model):
+    return [block.num_calls for block in model.blocks]
+
+
+def step(model, x=None):
+    torch.manual_seed(11)
+    model.zero_grad()
+    model(torch.ones(3, 8) if x is None else x).square().mean().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+# ---- under plugins
+
+
+def gradients_of_a_llama(plugin_class, options, how):
+    torch.manual_seed(4)
+    model = tiny_llama(use_cache=True, attention_dropout=0.0)
+    if how == "before":
+        enable_activation_checkpointing(model, "LlamaDecoderLayer")
+    elif how == "own":
+        use_own_checkpointing(model)
+    booster = Booster("cpu", plugin=plugin_class(**options))
+    model.train()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if how == "after":
+        assert enable_activation_checkpointing(model) == ["model.layers.0", "model.layers.1"]
+    coordinator = DistCoordinator()
+    results = {}
+    for index in range(2):  # the second step runs with what the first one recorded
+        tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(index))
+        tokens = tokens[coordinator.rank :: coordinator.world_size]
+        booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+        names = [name for name, _ in tiny_llama().named_parameters()]
+        results |= {f"{index} {name}": booster.full_gradient(model, name) for name in names}
+        optimizer.step()
+        optimizer.zero_grad()
+    assert list(booster.state_adapter(model).tied_names()) == []
+    return results, sorted({shard.name for shard in booster.state_adapter(model).model_shards()})
+
+
+@pytest.mark.parametrize("how", ["before", "after", "own"])
+@pytest.mark.parametrize("run", RUNS)
+def test_gradients_and_names_equal_those_without(run, how):
+    plugin_class, options, world_size = RUNS[run]
+    expected, _ = gradients_of_a_llama(SingleDevicePlugin, {}, None)
+    for actual, names in run_on_ranks(gradients_of_a_llama, world_size, plugin_class, options, how):
+        assert_same_tensors(actual, expected, tolerance_for(torch.float32))
+        assert set(names) <= {name for name, _ in tiny_llama().named_parameters()}
+
+
+# ---- by itself
+
+
+@pytest.mark.parametrize(
+    ("by", "every", "expected"),
+    [
+        (None, 1, [2, 2, 2, 2]),
+        (None, 3, [2, 1, 1, 2]),
+        ("Block", 2, [2, 1, 2, 1]),
+        (Block, 1, [2, 2, 2, 2]),
+        (lambda name, module: name.endswith("1"), 1, [1, 2, 1, 1]),
+        ([Block], 1, [2, 2, 2, 2]),
+    ],
+)
+def test_chosen_modules_run_twice_and_gradients_are_equal(by, every, expected):
+    model = make_stack()
+    names = enable_activation_checkpointing(model, by, every=every)
+    assert_same_tensors(step(model), step(make_stack()), EXACT)
+    assert num_calls(model) == expected
+    assert names == [f"blocks.{index}" for index, calls in enumerate(expected) if calls == 2]
+
+
+def test_a_single_module_may_be_passed():
+    model = make_stack()
+    assert enable_activation_checkpointing(model, model.blocks[2]) == ["blocks.2"]
+    assert enable_activation_checkpointing(model, [model.blocks[0], model.blocks[1]]) == ["blocks.0", "blocks.1"]
+
+
+def test_dropout_draws_in_backward_what_it_drew_in_forward():
+    model = make_stack(dropout=0.5)
+    enable_activation_checkpointing(model)
+    assert_same_tensors(step(model), step(make_stack(dropout=0.5)), EXACT)
+
+
+def test_dropout_draws_anew_where_the_random_state_is_not_preserved():
+    model = make_stack(dropout=0.5)
+    enable_activation_checkpointing(model, preserve_random_state=False)
+    actual, expected = step(model), step(make_stack(dropout=0.5))
+    assert any(not torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_evaluation_computes_once():
+    model = make_stack()
+    enable_activation_checkpointing(model)
+    with torch.no_grad():
+        model(torch.ones(3, 8))
+    assert num_calls(model) == [1, 1, 1, 1]
+
+
+def test_names_in_the_state_stay():
+    model = make_stack()
+    before = list(model.state_dict())
+    enable_activation_checkpointing(model)
+    assert list(model.state_dict()) == before
+
+
+def test_a_copy_computes_with_its_own_parameters():
+    model = make_stack()
+    enable_activation_checkpointing(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert not twin(torch.ones(3, 8)).any()
+    step(twin)
+    assert model.blocks[0].inner.weight.grad is None
+
+
+def test_it_can_be_taken_back():
+    model = make_stack()
+    own = model.blocks[1].forward = lambda x: x  # a forward of the module's own
+    enable_activation_checkpointing(model)
+    disable_activation_checkpointing(model)
+    assert model.blocks[1].forward is own
+    assert "forward" not in vars(model.blocks[0])
+    enable_activation_checkpointing(model)
+
+
+def test_memory_held_for_backward_falls():
+    x = torch.ones(8192, 64)
+    nbytes = x.numel() * x.element_size()
+
+    def num_kept(model):
+        step(model, x)  # what is allocated and imported once
+        with peak_memory() as memory:
+            out = model(x)
+        assert out.requires_grad
+        return memory.kept_bytes / nbytes
+
+    plain, saving = make_stack(num_blocks=12, width=64), make_stack(num_blocks=12, width=64)
+    enable_activation_checkpointing(saving)
+    # Each of 12 blocks keeps its input and what tanh gave, or its input alone.
+    assert num_kept(plain) == pytest.approx(24, abs=1.5)
+    assert num_kept(saving) == pytest.approx(12, abs=1.5)
+
+
+def test_blocks_inside_of_blocks_are_not_found_by_default():
+    model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
+    assert enable_activation_checkpointing(model) == ["0", "1"]
+
+
+# ---- what a user can get wrong
+
+
+def test_no_match_lists_what_there_is():
+    with pytest.raises(
+        ConfigError, match=r"is meant by `by='Layer'`. Classes of its modules: Linear \(5\), Block \(4\)"
+    ):
+        enable_activation_checkpointing(make_stack(), "Layer")
+
+
+def test_no_match_of_one_of_several_raises():
+    with pytest.raises(ConfigError, match="No module of the model is meant by 'Layer'"):
+        enable_activation_checkpointing(make_stack(), ["Block", "Layer"])
+
+
+def test_repeated_enabling_raises():
+    model = make_stack()
+    enable_activation_checkpointing(model, every=4)
+    with pytest.raises(ConfigError, match=r"1 module\(s\) are checkpointed already, such as 'blocks.0'"):
+        enable_activation_checkpointing(model)
+    assert "forward" not in vars(model.blocks[1]), "nothing is changed"
+
+
+def test_a_module_inside_of_another_raises():
+    with pytest.raises(ConfigError, match=r"'blocks\.(\d)\.inner' lies inside of 'blocks\.\1'"):
+        enable_activation_checkpointing(make_stack(), ["Block", "Linear"])
+
+
+def test_a_module_that_its_model_checkpoints_raises():
+    model = tiny_llama()
+    use_own_checkpointing(model)
+    with pytest.raises(ConfigError, match=r"'model.layers.0' is checkpointed by the model itself"):
+        enable_activation_checkpointing(model)
+
+
+def test_a_module_of_another_model_raises():
+    with pytest.raises(ConfigError, match="is not part of the model"):
+        enable_activation_checkpointing(make_stack(), make_stack().head)
+
+
+@pytest.mark.parametrize("every", [0, -1, 0.5, True])
+def test_every_must_be_a_number_of_modules(every):
+    with pytest.raises(ConfigError, match="is not a number of modules"):
+        enable_activation_checkpointing(make_stack(), every=every)
+
+
+@pytest.mark.parametrize(("model", "by"), [(lambda: None, None), (make_stack(), 3)])
+def test_wrong_types_raise(model, by):
+    with pytest.raises(TypeError):
+        enable_activation_checkpointing(model, by)

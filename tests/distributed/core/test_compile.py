@@ -1,0 +1,104 @@
+"""``torch.compile`` before and after ``boost``: losses and parameters equal those without, and names are the user's."""
+
+import shutil
+import sys
+import warnings
+
+import pytest
+import torch
+
+from booster_core import Booster, enable_activation_checkpointing
+from booster_core.coordinator import DistCoordinator
+from booster_core.single import SingleDevicePlugin
+from booster_core.testing import run_on_ranks
+from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_core.testing.models import tiny_llama
+from booster_core.testing.training import whole_model
+from booster_ddp import TorchDDPPlugin
+from booster_zero import LowLevelZeroPlugin
+
+RUNS = {
+    "single": (SingleDevicePlugin, {}, 1),
+    "ddp": (TorchDDPPlugin, {}, 2),
+    "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
+    "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 2),
+}
+HOW = ["before", "method", "blocks", "wrapped-blocks", "after", "after-method", "checkpointed"]
+
+
+def compile_before(model, how, backend):
+    """Compile a plain model in one of the ways there are."""
+    if how == "before":
+        return torch.compile(model, backend=backend)
+    if how == "method":
+        model.compile(backend=backend)
+    layers = model.model.layers
+    if how == "checkpointed":
+        enable_activation_checkpointing(model)
+    if how in ("blocks", "checkpointed"):
+        for layer in layers:
+            layer.compile(backend=backend)
+    if how == "wrapped-blocks":
+        for index, layer in enumerate(layers):
+            layers[index] = torch.compile(layer, backend=backend)
+    return model
+
+
+def train(plugin_class, options, how, backend):
+    # What torch's compiler warns of by itself: when it is first imported, and when it looks at a block's inputs.
+    warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    torch.manual_seed(0)
+    num_layers = 2
+    if backend == "inductor":
+        from torch._inductor import config
+
+        config.compile_threads = 1  # else its threads outlive the test
+        num_layers = 1
+    model = compile_before(tiny_llama(num_hidden_layers=num_layers), how, backend)
+    booster = Booster("cpu", plugin=plugin_class(**options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    if how == "after":
+        model = torch.compile(model, backend=backend)
+    elif how == "after-method":
+        model.compile(backend=backend)
+    coordinator = DistCoordinator()
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(step))
+        tokens = tokens[coordinator.rank :: coordinator.world_size]
+        loss = model(input_ids=tokens, labels=tokens).loss
+        booster.backward(loss, optimizer)
+        if step == 0:
+            gradient = booster.full_gradient(model, "model.layers.0.mlp.up_proj.weight")
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {"gradient": gradient, **whole_model(booster, model)}, list(model.state_dict())
+
+
+def check(run, how, backend, timeout_seconds):
+    plugin_class, options, world_size = RUNS[run]
+    expected = run_on_ranks(train, world_size, plugin_class, options, None, backend)
+    actual = run_on_ranks(train, world_size, plugin_class, options, how, backend, timeout_seconds=timeout_seconds)
+    names = [name for name in expected[0][2] if name != "gradient"]
+    assert "model.layers.0.mlp.up_proj.weight" in names
+    for (losses, tensors, listed), (plain_losses, plain_tensors, _) in zip(actual, expected, strict=True):
+        assert losses == pytest.approx(plain_losses, rel=tolerance_for(torch.float32).relative)
+        assert_same_tensors(tensors, plain_tensors, tolerance_for(torch.float32))
+        assert set(tensors) == {"gradient", *names}
+        if how in ("before", "method", "blocks", "after-method"):
+            assert listed == names
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("run", RUNS)
+def test_traced_training_equals_eager(run, how):
+    check(run, how, "aot_eager", 120)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's inductor needs a C++ compiler, g++")
+@pytest.mark.skipif(sys.platform != "linux", reason="torch.compile for CPUs is tried on Linux")
+@pytest.mark.parametrize("run", RUNS)
+def test_compiled_training_equals_eager(run):
+    check(run, "before", "inductor", 240)

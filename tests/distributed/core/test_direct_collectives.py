@@ -1,0 +1,240 @@
+"""Ranks of one host read each other's memory: the same bits as over gloo, and nothing that hangs."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from itertools import pairwise
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from booster_core import collectives
+from booster_core.collectives import direct
+from booster_core.testing import RankDiedError, expect_on_ranks, run_on_ranks
+
+
+def groups():
+    """Return a group that talks over gloo, and one whose ranks read each other's memory."""
+    direct.set_enabled(False)
+    slow = dist.new_group()
+    assert direct.channel_of(slow) is None
+    direct.set_enabled(True)
+    fast = dist.new_group()
+    assert direct.channel_of(fast) is not None
+    return slow, fast
+
+
+def values(seed, numel, dtype):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def both_ways(dtype, out_dtype, edges):
+    rank = dist.get_rank()
+    pairs = []
+    for group in groups():
+        parts = [
+            (edges[0], values(rank, edges[1] - edges[0], dtype)),
+            (edges[1], values(9, edges[-1] - edges[1], dtype)),
+        ]
+        bounds = [edges[-1] * index // dist.get_world_size() for index in range(dist.get_world_size() + 1)]
+        out = torch.full((bounds[rank + 1] - bounds[rank],), 3.0, dtype=out_dtype)
+        collectives.reduce_scatter_parts(parts, bounds, out, group, scale=0.25, accumulate=True).wait()
+        buffer = values(rank, edges[-1], dtype)
+        collectives.all_gather(buffer, bounds, group).wait()
+        told = values(rank, 77, dtype)
+        collectives.broadcast(told, group).wait()
+        pairs.append((out, buffer, told))
+    for slow, fast in zip(*pairs, strict=True):
+        assert torch.equal(slow, fast)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_results_are_those_of_gloo_bit_by_bit(num_ranks, dtype, out_dtype):
+    run_on_ranks(both_ways, num_ranks, dtype, out_dtype, (0, 1000, 1003))
+    run_on_ranks(both_ways, num_ranks, dtype, out_dtype, (0, 300_000, 300_001))
+
+
+def reduces(numel, dtype, op_name):
+    op = getattr(dist.ReduceOp, op_name)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = values(rank, numel, torch.float32).mul(100).to(dtype)
+    collectives.all_reduce(tensor, op).wait()
+    terms = torch.stack([values(peer, numel, torch.float32).mul(100).to(dtype).double() for peer in range(size)])
+    expected = {"SUM": terms.sum(0), "AVG": terms.mean(0), "MAX": terms.amax(0), "MIN": terms.amin(0)}[op_name]
+    # One rounding of a sum of narrow numbers; a few of wide ones.
+    tolerance = {torch.bfloat16: 2**-8, torch.float32: 1e-5, torch.int64: 0.0}[dtype]
+    torch.testing.assert_close(tensor.double(), expected, rtol=tolerance, atol=1e-4 if dtype == torch.float32 else 0.0)
+    every = collectives.all_gather_object(tensor)
+    assert all(torch.equal(every[0], other) for other in every)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("numel", [0, 1, 1000, 200_001])
+@pytest.mark.parametrize(
+    ("dtype", "op_name"),
+    [
+        (torch.float32, "SUM"),
+        (torch.float32, "AVG"),
+        (torch.float32, "MAX"),
+        (torch.bfloat16, "SUM"),
+        (torch.bfloat16, "AVG"),
+        (torch.int64, "SUM"),
+        (torch.int64, "MIN"),
+    ],
+    ids=str,
+)
+def test_an_all_reduce_gives_every_rank_the_same_bits(num_ranks, numel, dtype, op_name):
+    run_on_ranks(reduces, num_ranks, numel, dtype, op_name)
+
+
+def many_at_once(rounds):
+    """Start operations on two groups in one order, and wait for them in another one on each rank, after delays."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    own = random.Random(rank)
+    for index in range(rounds):
+        numel = 100 + 5000 * (index % 4)
+        bounds = [numel * each // size for each in range(size + 1)]
+        source = torch.full((numel,), float(rank + index))
+        out = torch.empty(bounds[rank + 1] - bounds[rank])
+        buffer = torch.full((numel,), float(rank))
+        large = torch.full((20_000,), 1.0 + rank)
+        time.sleep(own.random() * 0.002)
+        works = [
+            collectives.reduce_scatter(source, bounds, out),
+            collectives.all_reduce(large, group=half),
+            collectives.all_gather(buffer, bounds),
+        ]
+        own.shuffle(works)
+        for work in works:
+            time.sleep(own.random() * 0.001)
+            work.wait()
+        assert torch.equal(out, torch.full_like(out, float(sum(peer + index for peer in range(size)))))
+        assert torch.equal(large, torch.full_like(large, 3.0 if rank < 2 else 7.0))
+        for peer, (low, high) in enumerate(pairwise(bounds)):
+            assert torch.equal(buffer[low:high], torch.full((high - low,), float(peer)))
+
+
+def test_two_hundred_rounds_in_any_order_of_waiting():
+    run_on_ranks(many_at_once, 4, 200, timeout_seconds=120)
+
+
+def more_than_fit():
+    rank = dist.get_rank()
+    tensors = [torch.full((8,), float(rank + index)) for index in range(200)]
+    works = [collectives.all_reduce(tensor) for tensor in tensors]
+    for index, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
+        work.wait()
+        assert torch.equal(tensor, torch.full((8,), 1.0 + 2 * index))
+
+
+def test_more_operations_than_there_is_room_for_wait_for_the_oldest():
+    run_on_ranks(more_than_fit, 2)
+
+
+def waits_elsewhere():
+    """Rank 0 waits for the operation and then for the barrier, rank 1 the other way around."""
+    tensor = torch.ones(50_000)
+    work = collectives.all_reduce(tensor)
+    if dist.get_rank() == 0:
+        work.wait()
+        dist.barrier()
+    else:
+        dist.barrier()
+        work.wait()
+    assert torch.equal(tensor, torch.full((50_000,), 2.0))
+
+
+def test_a_rank_that_waits_for_something_else_holds_nobody_up():
+    run_on_ranks(waits_elsewhere, 2, timeout_seconds=20)
+
+
+def one_stays_away():
+    if dist.get_rank() == 0:
+        collectives.all_reduce(torch.ones(4)).wait()
+    else:
+        channel = direct.channel_of(None)
+        assert channel is not None
+        time.sleep(4)
+        msg = "timed out: that was long enough"
+        raise RuntimeError(msg)
+
+
+def test_a_rank_that_does_not_come_is_an_error_at_the_time_limit():
+    expect_on_ranks(RuntimeError, "timed out", one_stays_away, 2, group_timeout_seconds=2, timeout_seconds=30)
+
+
+def different_shapes():
+    collectives.all_reduce(torch.ones(4 + dist.get_rank())).wait()
+
+
+def test_different_shapes_are_an_error_on_every_rank():
+    expect_on_ranks(RuntimeError, "with different shapes", different_shapes, 2, group_timeout_seconds=5)
+
+
+def dies():
+    collectives.all_reduce(torch.ones(4)).wait()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    collectives.all_reduce(torch.ones(4)).wait()
+
+
+def test_a_rank_that_dies_does_not_leave_the_other_waiting():
+    start = time.monotonic()
+    with pytest.raises(RankDiedError):
+        run_on_ranks(dies, 2, timeout_seconds=60)
+    assert time.monotonic() - start < 30
+
+
+def held_after(rounds):
+    process = psutil.Process()
+    tensor = torch.ones(300_000)
+
+    def use():
+        for _ in range(rounds):
+            group = dist.new_group()
+            collectives.all_reduce(tensor, group=group).wait()
+            collectives.all_reduce(tensor[:8].clone(), group=group).wait()
+            dist.destroy_process_group(group)
+
+    use()
+    before = process.num_fds(), threading.active_count()
+    use()
+    return before, (process.num_fds(), threading.active_count())
+
+
+def test_groups_that_are_destroyed_leave_no_files_or_threads():
+    for before, after in run_on_ranks(held_after, 2, 5):
+        assert after == before
+
+
+def falls_back():
+    def refuses(*_):
+        raise PermissionError
+
+    if dist.get_rank() == 1:
+        direct.channel.memory.read = refuses
+    assert direct.channel_of(dist.new_group()) is None
+    group = dist.new_group()
+    tensor = torch.ones(4)
+    collectives.all_reduce(tensor, group=group).wait()
+    assert torch.equal(tensor, torch.full((4,), 2.0))
+
+
+def test_a_rank_that_may_not_read_makes_all_use_gloo():
+    run_on_ranks(falls_back, 2)

@@ -1,0 +1,412 @@
+"""Adapters under every strategy that declares them: gradients, memory, files, and who may load what."""
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Booster
+from booster_core.coordinator import DistCoordinator
+from booster_core.errors import CheckpointError, ConfigError
+from booster_core.plugin import Capability
+from booster_core.single import SingleDevicePlugin
+from booster_core.testing import run_on_ranks
+from booster_core.testing.compare import EXACT, assert_same_tensors, tolerance_for
+from booster_core.testing.models import TinyMLP, tiny_llama
+from booster_core.testing.training import whole_model
+from booster_ddp import TorchDDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_zero import LowLevelZeroPlugin
+
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+transformers = pytest.importorskip("transformers", reason="the models are transformers'")
+
+pytestmark = pytest.mark.filterwarnings(
+    # Where a test calls peft itself: version 0.21 reads an attribute that transformers 5.23 has renamed.
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+
+RUNS = {
+    "single": (SingleDevicePlugin, {}, 1),
+    "ddp": (TorchDDPPlugin, {}, 2),
+    "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
+    "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 3),
+    "gemini": (GeminiPlugin, {"min_chunk_bytes": 4096}, 2),
+}
+CONFIG = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 8}
+MAX_SAMPLES = 12
+
+
+def make_model(**changes):
+    torch.manual_seed(3)
+    return tiny_llama(**changes)
+
+
+def make_config(**changes):
+    return peft.LoraConfig(**{**CONFIG, **changes})
+
+
+def perturbed(model):
+    """Give every adapter values, of which half are zeros when it is made."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def tokens_of(step):
+    return torch.randint(64, (MAX_SAMPLES, 8), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, tokens):
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def boost(plugin_class, options, *, precision=None, changes: Mapping = {}, config: Mapping = {}, folder=None):
+    booster = Booster("cpu", precision, plugin_class(**options))
+    model = make_model(**changes)
+    if folder is None:
+        model = perturbed(booster.enable_lora(model, lora_config=make_config(**config)))
+    else:
+        model = booster.enable_lora(model, pretrained_dir=folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # the frozen base too, as most scripts do
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return booster, model, optimizer
+
+
+def train(booster, model, optimizer, steps):
+    losses = []
+    coordinator = DistCoordinator()
+    for step in steps:
+        tokens = tokens_of(step)[coordinator.rank :: coordinator.world_size]
+        loss = loss_of(model, tokens)
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def mean_losses(per_rank):
+    return [sum(losses) / len(losses) for losses in zip(*per_rank, strict=True)]
+
+
+# ---- gradients
+
+
+def gradients_on_ranks(plugin_class, options, changes, config):
+    booster, model, optimizer = boost(plugin_class, options, changes=changes, config=config)
+    coordinator = DistCoordinator()
+    tokens = tokens_of(0)[coordinator.rank :: coordinator.world_size]
+    booster.backward(loss_of(model, tokens), optimizer)
+    held = coordinator.all_gather_object([shard.name for shard in booster.state_adapter(model).model_shards()])
+    names = dict.fromkeys(name for of_rank in held for name in of_rank)
+    gradients = {name: booster.full_gradient(model, name) for name in names}
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("changes", "config"),
+    [
+        ({}, {}),
+        ({"tie_word_embeddings": True}, {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
+        ({}, {"modules_to_save": ["lm_head"], "bias": "all"}),
+    ],
+    ids=["plain", "tied-dora", "modules-to-save"],
+)
+def test_gradients_of_adapters_equal_one_process(run, changes, config):
+    plugin_class, options, world_size = RUNS[run]
+    plain = perturbed(peft.get_peft_model(make_model(**changes), make_config(**config)))
+    loss_of(plain, tokens_of(0)).backward()
+    expected = {
+        name.removeprefix("base_model.model."): parameter.grad
+        for name, parameter in plain.named_parameters()
+        if parameter.requires_grad
+    }
+    assert all("lora_" in name or "modules_to_save" in name for name in expected)
+    for actual in run_on_ranks(gradients_on_ranks, world_size, plugin_class, options, changes, config):
+        assert_same_tensors(actual, expected, tolerance_for(torch.float32))
+
+
+# ---- memory
+
+
+def state_of_the_optimizer(plugin_class, options):
+    booster, model, optimizer = boost(plugin_class, options, precision="bf16")
+    frozen = {name: tensor.dtype for name, tensor in model.unwrap().named_parameters() if not tensor.requires_grad}
+    assert set(frozen.values()) == {torch.float32}, "a frozen base is not rounded"
+    train(booster, model, optimizer, range(2))
+    shards = list(booster.state_adapter(model, optimizer).optimizer_shards())
+    numel = sum(shard.numel for shard in shards if shard.state != "step" and shard.is_owner)
+    return numel, {shard.name for shard in shards}
+
+
+@pytest.mark.parametrize(("run", "num_states"), [("single", 2), ("ddp", 2), ("zero1", 3), ("zero2", 3)])
+def test_only_adapters_have_optimizer_state_and_masters(run, num_states):
+    plugin_class, options, world_size = RUNS[run]
+    model = peft.get_peft_model(make_model(), make_config())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    results = run_on_ranks(state_of_the_optimizer, world_size, plugin_class, options)
+    assert sum(numel for numel, _ in results) == num_states * trained
+    assert all("lora_" in name for _, names in results for name in names)
+
+
+# ---- files
+
+
+def save_adapters(plugin_class, options, folder, config, use_safetensors):
+    booster, model, optimizer = boost(plugin_class, options, config=config)
+    train(booster, model, optimizer, range(2))
+    booster.save_lora_as_pretrained(model, folder, use_safetensors)
+    with torch.no_grad():
+        logits = model(input_ids=tokens_of(9)).logits
+    return logits, whole_model(booster, model)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("config", "use_safetensors"),
+    [({}, True), ({"modules_to_save": ["lm_head"], "use_dora": True}, True), ({}, False)],
+    ids=["plain", "modules-to-save-dora", "bin"],
+)
+def test_a_saved_folder_loads_in_stock_peft_with_equal_logits(run, config, use_safetensors, tmp_path):
+    plugin_class, options, world_size = RUNS[run]
+    results = run_on_ranks(
+        save_adapters, world_size, plugin_class, options, str(tmp_path / "lora"), config, use_safetensors
+    )
+    suffix = "safetensors" if use_safetensors else "bin"
+    files = sorted(path.name for path in (tmp_path / "lora").iterdir())
+    assert files == ["adapter_config.json", f"adapter_model.{suffix}"]
+    loaded = peft.PeftModel.from_pretrained(make_model(), str(tmp_path / "lora"))
+    with torch.no_grad():
+        logits = loaded(input_ids=tokens_of(9)).logits
+    assert_same_tensors({"logits": logits}, {"logits": results[0][0]}, EXACT)
+
+
+def test_what_is_written_equals_what_peft_writes(tmp_path):
+    booster, model, optimizer = boost(SingleDevicePlugin, {}, config={"modules_to_save": ["lm_head"]})
+    train(booster, model, optimizer, range(1))
+    booster.save_lora_as_pretrained(model, tmp_path / "ours")
+    model.unwrap().save_pretrained(tmp_path / "theirs")
+    ours, theirs = (
+        peft.utils.save_and_load.load_peft_weights(str(tmp_path / who), device="cpu") for who in ("ours", "theirs")
+    )
+    assert_same_tensors(ours, theirs, EXACT)
+    texts = [(tmp_path / who / "adapter_config.json").read_text() for who in ("ours", "theirs")]
+    assert texts[0] == texts[1]
+
+
+def load_adapters_and_train(plugin_class, options, folder):
+    booster, model, optimizer = boost(plugin_class, options, folder=folder)
+    return train(booster, model, optimizer, range(2, 4)), whole_model(booster, model)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("zero2", "single"), ("single", "zero1"), ("ddp", "zero2")])
+def test_training_goes_on_from_a_folder_under_another_plugin(saved, loaded, tmp_path):
+    plugin_class, options, world_size = RUNS[saved]
+    before = run_on_ranks(save_adapters, world_size, plugin_class, options, str(tmp_path), {}, True)[0][1]
+    plugin_class, options, world_size = RUNS[loaded]
+    results = run_on_ranks(load_adapters_and_train, world_size, plugin_class, options, str(tmp_path))
+    assert all(math.isfinite(loss) for loss in results[0][0])
+    changed = {name for name, tensor in results[0][1].items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+
+
+def test_several_adapters_are_written_by_name(tmp_path):
+    booster = Booster("cpu")
+    model = booster.enable_lora(make_model(), lora_config=make_config())
+    model.add_adapter("second", make_config(r=2))
+    perturbed(model)
+    boosted, *_ = booster.boost(model)
+    booster.save_lora_as_pretrained(boosted, tmp_path / "all")
+    booster.save_lora_as_pretrained(boosted, tmp_path / "one", selected_adapters=["second"])
+    with pytest.raises(ConfigError, match=r"no adapters \['third'\]. It has: 'default', 'second'"):
+        booster.save_lora_as_pretrained(boosted, tmp_path / "none", selected_adapters=["third"])
+    assert not (tmp_path / "one" / "adapter_config.json").exists()
+    model.set_adapter("second")
+    with torch.no_grad():
+        expected = model(input_ids=tokens_of(1)).logits
+    for folder in ("all", "one"):
+        loaded = peft.PeftModel.from_pretrained(make_model(), str(tmp_path / folder / "second"))
+        with torch.no_grad():
+            assert torch.equal(loaded(input_ids=tokens_of(1)).logits, expected)
+
+
+# ---- checkpoints of the whole model
+
+
+def train_and_save(plugin_class, options, folder):
+    booster, model, optimizer = boost(plugin_class, options, changes={"tie_word_embeddings": True})
+    train(booster, model, optimizer, range(2))
+    booster.save_checkpoint(folder, step=2, model=model, optimizer=optimizer)
+    booster.save_model(model, f"{folder}/model", shard=True)
+    return train(booster, model, optimizer, range(2, 5))
+
+
+def load_and_train(plugin_class, options, folder):
+    booster = Booster("cpu", plugin=plugin_class(**options))
+    model = booster.enable_lora(make_model(tie_word_embeddings=True), lora_config=make_config())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.5)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    booster.load_checkpoint(folder, model=model, optimizer=optimizer)
+    return train(booster, model, optimizer, range(2, 5))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("single", "ddp"), ("ddp", "zero2"), ("zero2", "zero1"), ("zero1", "single"), ("zero1", "zero1")],
+)
+def test_a_run_goes_on_under_another_plugin(saved, loaded, tmp_path):
+    plugin_class, options, world_size = RUNS[saved]
+    expected = run_on_ranks(train_and_save, world_size, plugin_class, options, str(tmp_path))
+    plugin_class, options, world_size = RUNS[loaded]
+    actual = run_on_ranks(load_and_train, world_size, plugin_class, options, str(tmp_path))
+    assert mean_losses(actual) == pytest.approx(mean_losses(expected), rel=tolerance_for(torch.float32).relative)
+
+
+@pytest.mark.parametrize("run", ["single", "zero2"])
+def test_the_base_loads_without_adapters(run, tmp_path):
+    plugin_class, options, world_size = RUNS[run]
+    run_on_ranks(train_and_save, world_size, plugin_class, options, str(tmp_path))
+    plain = make_model(tie_word_embeddings=True)
+    original = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.5)
+    booster = Booster("cpu")
+    with pytest.raises(CheckpointError, match=r"lora_A\.default\.weight"):
+        booster.load_model(plain, tmp_path / "model")
+    report = booster.load_model(plain, tmp_path / "model", strict=False)
+    assert not report.missing
+    assert_same_tensors(plain.state_dict(), original, EXACT)
+    transformers.logging.set_verbosity_error()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert type(loaded) is type(plain)
+    assert_same_tensors(loaded.state_dict(), original, EXACT)
+
+
+def test_a_plain_model_loads_under_adapters(tmp_path):
+    booster = Booster("cpu")
+    booster.save_model(make_model(), tmp_path / "base", shard=True)
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.5)
+    boosted, *_ = booster.boost(booster.enable_lora(model, lora_config=make_config()))
+    report = booster.load_model(boosted, tmp_path / "base", strict=False)
+    assert all("lora_" in name for name in report.missing)
+    with torch.no_grad():
+        assert torch.equal(boosted(input_ids=tokens_of(0)).logits, make_model()(input_ids=tokens_of(0)).logits)
+
+
+# ---- what a user can get wrong
+
+
+def test_an_optimizer_made_before_is_refused():
+    booster = Booster("cpu")
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = booster.enable_lora(model, lora_config=make_config(modules_to_save=["lm_head"]))
+    with pytest.raises(ConfigError, match=r"made before `enable_lora`\. Make it afterwards"):
+        booster.boost(model, optimizer)
+
+
+def test_frozen_parameters_leave_the_optimizer_with_their_names():
+    booster = Booster("cpu")
+    model = booster.enable_lora(make_model(), lora_config=make_config())
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    booster.boost(model, optimizer)
+    (group,) = optimizer.param_groups
+    assert len(group["params"]) == len(group["param_names"]) == 8
+    assert all("lora_" in name for name in group["param_names"])
+
+
+def test_enabling_twice_is_refused():
+    booster = Booster("cpu")
+    model = booster.enable_lora(make_model(), lora_config=make_config())
+    with pytest.raises(ConfigError, match="has adapters already"):
+        booster.enable_lora(model, lora_config=make_config())
+
+
+def test_enabling_after_boost_is_refused():
+    booster = Booster("cpu")
+    boosted, *_ = booster.boost(make_model())
+    with pytest.raises(ConfigError, match=r"already boosted\. Call `enable_lora` before `boost`"):
+        booster.enable_lora(boosted, lora_config=make_config())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's compiler, when it is first imported
+def test_enabling_after_compilation_is_refused():
+    with pytest.raises(ConfigError, match=r"before `torch\.compile`"):
+        Booster("cpu").enable_lora(torch.compile(make_model()), lora_config=make_config())
+
+
+def test_unknown_target_modules_are_refused_with_the_layers_there_are():
+    booster, model = Booster("cpu"), make_model()
+    with pytest.raises(ConfigError, match=r"'query'.*not found.*Linear layers of `LlamaForCausalLM`: .*q_proj.*v_proj"):
+        booster.enable_lora(model, lora_config=make_config(target_modules=["query"]))
+    booster.enable_lora(model, lora_config=make_config())  # nothing is left of the attempt
+
+
+def test_a_model_whose_layers_peft_does_not_know_is_refused():
+    with pytest.raises(ConfigError, match=r"specify `target_modules`.*Linear layers of `TinyMLP`: first, second"):
+        Booster("cpu").enable_lora(TinyMLP(), lora_config=peft.LoraConfig())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [({}, "got neither of them"), ({"pretrained_dir": "x", "lora_config": CONFIG}, "got both of them")],
+)
+def test_one_of_config_and_folder_is_needed(arguments, match):
+    with pytest.raises(ConfigError, match=match):
+        Booster("cpu").enable_lora(make_model(), **arguments)
+
+
+def test_a_folder_without_adapters_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no 'adapter_config.json'"):
+        Booster("cpu").enable_lora(make_model(), pretrained_dir=tmp_path)
+
+
+def test_adapters_of_another_model_are_refused(tmp_path):
+    booster, model, _ = boost(SingleDevicePlugin, {})
+    booster.save_lora_as_pretrained(model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"(?s)do not fit `LlamaForCausalLM`: .*size mismatch"):
+        booster.enable_lora(make_model(hidden_size=64), pretrained_dir=tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [{"quantize": True}, {"bnb_quantization_config": {"load_in_8bit": True}}])
+def test_a_quantised_base_needs_cuda(arguments):
+    with pytest.raises(ConfigError, match="quantised on CUDA only, and this run's device is 'cpu'"):
+        Booster("cpu").enable_lora(make_model(), lora_config=make_config(), **arguments)
+
+
+def test_saving_without_adapters_is_refused(tmp_path):
+    booster = Booster("cpu")
+    boosted, *_ = booster.boost(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="has no adapters to save"):
+        booster.save_lora_as_pretrained(boosted, tmp_path)
+
+
+class WithoutAdapters(SingleDevicePlugin):
+    capabilities = SingleDevicePlugin.capabilities - {Capability.LORA}
+
+
+def test_a_plugin_that_does_not_declare_adapters_refuses_them():
+    booster = Booster("cpu", plugin=WithoutAdapters())
+    with pytest.raises(ConfigError, match="does not train adapters"):
+        booster.enable_lora(make_model(), lora_config=make_config())
+    with pytest.raises(ConfigError, match="does not train adapters"):
+        booster.boost(peft.get_peft_model(make_model(), make_config()))
+
+
+def test_without_peft_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'booster-core\[lora\]'"):
+        Booster("cpu").enable_lora(make_model(), lora_config=object())

@@ -1,0 +1,516 @@
+"""FSDP against one process on models of many kinds, each gradient by name; and what users do besides training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from booster_core import Booster
+from booster_core.coordinator import DistCoordinator
+from booster_core.errors import ConfigError
+from booster_core.state.dtensor import local_of
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_core.testing.models import TinyMixedBag, TinyMLP, tiny_llama
+from booster_core.testing.training import whole_model
+from booster_fsdp import TorchFSDPPlugin
+
+
+def tiny_gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
+    dropouts = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, use_cache=False))
+
+
+def tiny_albert():
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    sizes = {"embedding_size": 16, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return AlbertForMaskedLM(AlbertConfig(vocab_size=64, num_hidden_layers=3, **sizes, **dropouts))
+
+
+def tiny_t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_ff": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "vocab_size": 64}
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False))
+
+
+class ConvNet(nn.Module):
+    """Convolutions with GroupNorm, a layer in another memory format, and a scalar parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 10, 3), nn.GroupNorm(2, 10), nn.ReLU(), nn.Conv2d(10, 7, 3))
+        self.body.to(memory_format=torch.channels_last)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, pixels):
+        return self.head(self.body(pixels).mean((2, 3))) * self.temperature
+
+
+MODELS = {
+    "llama": tiny_llama,
+    "tied llama": lambda: tiny_llama(tie_word_embeddings=True),
+    "gpt2": tiny_gpt2,
+    "albert": tiny_albert,
+    "t5": tiny_t5,
+    "conv": ConvNet,
+}
+OPTIONS = {
+    "layers": {},
+    "small units": {"unit_min_numel": 500},
+    "keep gathered": {"reshard_after_forward": False},
+    "prefetch": {"unit_min_numel": 500, "forward_prefetch": 2, "backward_prefetch": 2},
+    "replicas": {"replica_size": 2},
+    "to pairs": {"reshard_after_forward": 2},
+    "ignored": {"ignored_modules": ["Linear"]},
+    "offload": {"cpu_offload": True},
+}
+
+
+def make(name):
+    torch.manual_seed(5)
+    return MODELS[name]()
+
+
+def loss_of(model, name, rank, world_size):
+    """Return the mean loss over this rank's share of four samples."""
+    generator = torch.Generator().manual_seed(0)
+    if name == "conv":
+        pixels = torch.randn(4, 3, 8, 8, generator=generator)[rank::world_size]
+        return model(pixels).square().mean()
+    tokens = torch.randint(1, 64, (4, 8), generator=generator)[rank::world_size].contiguous()
+    inputs = {"input_ids": tokens, "labels": tokens}
+    return model(**inputs).loss
+
+
+def gradients_and_step(name, options):
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
+    coordinator = DistCoordinator()
+    model = make(name)
+    names = [key for key, _ in model.named_parameters()]
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = loss_of(model, name, coordinator.rank, coordinator.world_size)
+    booster.backward(loss, optimizer)
+    gradients = {key: booster.full_gradient(model, key) for key in names}
+    norm = optimizer.clip_grad_by_norm(0.1)
+    optimizer.step()
+    found = {key: gradient for key, gradient in gradients.items() if gradient is not None}
+    return found, float(norm), whole_model(booster, model)
+
+
+def plainly(name):
+    model = make(name)
+    loss_of(model, name, 0, 1).backward()
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return gradients, float(norm), model.state_dict()
+
+
+def assert_parity(name, options, world_size):
+    expected_gradients, expected_norm, expected = plainly(name)
+    for gradients, norm, parameters in run_on_ranks(gradients_and_step, world_size, name, options):
+        assert gradients.keys() == expected_gradients.keys()
+        # Attention does not depend on the bias of its keys: what is there as its gradient is rounding.
+        is_zero = {key for key, gradient in expected_gradients.items() if float(gradient.abs().max()) < 1e-7}
+        assert all(float(gradients[key].abs().max()) < 1e-7 for key in is_zero)
+        chosen = expected_gradients.keys() - is_zero
+        assert_same_tensors(
+            {key: gradients[key] for key in chosen},
+            {key: expected_gradients[key] for key in chosen},
+            tolerance_for(torch.float32),
+        )
+        assert norm == pytest.approx(expected_norm, rel=tolerance_for(torch.float32).relative)
+        named = {key: tensor for key, tensor in expected.items() if key not in is_zero}
+        assert_same_tensors({key: parameters[key] for key in named}, named, tolerance_for(torch.float32))
+
+
+@pytest.mark.parametrize("options", ["layers", "small units"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_norm_and_step_equal_those_of_one_process(name, options):
+    assert_parity(name, OPTIONS[options], 2)
+
+
+@pytest.mark.parametrize("options", OPTIONS.keys() - {"layers", "small units"})
+def test_every_option_gives_the_gradients_of_one_process(options):
+    assert_parity("tied llama", OPTIONS[options], 4)
+
+
+def memory_kept(name, options):
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
+    model = make(name)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    coordinator = DistCoordinator()
+    booster.backward(loss_of(model, name, coordinator.rank, coordinator.world_size), optimizer)
+    optimizer.step()
+    kept = sum(local_of(parameter).numel() for parameter in model.parameters())
+    state = sum(tensor.numel() for s in optimizer.state.values() for tensor in s.values() if tensor.dim())
+    return kept, state, sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_parameters_and_state_are_split_over_the_ranks():
+    for kept, state, whole in run_on_ranks(memory_kept, 4, "llama", {}):
+        assert kept == pytest.approx(whole / 4, rel=0.05)
+        assert state == pytest.approx(2 * whole / 4, rel=0.05)
+
+
+# ---- used differently on different ranks, and formats side by side
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.common = nn.Linear(4, 4)
+        self.left = nn.Linear(4, 4)
+        self.right = nn.Linear(4, 4)
+        self.never = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x, *, goes_left):
+        x = self.common(x)
+        return self.left(x) * self.scale if goes_left else self.right(x)
+
+
+def branch_gradients():
+    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    rank = DistCoordinator().rank
+    torch.manual_seed(0)
+    model = Branches()
+    names = [name for name, _ in model.named_parameters()]
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
+    booster.backward(model(torch.ones(2, 4), goes_left=rank == 0).square().sum(), optimizer)
+    gradients = {name: booster.full_gradient(model, name) for name in names}
+    before = whole_model(booster, model)
+    optimizer.step()
+    after = whole_model(booster, model)
+    return gradients, {name: not torch.equal(before[name], after[name]) for name in names}
+
+
+def test_a_parameter_that_some_ranks_use_counts_as_zero_on_the_others():
+    torch.manual_seed(0)
+    model = Branches()
+    sum(model(torch.ones(2, 4), goes_left=left).square().sum() / 2 for left in (True, False)).backward()
+    for gradients, has_changed in run_on_ranks(branch_gradients, 2):
+        for name, parameter in model.named_parameters():
+            if name.startswith("never"):
+                assert gradients[name] is None
+                assert not has_changed[name]
+            else:
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6)
+                assert has_changed[name]
+
+
+class MixedFormats(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(self.first(x.to(torch.bfloat16)).float())
+
+
+def mixed_formats():
+    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    torch.manual_seed(0)
+    model = MixedFormats()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    formats = {name: parameter.dtype for name, parameter in model.unwrap().named_parameters()}
+    rank = DistCoordinator().rank
+    data = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    booster.backward(model(data[rank]).pow(3).mean(), optimizer)
+    gradient = booster.full_gradient(model, "norm.weight")
+    optimizer.step()
+    return formats, gradient
+
+
+def test_parameters_of_several_formats_in_one_unit_train():
+    torch.manual_seed(0)
+    model = MixedFormats()
+    data = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    model(data).pow(3).mean().backward()
+    for formats, gradient in run_on_ranks(mixed_formats, 2):
+        assert formats == {name: parameter.dtype for name, parameter in model.named_parameters()}
+        torch.testing.assert_close(gradient, model.norm.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def batch_norm_under(precision):
+    booster = Booster("cpu", precision, TorchFSDPPlugin())
+    torch.manual_seed(DistCoordinator().rank)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for _ in range(2):
+        booster.backward(model(torch.randn(4, 3, 3, 3)).float().square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = whole_model(booster, model)
+    return whole, dict(model.unwrap().named_buffers())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranks_agree_on_weights_and_running_statistics(precision):
+    (first, buffers), *others = run_on_ranks(batch_norm_under, 2, precision)
+    assert all(tensor.isfinite().all() for tensor in first.values())
+    for whole, own in others:
+        assert [name for name in first if not torch.equal(first[name], whole[name])] == []
+        assert [name for name in buffers if not torch.equal(buffers[name], own[name])] == []
+
+
+# ---- besides training
+
+
+def generated(name, precision):
+    booster = Booster("cpu", precision, TorchFSDPPlugin())
+    model, *_ = booster.boost(make(name))
+    model.eval()
+    prompt = torch.arange(1, 6).view(1, 5)
+    before = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        model(input_ids=prompt, labels=prompt)
+    with torch.inference_mode():
+        after = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    return before.tolist(), after.tolist()
+
+
+@pytest.mark.parametrize("name", ["tied llama", "gpt2", "t5"])
+def test_generate_gives_what_one_process_generates(name):
+    plain = make(name).eval()
+    expected = plain.generate(torch.arange(1, 6).view(1, 5), max_new_tokens=4, do_sample=False).tolist()
+    assert run_on_ranks(generated, 2, name, None) == [(expected, expected)] * 2
+
+
+def test_generate_runs_in_the_precision_of_the_run():
+    first, second = run_on_ranks(generated, 2, "tied llama", "bf16")
+    assert first == second
+
+
+def evaluated_between_backward_and_step(options):
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
+    model = make("tied llama")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    losses = []
+    for _ in range(2):
+        loss = loss_of(model, "tied llama", 0, 1)
+        booster.backward(loss, optimizer)
+        with torch.no_grad():
+            loss_of(model, "tied llama", 0, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+def test_an_evaluation_between_backward_and_step_does_not_hide_the_step(options):
+    model = make("tied llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = []
+    for _ in range(2):
+        loss = loss_of(model, "tied llama", 0, 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss.detach()))
+    for losses in run_on_ranks(evaluated_between_backward_and_step, 2, options):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def load_after_evaluation(folder):
+    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    model, *_ = booster.boost(make("tied llama"))
+    booster.save_model(model, folder, shard=True)
+    before = whole_model(booster, model)
+    other = make("tied llama")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other, *_ = booster.boost(other)
+    with torch.no_grad():
+        loss_of(other, "tied llama", 0, 1)
+        booster.load_model(other, folder)
+        loaded, expected = (float(loss_of(m, "tied llama", 0, 1)) for m in (other, model))
+    after = whole_model(booster, other)
+    return loaded == expected, [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def test_a_model_is_loaded_into_its_shards_also_after_an_evaluation(tmp_path):
+    assert run_on_ranks(load_after_evaluation, 2, str(tmp_path)) == [(True, [])] * 2
+
+
+def in_place_on_outputs():
+    """A unit that returns a view, changed in place by the one around it."""
+
+    class Inplace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.outer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.inner(x)
+            x += 1.0
+            return self.outer(x)
+
+    torch.manual_seed(0)
+    plain = Inplace()
+    torch.manual_seed(0)
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_classes=["Linear"]))
+    model = Inplace()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = torch.ones(2, 3, 4)
+    plain(data).square().mean().backward()
+    output = model(data)
+    output *= 1.0
+    booster.backward(output.square().mean(), optimizer)
+    torch.testing.assert_close(booster.full_gradient(model, "inner.weight"), plain.inner.weight.grad)
+
+
+def test_an_operation_in_place_on_a_units_output_keeps_its_gradient():
+    run_on_ranks(in_place_on_outputs, 2)
+
+
+def groups_added_later():
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(ignored_modules=["second"]))
+    torch.manual_seed(0)
+    model = TinyMLP()
+    model, optimizer, *_ = booster.boost(model, torch.optim.Adam([model.first.weight], lr=0.1))
+    before = whole_model(booster, model)
+    optimizer.add_param_group({"params": [model.first.bias, model.second.weight], "lr": 0.2})
+    with pytest.raises(ConfigError, match=r"'first\.bias' is in a parameter group already"):
+        optimizer.add_param_group({"params": [model.first.bias]})
+    with pytest.raises(ConfigError, match=r"Parameter 0 of the new group, of shape \(3,\), is not one of"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
+    optimizer.step()
+    after = whole_model(booster, model)
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def test_groups_can_be_added_later():
+    assert run_on_ranks(groups_added_later, 2) == [["first.weight", "first.bias", "second.weight"]] * 2
+
+
+def zeroed_under_no_sync():
+    """Gradients that were accumulated without reduction are gone after `zero_grad`."""
+    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    torch.manual_seed(0)
+    model = TinyMLP()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    results = []
+    for accumulate in (False, True):
+        if accumulate:
+            with booster.no_sync(model, optimizer):
+                booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
+            optimizer.zero_grad()
+        booster.backward(model(torch.full((2, 8), 0.5)).square().mean(), optimizer)
+        results.append(booster.full_gradient(model, "first.weight"))
+        optimizer.zero_grad()
+    return torch.equal(*results)
+
+
+def test_zero_grad_drops_what_was_accumulated_without_reduction():
+    assert run_on_ranks(zeroed_under_no_sync, 2) == [True, True]
+
+
+def rprop_steps():
+    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    torch.manual_seed(0)
+    model = TinyMLP()
+    plain = TinyMLP()
+    plain.load_state_dict(model.state_dict())
+    theirs = torch.optim.Rprop(plain.parameters(), lr=0.01)
+    model, optimizer, *_ = booster.boost(model, torch.optim.Rprop(model.parameters(), lr=0.01))
+    for step in range(3):
+        data = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        booster.backward(model(data).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain(data).square().mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+    whole = whole_model(booster, model)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(whole[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_that_dtensors_can_not_do_steps_on_rows():
+    run_on_ranks(rprop_steps, 3)
+
+
+def max_norm_of_the_plugin():
+    norms = []
+    for options in ({"max_norm": 0.05}, {}):
+        booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
+        torch.manual_seed(0)
+        model = TinyMLP()
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        before = whole_model(booster, model)
+        booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
+        optimizer.step()
+        after = whole_model(booster, model)
+        norms.append(sum(float((before[name] - after[name]).square().sum()) for name in before) ** 0.5)
+    return norms
+
+
+def test_max_norm_clips_each_step():
+    for clipped, whole in run_on_ranks(max_norm_of_the_plugin, 2):
+        assert clipped == pytest.approx(0.05, rel=1e-3)
+        assert whole > 0.06
+
+
+# ---- what a user can get wrong
+
+
+def boost(options, model_name="mixed bag", optimizer_class=None):
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
+    model = TinyMixedBag() if model_name == "mixed bag" else MODELS[model_name]()
+    booster.boost(model, None if optimizer_class is None else optimizer_class(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replica_size": 3}, "`replica_size=3` does not divide the world size 2. Use one of 1, 2"),
+        ({"reshard_after_forward": 3}, "`reshard_after_forward=3` does not divide the 2 ranks of a sharded model"),
+        ({"unit_classes": ["Missing"]}, "`unit_classes` names 'Missing', but the model has no module of that class"),
+        ({"forward_methods": ["encode"]}, "`forward_methods` names 'encode', which TinyMixedBag does not have"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_refused_on_every_rank(options, message):
+    expect_on_ranks(ConfigError, message, boost, 2, options)
+
+
+def test_an_optimizer_over_all_parameters_as_one_vector_is_refused():
+    expect_on_ranks(ConfigError, "LBFGS can't be sharded", boost, 2, {}, "conv", torch.optim.LBFGS)
+
+
+def boost_aliases():
+    model = TinyMLP()
+    model.first.bias = nn.Parameter(model.second.weight.data[0])
+    Booster("cpu", plugin=TorchFSDPPlugin()).boost(model)
+
+
+def test_two_parameters_over_the_same_memory_are_refused():
+    expect_on_ranks(
+        ConfigError, "'first.bias' and 'second.weight' are two objects over the same memory", boost_aliases, 2
+    )
+
+
+def boost_dtensors():
+    mesh = init_device_mesh("cpu", (2,))
+    model = TinyMLP()
+    model.first.weight = nn.Parameter(distribute_tensor(model.first.weight, mesh, [Shard(0)]))
+    Booster("cpu", plugin=TorchFSDPPlugin()).boost(model)
+
+
+def test_a_model_of_dtensors_is_refused():
+    expect_on_ranks(ConfigError, "Parameter 'first.weight' is a DTensor already", boost_dtensors, 2)

@@ -1,0 +1,37 @@
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from booster_core.errors import ConfigError
+from booster_core.testing.conformance import PluginConformance
+from booster_core.testing.ranks import expect_on_ranks
+from booster_core.testing.training import train_boosted
+from booster_gemini import GeminiPlugin
+
+
+class TestInOneChunk(PluginConformance):
+    plugin_class = GeminiPlugin
+
+
+class TestInTinyChunks(PluginConformance):
+    plugin_class = GeminiPlugin
+    options: ClassVar[Mapping[str, Any]] = {"min_chunk_bytes": 256, "max_prefetch": 2}
+
+
+class TestWholeParametersWithoutOverlap(PluginConformance):
+    plugin_class = GeminiPlugin
+    options: ClassVar[Mapping[str, Any]] = {
+        "partition": "parameter",
+        "overlap_communication": False,
+        "min_chunk_bytes": 1024,
+        "max_prefetch": 0,
+    }
+
+
+class TestTwoReplicas(PluginConformance):
+    plugin_class = GeminiPlugin
+    options: ClassVar[Mapping[str, Any]] = {"replica_size": 2, "min_chunk_bytes": 1024}
+    world_size = 4
+
+    def test_loads_at_another_world_size(self) -> None:
+        other = self.training()
+        expect_on_ranks(ConfigError, "`replica_size=2` does not divide the world size 3", train_boosted, 3, other)

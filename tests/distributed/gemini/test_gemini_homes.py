@@ -1,0 +1,147 @@
+"""The engine asks for every block before it uses it: a home that takes each away at once changes no bit."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from booster_core import Booster
+from booster_core.collectives import Pending
+from booster_core.testing import run_on_ranks
+from booster_core.testing.models import tiny_llama
+from booster_gemini import GeminiPlugin
+from booster_gemini import plugin as plugin_module
+
+
+class RestlessHome:
+    """Takes every block out of memory as soon as nobody uses it, and brings it back to another address."""
+
+    moves = True
+
+    def __init__(self):
+        self.kept = {}
+        self.rebinds = {}
+        self.uses = {}
+        self.reserved = 0
+        self.most_reserved = 0
+
+    def add(self, key, flat, rebind):
+        assert key not in self.rebinds, f"{key} was added twice"
+        self.rebinds[key] = rebind
+        self.uses[key] = 0
+        self.kept[key] = flat.clone()
+        rebind(None)
+
+    def drop(self, key):
+        del self.rebinds[key], self.kept[key], self.uses[key]
+
+    def fetch(self, key):
+        self.uses[key] += 1
+
+        def arrive():
+            if self.uses[key] == 1:
+                self.kept[key] = self.kept[key].clone()
+                self.rebinds[key](self.kept[key])
+
+        return Pending(finish=arrive)
+
+    def release(self, key, *, changed):
+        del changed
+        self.uses[key] -= 1
+        assert self.uses[key] >= 0, f"{key} was released more often than fetched"
+        if self.uses[key] == 0:
+            self.rebinds[key](None)
+
+    def forget(self, key):
+        assert self.uses[key] == 0, f"{key} is in use"
+        self.kept[key].view(torch.uint8).fill_(255)
+
+    def reserve(self, num_bytes):
+        self.reserved += num_bytes
+        self.most_reserved = max(self.most_reserved, self.reserved)
+
+    def free(self, num_bytes):
+        self.reserved -= num_bytes
+        assert self.reserved >= 0, "more was freed than reserved"
+
+    def moment(self, name):
+        pass
+
+    def end_step(self):
+        assert not any(self.uses.values()), "a block is in use between steps"
+
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.02),
+}
+
+
+def train(home, precision, name, folder, steps=3):
+    """Train, and return losses, norms, gradients of the last step, and the state at the end."""
+    if home is not None:
+        plugin_module.make_home = lambda *_: home()
+    try:
+        booster = Booster("cpu", precision, GeminiPlugin(min_chunk_bytes=8192))
+        torch.manual_seed(0)
+        model = tiny_llama()
+        names = [n for n, _ in model.named_parameters()]
+        model, optimizer, *_ = booster.boost(model, OPTIMIZERS[name](list(model.parameters())))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        seen = []
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            for micro in range(2):
+                tokens = torch.randint(64, (2 * size, 8), generator=generator)[rank::size].contiguous()
+                with booster.no_sync(model) if micro == 0 else contextlib.nullcontext():
+                    loss = model(input_ids=tokens, labels=tokens).loss
+                    booster.backward(loss, optimizer)
+            gradients = {n: booster.full_gradient(model, n) for n in names}
+            seen.append((loss.item(), float(optimizer.clip_grad_by_norm(0.5)), gradients))
+            optimizer.step()
+            optimizer.zero_grad()
+        if folder is not None:
+            booster.save_model(model, f"{folder}/m", shard=True)
+            booster.save_optimizer(optimizer, f"{folder}/o", shard=True)
+            booster.load_model(model, f"{folder}/m")
+            booster.load_optimizer(optimizer, f"{folder}/o")
+            tokens = torch.arange(16).view(2, 8)
+            booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+            optimizer.step()
+        return seen, model.state_dict(), model.manager.home
+    finally:
+        plugin_module.make_home = MAKE_HOME
+
+
+MAKE_HOME = plugin_module.make_home
+
+
+def compare(precision, name, folder):
+    still = train(None, precision, name, folder and f"{folder}/still")
+    moved = train(RestlessHome, precision, name, folder and f"{folder}/moved")
+    for (loss, norm, gradients), (other_loss, other_norm, others) in zip(still[0], moved[0], strict=True):
+        assert (loss, norm) == (other_loss, other_norm)
+        assert all(torch.equal(others[n], gradient) for n, gradient in gradients.items())
+    assert all(torch.equal(moved[1][n], tensor) for n, tensor in still[1].items())
+    assert not any(moved[2].uses.values())
+    assert moved[2].reserved == 0
+    return {role.value for _, role in moved[2].rebinds}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_blocks_that_come_and_go_change_no_bit(world_size, precision):
+    for roles in run_on_ranks(compare, world_size, precision, "adamw", None):
+        assert roles == {"param", "grad", "optim"}
+
+
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_other_optimizers_find_their_state_too(name):
+    run_on_ranks(compare, 2, None, name, None)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_state_is_saved_and_loaded_from_where_it_lies(precision, tmp_path):
+    run_on_ranks(compare, 2, precision, "adamw", str(tmp_path))

@@ -1,0 +1,428 @@
+"""Any use of a parameter finds its values: gradients equal those of one process, however the model goes about it."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_gemini import GeminiPlugin
+from booster_gemini.chunk.chunk import Chunk
+
+CLOSE = tolerance_for(torch.float32)
+WIDTH = 12
+
+
+class Scale(torch.autograd.Function):
+    """Multiplies by a matrix; backward takes it from what was saved."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Layers(nn.Module):
+    """Four layers and a vector; subclasses use them in their own ways. Input and output of shape ``(N, 12)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.flag = False
+
+
+class OfOthers(Layers):
+    """Uses its children's parameters by functions, and by views of them."""
+
+    def forward(self, x):
+        first, second, third, fourth = self.layers
+        x = torch.tanh(nn.functional.linear(x, first.weight, first.bias))
+        rows = second.weight[: WIDTH // 2]
+        x = torch.tanh(torch.cat([x @ rows.t(), x @ second.weight[WIDTH // 2 :].t()], dim=1) + second.bias)
+        x = torch.tanh(torch.addmm(input=third.bias, mat1=x, mat2=third.weight.T))
+        return torch.einsum("ni,oi->no", x, torch.stack([fourth.weight, fourth.weight]).mean(0)) * self.gain
+
+
+class InCustomFunctions(Layers):
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(Scale.apply(x, layer.weight) + layer.bias)
+        return x * self.gain
+
+
+class Repeated(Layers):
+    def forward(self, x):
+        for layer in [*self.layers, *self.layers, *self.layers]:
+            x = torch.tanh(layer(x))
+        return x * self.gain
+
+
+class Branching(Layers):
+    """Takes another way each time; leaves layers unused."""
+
+    def forward(self, x):
+        self.flag = not self.flag
+        for layer in self.layers[:2] if self.flag else self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x * self.gain
+
+
+class Attention(nn.Module):
+    """Reads the weight of a child that it never calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 3)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 3, 24, dropout=0.0)
+
+    def forward(self, x):
+        x = torch.stack([x, x.flip(1), 2 * x])
+        return self.layer(self.attention(x, x, x)[0]).mean(0)
+
+
+class Recurrent(nn.Module):
+    """Has weights that torch lists in one call."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.LSTM(WIDTH, WIDTH, num_layers=2)
+        self.weighed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.weighed(self.cells(torch.stack([x, x.flip(1), 2 * x]))[0].mean(0))
+
+
+class Checkpointed(Layers):
+    def __init__(self, *, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=self.reentrant)
+        return x * self.gain
+
+
+class UnderOthersHooks(Layers):
+    """Keeps what is saved elsewhere, in its own way."""
+
+    def forward(self, x):
+        with torch.autograd.graph.save_on_cpu():
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+        return x * self.gain
+
+
+MODELS = {
+    "of others": OfOthers,
+    "custom functions": InCustomFunctions,
+    "repeated": Repeated,
+    "branching": Branching,
+    "attention": Attention,
+    "recurrent": Recurrent,
+    "checkpointed": lambda: Checkpointed(reentrant=False),
+    "checkpointed, reentrant": lambda: Checkpointed(reentrant=True),
+    "under others' hooks": UnderOthersHooks,
+}
+
+
+def make(name):
+    torch.manual_seed(5)
+    return MODELS[name]()
+
+
+def batch(step, size):
+    return torch.randn(4 * size, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def plainly(name, size, steps):
+    model = make(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = []
+    for step in range(steps):
+        model(batch(step, size)).square().mean().backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients
+
+
+def boost(model, **options):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    booster = Booster(plugin=GeminiPlugin(**{"min_chunk_bytes": 256, **options}))
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    return booster, boosted, optimizer
+
+
+def boosted(name, steps):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    original = make(name)
+    names = [n for n, _ in original.named_parameters()]
+    booster, model, optimizer = boost(original)
+    gradients = []
+    for step in range(steps):
+        booster.backward(model(batch(step, size)[rank::size]).square().mean(), optimizer)
+        whole = {n: booster.full_gradient(model, n) for n in names}
+        gradients.append({n: gradient for n, gradient in whole.items() if gradient is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    gathered = [chunk.is_gathered for chunk in model.manager.layout.buckets]
+    return gradients, sum(gathered), len(gathered)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_gradients_equal_one_process(name, size):
+    expected = plainly(name, size, 4)
+    for gradients, num_gathered, num_chunks in run_on_ranks(boosted, size, name, 4):
+        for actual, plain in zip(gradients, expected, strict=True):
+            assert_same_tensors(actual, plain, CLOSE)
+        assert num_chunks > 2
+        assert num_gathered <= 1 or size == 1
+
+
+def train_once(booster, model, optimizer):
+    x = batch(0, 1)
+    loss = model(x).square().mean()
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def goes_on_after(event):
+    """Return what two steps give, with an event in between."""
+    results = []
+    for happens in (False, True):
+        booster, model, optimizer = boost(make("of others"))
+        losses = [train_once(booster, model, optimizer)]
+        if happens:
+            event(model, booster)
+        losses += [train_once(booster, model, optimizer) for _ in range(2)]
+        results.append(losses)
+    assert results[0] == results[1]
+
+
+class Broken(nn.Module):
+    def forward(self, x):
+        raise ArithmeticError(x.shape)
+
+
+def raise_inside(model, booster):
+    inner = model.unwrap()
+    handle = inner.layers[2].register_forward_pre_hook(lambda *_: Broken()(torch.ones(1)))
+    second = inner.register_forward_pre_hook(lambda *_: inner.layers[2](torch.ones(1, WIDTH)))
+    with pytest.raises(ArithmeticError):
+        model(batch(1, 1))
+    handle.remove()
+    second.remove()
+
+
+def forward_only(model, booster):
+    model(batch(1, 1))
+
+
+def evaluate(model, booster):
+    model.eval()
+    with torch.inference_mode():
+        before = model(batch(1, 1))
+        assert torch.equal(before, model.unwrap()(batch(1, 1)))
+    with torch.no_grad():
+        assert torch.equal(model(batch(1, 1)), before)
+    model.train()
+
+
+def run_part(model, booster):
+    model.unwrap().layers[1](batch(1, 1))
+
+
+@pytest.mark.parametrize("event", [raise_inside, forward_only, evaluate, run_part], ids=lambda event: event.__name__)
+def test_training_goes_on_after(event):
+    run_on_ranks(goes_on_after, 2, event)
+
+
+def backward_twice():
+    expected = make("repeated")
+    loss = expected(batch(0, 1)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    original = make("repeated")
+    names = [n for n, _ in original.named_parameters()]
+    booster, model, optimizer = boost(original)
+    loss = model(batch(0, 1)).square().mean()
+    optimizer.backward(loss, retain_graph=True)
+    optimizer.backward(loss)
+    actual = {n: booster.full_gradient(model, n) for n in names}
+    assert_same_tensors(actual, {n: p.grad for n, p in expected.named_parameters()}, CLOSE)
+
+
+def test_backward_twice_adds_up():
+    run_on_ranks(backward_twice, 2)
+
+
+def backward_after_the_step():
+    _, model, optimizer = boost(make("repeated"))
+    loss = model(batch(0, 1)).square().mean()
+    optimizer.backward(loss, retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="as it was in forward, but it has been changed in place"):
+        optimizer.backward(loss)
+
+
+def test_a_graph_from_before_the_step_is_refused():
+    run_on_ranks(backward_after_the_step, 2)
+
+
+def teach():
+    """A frozen teacher inside of the loss of a student, both boosted; gradients flow through the teacher."""
+    results = []
+    for is_boosted in (False, True):
+        teacher, student = make("repeated").requires_grad_(requires_grad=False), make("of others")
+        names = [n for n, _ in student.named_parameters()]
+        if is_boosted:
+            booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=256))
+            teacher = booster.boost(teacher).model
+            student, optimizer, *_ = booster.boost(student, torch.optim.SGD(student.parameters(), lr=0.1))
+        with torch.no_grad():
+            target = teacher(batch(0, 1))
+        loss = (teacher(student(batch(0, 1))) - target).square().mean()
+        if is_boosted:
+            booster.backward(loss, optimizer)
+            found = {n: booster.full_gradient(student, n) for n in names}
+        else:
+            loss.backward()
+            found = {n: p.grad for n, p in student.named_parameters()}
+        results.append({n: gradient for n, gradient in found.items() if gradient is not None})
+    assert_same_tensors(results[1], results[0], CLOSE)
+
+
+def test_a_teacher_and_a_student_live_side_by_side():
+    run_on_ranks(teach, 2)
+
+
+def generate():
+    from booster_core.testing.models import tiny_llama
+
+    torch.manual_seed(0)
+    original = tiny_llama(use_cache=True, pad_token_id=0).eval()
+    prompt = torch.arange(5).view(1, 5)
+    expected = original.generate(prompt, max_new_tokens=6, do_sample=False)
+    model = Booster(plugin=GeminiPlugin(min_chunk_bytes=4096)).boost(original).model
+    assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_a_model_generates():
+    run_on_ranks(generate, 2)
+
+
+def read_and_write_whole_parameters():
+    _, model, _ = boost(make("repeated"))
+    expected = make("repeated").state_dict()
+    with model.whole_parameters(writes=True):
+        for name, parameter in model.unwrap().named_parameters():
+            assert torch.equal(parameter, expected[name])
+            with torch.no_grad():
+                parameter.mul_(2)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], 2 * tensor) for name, tensor in expected.items())
+    model.load_state_dict(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    assert bool(model.unwrap().gain.isnan().all()), "outside of a use a parameter has no values"
+
+
+def test_whole_parameters_can_be_read_and_written():
+    run_on_ranks(read_and_write_whole_parameters, 2)
+
+
+def give_other_memory():
+    _, model, _ = boost(make("repeated"))
+    model.unwrap().layers[0].weight.data = torch.zeros(WIDTH, WIDTH)
+    model(batch(0, 1))
+
+
+def test_other_memory_of_a_parameter_is_refused():
+    expect_on_ranks(ConfigError, r"'layers.0.weight' was given other memory after `boost`", give_other_memory, 2)
+
+
+def gathers_of_a_step(frac):
+    """Return how many chunks are gathered in a step, how many there are, and the parameters after it."""
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.copy_(torch.eye(16))
+    booster, wrapped, optimizer = boost(model, min_chunk_bytes=16 * 16 * 4, shard_param_frac=frac)
+    counted = []
+    gather = Chunk.start_gather
+    for _ in range(2):
+        counted.clear()
+        for chunk in wrapped.manager.layout.buckets:
+            chunk.start_gather = lambda chunk=chunk: (counted.append(chunk), gather(chunk))
+        booster.backward(wrapped(torch.ones(2, 16)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(counted), len(wrapped.manager.layout.buckets), wrapped.state_dict()
+
+
+def test_parameters_that_are_not_sharded_are_gathered_once_a_step():
+    results = {frac: run_on_ranks(gathers_of_a_step, 2, frac)[0] for frac in (0.0, 0.5, 1.0)}
+    # Backward needs all weights but the first layer's, and the one that forward used last is still there.
+    assert [count for count, _, _ in results.values()] == [8, 8 + 2, 8 + 6]
+    for _, num_chunks, state in results.values():
+        assert num_chunks == 8
+        assert all(torch.equal(tensor, results[1.0][2][name]) for name, tensor in state.items())
+
+
+def memory_between_uses():
+    """Return how many bytes of parameters are alive at most while a model runs, by its hooks, and in all."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
+    booster, wrapped, optimizer = boost(model, min_chunk_bytes=64 * 64 * 4, max_prefetch=1)
+    counted = []
+    for layer in model:
+        layer.register_forward_hook(
+            lambda *_: counted.append(sum(chunk.buffer is not None for chunk in wrapped.manager.layout.buckets))
+        )
+    for _ in range(2):
+        loss = wrapped(torch.randn(2, 64)).square().mean()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(counted), len(wrapped.manager.layout.buckets)
+
+
+def test_few_chunks_are_whole_at_a_time():
+    for most, num_chunks in run_on_ranks(memory_between_uses, 2):
+        assert num_chunks == 12
+        assert most <= 3  # in use, kept for what comes right after, and on its way
+
+
+def accumulate(is_split):
+    booster, model, optimizer = boost(make("repeated"))
+    for micro in range(2):
+        with booster.no_sync(model) if is_split and micro == 0 else contextlib.nullcontext():
+            booster.backward(model(batch(micro, 1)).square().mean(), optimizer)
+        # Gradients are in the shards, also while they accumulate.
+        assert all(parameter.grad is None for parameter in model.unwrap().parameters())
+    optimizer.step()
+    return model.state_dict()
+
+
+def compare_accumulation():
+    first, second = accumulate(is_split=True), accumulate(is_split=False)
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+
+
+def test_gradients_accumulate_in_shards():
+    run_on_ranks(compare_accumulation, 2)

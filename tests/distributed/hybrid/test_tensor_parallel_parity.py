@@ -1,0 +1,210 @@
+"""Layers split over ranks give the gradients of the whole model, in fp64, where nothing hides behind rounding."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from model_zoo import get_model
+
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
+from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.tensor_parallel.apply import parallelize
+from booster_hybrid.tensor_parallel.group import TensorGroup
+
+SPLIT = (
+    "llama",
+    "llama_tied",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "gemma",
+    "phi",
+    "deepseek_v3",
+    "cohere",
+    "glm",
+    "gpt2_lm",
+    "gpt2_double_heads",
+    "gpt2_classification",
+    "gpt2_token_classification",
+    "gpt2_question_answering",
+    "gptj",
+    "opt",
+    "bert",
+    "bert_pretraining",
+    "bert_masked_lm",
+    "bert_classification",
+    "bert_token_classification",
+    "bert_question_answering",
+    "t5",
+    "t5_generation",
+    "t5_encoder",
+    "vit",
+    "vit_classification",
+    "vit_masked",
+    "whisper",
+    "whisper_generation",
+    "whisper_classification",
+    "sam",
+)
+
+
+def in_double(tree):
+    return {
+        name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in tree.items()
+    }
+
+
+def compare(names):
+    for name in names:
+        zoo = get_model(name)
+        whole = zoo.seeded().double()
+        if hasattr(whole.config, "_experts_implementation"):
+            whole.config._experts_implementation = "eager"  # the grouped kernel has no fp64
+        model = copy.deepcopy(whole)
+        split = parallelize(model, policy_for(whole), TensorGroup.of(None), parallel_output=False)
+        assert split.splits, name
+        batch = in_double(zoo.whole(0, 1, 4))
+        expected, found = zoo.loss_of(whole, batch), zoo.loss_of(model, batch)
+        expected.backward()
+        found.backward()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0, msg=name)  # some losses are taken in fp32
+        gradients = {key: parameter.grad for key, parameter in whole.named_parameters()}
+        scale = max(float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None)
+        for key, parameter in model.named_parameters():
+            gradient = gradients[key]
+            if gradient is None:
+                assert parameter.grad is None, f"{name}: {key}"
+                continue
+            part = split.splits[key].take(gradient) if key in split.splits else gradient
+            assert parameter.grad.shape == part.shape, f"{name}: {key}"
+            # transformers takes softmaxes, norms and losses in fp32 whatever the model's format.
+            worst = float((parameter.grad - part).abs().max()) / scale
+            assert worst < 2e-6, f"{name}: {key} {worst}"
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_gradients_are_those_of_the_whole_model(name):
+    run_on_ranks(compare, 2, [f"transformers/{name}"])
+
+
+def with_logits_split():
+    zoo = get_model("transformers/llama_tied")
+    whole = zoo.seeded()
+    model = copy.deepcopy(whole)
+    parallelize(model, policy_for(whole), TensorGroup.of(None))
+    batch = zoo.whole(0, 1, 4)
+    batch["labels"][0, :3] = -100  # tokens that don't count, in one sample only
+    expected, output = whole(**batch), model(**batch)
+    assert output.logits.shape[-1] < expected.logits.shape[-1]
+    torch.testing.assert_close(output.loss, expected.loss)
+    output.loss.backward()
+    expected.loss.backward()
+    ours, theirs = (each.get_input_embeddings().weight.grad for each in (model, whole))
+    assert ours.shape[0] < theirs.shape[0]
+    torch.testing.assert_close(ours.norm() ** 2, ours.pow(2).sum())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_whole_logits_need_not_exist(num_ranks):
+    """Three ranks don't divide the vocabulary of 64; the model's two key/value heads are left out of the split."""
+    run_on_ranks(with_logits_split_of_mlp if num_ranks == 3 else with_logits_split, num_ranks)
+
+
+def with_logits_split_of_mlp():
+    zoo = get_model("transformers/llama")
+    whole = zoo.seeded()
+    model = copy.deepcopy(whole)
+    rules = tuple(rule for rule in policy_for(whole).rules if "attn" not in rule.pattern)
+    split = parallelize(model, ShardingPolicy(rules=rules), TensorGroup.of(None))
+    batch = zoo.whole(0, 1, 4)
+    expected, found = whole(**batch).loss, model(**batch).loss
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    head = split.splits["lm_head.weight"].take(whole.lm_head.weight.grad)
+    torch.testing.assert_close(model.lm_head.weight.grad, head)
+
+
+class Tiny(torch.nn.Module):
+    """A stranger's model: fused q/k/v, no configuration."""
+
+    def __init__(self, heads=6, width=24):
+        super().__init__()
+        self.heads, self.size = heads, width // heads
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.out = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:-1], 3, self.heads, self.size).movedim(-3, 0).transpose(-2, -3).unbind(0)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(-2, -3).flatten(-2))
+
+
+class Stranger(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Tiny() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+POLICY = ShardingPolicy(
+    rules=(
+        ModuleRule("blocks.*.qkv", Style.COLUMN, "heads", num_blocks=3, scaled=("heads",)),
+        ModuleRule("blocks.*.out", Style.ROW, "heads"),
+    ),
+    layers=("blocks",),
+)
+
+
+def strangers():
+    torch.manual_seed(0)
+    whole = Stranger().double()
+    model = copy.deepcopy(whole)
+    split = parallelize(model, POLICY, TensorGroup.of(None))
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    whole(x).square().sum().backward()
+    model(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        gradient = whole.get_parameter(name).grad
+        part = split.splits[name].take(gradient) if name in split.splits else gradient
+        torch.testing.assert_close(parameter.grad, part)
+    return model.blocks[0].heads
+
+
+@pytest.mark.parametrize(("num_ranks", "heads"), [(2, [3, 3]), (3, [2, 2, 2]), (4, [2, 2, 1, 1])])
+def test_six_heads_of_a_fused_projection_are_split_whole(num_ranks, heads):
+    assert run_on_ranks(strangers, num_ranks) == heads
+
+
+def too_few_heads():
+    zoo = get_model("transformers/llama")
+    model = zoo.seeded()
+    parallelize(model, policy_for(model), TensorGroup.of(None))
+
+
+def test_sizes_that_cannot_be_split_are_named_with_one_that_can():
+    expect_on_ranks(
+        ConfigError, r"num_key_value_heads=2\): 2 units can't be split over 3 ranks.*at most 2", too_few_heads, 3
+    )
+
+
+def wrong_name():
+    parallelize(Stranger(), ShardingPolicy(rules=(ModuleRule("blocks.*.fc", Style.COLUMN),)), TensorGroup.of(None))
+
+
+def test_a_rule_for_a_module_that_is_not_there_raises():
+    expect_on_ranks(ConfigError, r"names 'blocks\.\*\.fc', which the model does not have", wrong_name, 2)
+
+
+def test_a_model_without_policy_is_told_how_to_write_one():
+    with pytest.raises(ConfigError, match=r"no sharding policy for Stranger.*custom_policy=ShardingPolicy"):
+        policy_for(Stranger())

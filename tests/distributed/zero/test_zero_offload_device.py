@@ -1,0 +1,118 @@
+"""Offload where forward runs on a device: what lies there, what is moved, and that copies and steps take turns."""
+
+import pytest
+import simulated_device as sim
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster, collectives
+from booster_core.memory.mapped import mapped_bytes
+from booster_core.testing import run_on_ranks
+from booster_zero import LowLevelZeroPlugin
+
+WIDTH, DEPTH = 64, 8
+NUMEL = DEPTH * WIDTH * WIDTH
+KINDS = {
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "muon": lambda params: torch.optim.Muon(params, lr=0.02),
+}
+
+
+def boost(device, options, precision=None, name="fused"):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    booster = Booster(device, precision, LowLevelZeroPlugin(**{"bucket_bytes": 2 * WIDTH * WIDTH * 4, **options}))
+    model, optimizer, *_ = booster.boost(net, KINDS[name](list(net.parameters())))
+    return booster, model, optimizer
+
+
+def step(booster, model, optimizer, number=0, micro_batches=1):
+    for micro in range(micro_batches):
+        generator = torch.Generator().manual_seed(100 * number + 10 * micro + dist.get_rank())
+        x = torch.randn(4, WIDTH, generator=generator).to(booster.device)
+        booster.backward(model(x).float().square().mean(), optimizer)
+    optimizer.clip_grad_by_norm(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(library, options, precision, name):
+    sim.load(library)
+    run = boost("simulated", options, precision, name)
+    for number in range(4):
+        step(*run, number, micro_batches=2)
+    return {key: value.cpu().clone() for key, value in run[1].state_dict().items()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offload_from_a_device_changes_no_bit(where, precision, simulated_device, tmp_path):
+    options = {"offload": where, "stage": 2, **({"offload_dir": str(tmp_path)} if where == "disk" else {})}
+    plain = run_on_ranks(trained, 2, simulated_device, {"stage": 2}, precision, "fused")[0]
+    for parameters in run_on_ranks(trained, 2, simulated_device, options, precision, "fused"):
+        assert all(torch.equal(plain[key], value) for key, value in parameters.items())
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_whole_parameters_are_offloaded_too(name, simulated_device):
+    plain = run_on_ranks(trained, 2, simulated_device, {}, "bf16", name)[0]
+    for parameters in run_on_ranks(trained, 2, simulated_device, {"offload": "cpu"}, "bf16", name):
+        assert all(torch.equal(plain[key], value) for key, value in parameters.items())
+
+
+def costs(library, options, precision):
+    """Return the bytes that a device keeps after a step, holds at most in one, and moves in one; and bytes in files."""
+    sim.load(library)
+    before = torch.simulated.memory_allocated()
+    run = boost("simulated", options, precision)
+    for number in range(2):
+        step(*run, number)
+    moved = sim.bytes_moved()
+    torch.simulated.reset_peak_memory_stats()
+    step(*run)
+    moved = [after - start for start, after in zip(moved, sim.bytes_moved(), strict=True)]
+    peak = torch.simulated.max_memory_allocated() - before
+    files = mapped_bytes(options["offload_dir"]) if "offload_dir" in options else 0
+    return torch.simulated.memory_allocated() - before, peak, moved, files
+
+
+@pytest.mark.parametrize(("precision", "working"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_the_device_keeps_working_values_alone(where, precision, working, simulated_device, tmp_path):
+    options = {"offload": where, **({"offload_dir": str(tmp_path)} if where == "disk" else {})}
+    share, masters = NUMEL // 2, 4 if precision == "bf16" else 0
+    bucket = 2 * WIDTH * WIDTH * 4
+    for kept, peak, (to_device, to_host), files in run_on_ranks(costs, 2, simulated_device, options, precision):
+        assert kept == pytest.approx(NUMEL * working, abs=2000)
+        # Underway: gradients of three buckets, joined and summed, and activations.
+        assert peak < kept + 3 * 3 * bucket
+        assert to_device == pytest.approx(share * working, abs=8 * WIDTH * 4), "values, in the format of forward"
+        assert to_host == pytest.approx(share * 4, abs=1000), "sums of gradients, once"
+        assert files == (share * (8 + max(masters, 4)) if where == "disk" else 0)
+    for kept, *_ in run_on_ranks(costs, 2, simulated_device, {}, precision):
+        assert kept >= NUMEL * working + share * (8 + 4 + masters)
+
+
+def order_of_events(library, options):
+    sim.load(library)
+    run = boost("simulated", options)
+    step(*run)
+    events = []
+    gather, stepped = collectives.all_gather, run[2].optim.step
+    collectives.all_gather = lambda *args: events.append("gather") or gather(*args)
+    run[2].optim.step = lambda *args: events.append("step") or stepped(*args)
+    try:
+        step(*run)
+    finally:
+        collectives.all_gather = gather
+    return events, len(run[2].layout.buckets)
+
+
+def test_a_bucket_goes_back_while_the_next_one_is_stepped(simulated_device):
+    for events, num_buckets in run_on_ranks(order_of_events, 2, simulated_device, {"offload": "cpu"}):
+        assert num_buckets > 2
+        assert events == ["step", "gather"] * num_buckets
+    for events, num_buckets in run_on_ranks(order_of_events, 2, simulated_device, {}):
+        assert events == ["step"] + ["gather"] * num_buckets

@@ -1,0 +1,437 @@
+"""Gathers that go on after ``step``: whoever reads a parameter too early finds NaN here, and must not.
+
+In these tests a gather hides what it brings: other ranks' parts of a bucket are NaN until it has been waited for.
+"""
+
+import contextlib
+import random
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - everybody's name for it
+from torch.utils.checkpoint import checkpoint
+
+from booster_core import Booster, collectives
+from booster_core.collectives.pending import Pending
+from booster_core.testing import run_on_ranks
+from booster_zero import LowLevelZeroPlugin
+
+WIDTH = 8
+
+
+@contextlib.contextmanager
+def hidden_until_waited_for():
+    real, chance = collectives.all_gather, random.Random(dist.get_rank())
+
+    def gather(buffer, bounds, group=None):
+        rank = dist.get_rank(group)
+        values = buffer.clone()
+        pending = real(values, bounds, group)
+        buffer[: bounds[rank]] = float("nan")
+        buffer[bounds[rank + 1] :] = float("nan")
+        time.sleep(1e-3 * chance.random())
+
+        def show():
+            time.sleep(1e-3 * chance.random())
+            buffer.copy_(values)
+
+        return Pending([pending], show)
+
+    collectives.all_gather = gather
+    try:
+        yield
+    finally:
+        collectives.all_gather = real
+
+
+class Base(nn.Module):
+    """Two matrices, of which subclasses make odd use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.odd(torch.tanh(self.first(x)))
+
+    def odd(self, x):
+        return self.second(x)
+
+
+class TiedHead(Base):
+    def odd(self, x):
+        return F.linear(torch.tanh(self.second(x)), self.first.weight.T)
+
+
+class Functional(Base):
+    def odd(self, x):
+        return torch.addmm(self.second.bias, x, self.second.weight)
+
+
+class InLists(Base):
+    def odd(self, x):
+        both = torch.cat([self.second.weight, self.first.weight])
+        return x @ both.T @ torch.stack((*self.second.weight, *self.first.weight))
+
+
+class Repeated(Base):
+    def odd(self, x):
+        for _ in range(3):
+            x = torch.tanh(self.second(x))
+        return x
+
+
+class Checkpointed(Base):
+    def odd(self, x):
+        return checkpoint(self.second, x, use_reentrant=False) + checkpoint(self.second, x, use_reentrant=False)
+
+
+class KeptView(Base):
+    """Holds a view of a parameter, made in the first forward, which no later forward makes anew."""
+
+    def odd(self, x):
+        with torch.no_grad():
+            if getattr(self, "kept", None) is None or self.kept.data_ptr() != self.second.weight.data_ptr():
+                self.kept = self.second.weight.detach()[:, :]
+        return x @ self.kept + self.second(x)
+
+
+class ByData(Base):
+    def odd(self, x):
+        return x * self.second.weight.data.norm() + self.second(x)
+
+
+class ByNumpy(Base):
+    """Reads memory by no torch function but the one that hands it out."""
+
+    def odd(self, x):
+        return x * float(self.second.weight.detach().numpy().sum()) + self.second(x)
+
+
+class ByOperator(Base):
+    def odd(self, x):
+        return torch.ops.aten.mm(x, self.second.weight) + torch.ops.aten.mm.default(x, self.first.weight)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, x.T @ gradient
+
+
+class CustomFunction(Base):
+    def odd(self, x):
+        return Product.apply(x, self.second.weight)
+
+
+class Foreign(nn.Module):
+    """Its kernel is not torch's, and sees nothing but an address."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, read):
+        return x * self.weight + read(self.weight)
+
+
+class ForeignKernel(Base):
+    def __init__(self):
+        super().__init__()
+        self.foreign = Foreign()
+        self.view = None
+
+    def odd(self, x):
+        if self.view is None or self.view.ctypes.data != self.foreign.weight.data_ptr():
+            self.view = self.foreign.weight.detach().numpy()
+        return self.second(self.foreign(x, lambda _: float(self.view.sum())))
+
+
+class Recurrent(Base):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def odd(self, x):
+        x = self.lstm(x.unsqueeze(0))[0]
+        return self.attention(x, x, x)[0].squeeze(0)
+
+
+class Mapped(Base):
+    def odd(self, x):
+        return torch.func.vmap(lambda row: self.second.weight @ row + self.second.bias)(x)
+
+
+class FunctionalCall(Base):
+    def odd(self, x):
+        swapped = {"weight": self.first.weight, "bias": self.second.bias}
+        return torch.func.functional_call(self.second, swapped, (x,))
+
+
+class Scripted(Base):
+    def __init__(self):
+        super().__init__()
+        self.second = torch.jit.trace(nn.Linear(WIDTH, WIDTH), torch.ones(2, WIDTH))
+
+
+class CompiledModule(Base):
+    def __init__(self):
+        super().__init__()
+        self.second.compile(backend="eager")
+
+
+class CompiledFunction(Base):
+    def __init__(self):
+        super().__init__()
+        self.product = torch.compile(lambda x, weight: torch.tanh(x @ weight), backend="eager")
+
+    def odd(self, x):
+        return self.product(x, self.second.weight) @ self.first.weight
+
+
+class LazyOutput(Base):
+    """Returns something that reads a parameter after forward has ended."""
+
+    def forward(self, x):
+        first = self.first(x)
+        return lambda: self.second(first)
+
+
+MODELS = [
+    Base, TiedHead, Functional, InLists, Repeated, Checkpointed, KeptView, ByData, ByNumpy, ByOperator, CustomFunction,
+    ForeignKernel, Recurrent, Mapped, FunctionalCall, LazyOutput,
+]  # fmt: skip
+
+
+def trained(model_class, options, precision, hides):
+    if model_class in (CompiledModule, CompiledFunction, Scripted):
+        warnings.simplefilter("ignore")  # torch's compilers warn of themselves
+    torch.manual_seed(0)
+    net = model_class()
+    booster = Booster("cpu", precision, LowLevelZeroPlugin(bucket_bytes=64, **options))
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.05))
+    losses = []
+    with hidden_until_waited_for() if hides else contextlib.nullcontext():
+        for step in range(4):
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            output = model(x)
+            loss = (output() if callable(output) else output).float().square().mean()
+            booster.backward(loss, optimizer)
+            optimizer.clip_grad_by_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            if options.get("overlap_allgather"):
+                assert optimizer.gathers.is_underway
+        return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same_bits(model_class, options=None, precision="fp32"):
+    options = options or {}
+    plain = run_on_ranks(trained, 2, model_class, options, precision, False, timeout_seconds=150)
+    overlapping = {**options, "overlap_allgather": True}
+    hidden = run_on_ranks(trained, 2, model_class, overlapping, precision, True, timeout_seconds=150)
+    for (losses, parameters), (expected, others) in zip(hidden, plain, strict=True):
+        assert losses == expected
+        assert all(torch.equal(others[name], value) for name, value in parameters.items())
+
+
+@pytest.mark.parametrize("model_class", MODELS)
+def test_no_forward_reads_a_parameter_that_is_not_there_yet(model_class):
+    same_bits(model_class)
+
+
+@pytest.mark.parametrize("model_class", [Scripted, CompiledModule, CompiledFunction])
+def test_compiled_code_waits_too(model_class):
+    same_bits(model_class)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_narrow_formats_wait_too(precision):
+    same_bits(TiedHead, {"stage": 2}, precision)
+
+
+@pytest.mark.parametrize("options", [{"offload": "cpu"}, {"partition": "parameter"}], ids=["offload", "parameter"])
+def test_other_options_go_with_it(options):
+    same_bits(TiedHead, options)
+
+
+def albert():
+    from transformers import AlbertConfig, AlbertForPreTraining
+
+    sizes = {"embedding_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    return AlbertForPreTraining(AlbertConfig(vocab_size=50, num_hidden_layers=3, **sizes, max_position_embeddings=16))
+
+
+def albert_losses(overlaps):
+    torch.manual_seed(0)
+    net = albert()
+    plugin = LowLevelZeroPlugin(bucket_bytes=1024, overlap_allgather=overlaps)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    losses = []
+    with hidden_until_waited_for() if overlaps else contextlib.nullcontext():
+        for step in range(3):
+            torch.manual_seed(step)
+            tokens = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            loss = model(input_ids=tokens, labels=tokens, sentence_order_label=torch.tensor([0, 1])).loss
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def test_albert_with_its_repeated_layers_and_tied_head():
+    assert run_on_ranks(albert_losses, 2, True) == run_on_ranks(albert_losses, 2, False)
+
+
+# ---- everything that is not forward
+
+
+READS = {
+    "parameters": lambda booster, model, optimizer: [p.detach().clone() for p in model.parameters()],
+    "attribute": lambda booster, model, optimizer: [model.second.weight.detach().clone()],
+    "module": lambda booster, model, optimizer: [model.module.second.weight.detach().clone()],
+    "unwrap": lambda booster, model, optimizer: [model.unwrap().second.weight.detach().clone()],
+    "state_dict": lambda booster, model, optimizer: [*model.state_dict().values()],
+    "modules": lambda booster, model, optimizer: [p.detach() for m in model.modules() for p in m.parameters()],
+    "children": lambda booster, model, optimizer: [p.detach() for m in model.children() for p in m.parameters()],
+    "eval": lambda booster, model, optimizer: [model.eval()(torch.ones(2, WIDTH)).detach()],
+    "ema": lambda booster, model, optimizer: [shard.data for shard in booster.ema(model, 0.5).shards()],
+    "own state_dict": lambda booster, model, optimizer: [*model._modules["module"].state_dict().values()],
+    "own forward": lambda booster, model, optimizer: [model._modules["module"](torch.ones(2, WIDTH)).detach()],
+    "own layer": lambda booster, model, optimizer: [model._modules["module"]._modules["second"](torch.ones(2, WIDTH))],
+}
+
+
+def reads(how):
+    torch.manual_seed(0)
+    net = Base()
+    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with hidden_until_waited_for():
+        for _ in range(2):
+            booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+            optimizer.step()
+        assert optimizer.gathers.is_underway
+        return all(bool(value.isfinite().all()) for value in READS[how](booster, model, optimizer))
+
+
+@pytest.mark.parametrize("how", list(READS))
+def test_whoever_asks_for_parameters_waits(how):
+    assert run_on_ranks(reads, 2, how) == [True, True]
+
+
+def saves(folder):
+    """Save right after a step, go on, and return what was saved and what it should have been."""
+    torch.manual_seed(0)
+    net = Base()
+    booster = Booster("cpu", "bf16", LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    with hidden_until_waited_for():
+        for step in range(3):
+            booster.backward(model(torch.ones(2, WIDTH)).float().square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.gathers.is_underway
+            if step == 1:
+                booster.save_model(model, f"{folder}/model")
+            if step == 2:
+                booster.save_optimizer(optimizer, f"{folder}/optimizer")
+                booster.load_optimizer(optimizer, f"{folder}/optimizer")
+                booster.load_model(model, f"{folder}/model")
+        return all(bool(value.isfinite().all()) for value in model.state_dict().values())
+
+
+def test_checkpoints_wait(tmp_path):
+    assert run_on_ranks(saves, 2, str(tmp_path)) == [True, True]
+
+
+def several_steps_without_forward():
+    """Step again before anybody has used anything, and accumulate: gathers don't overtake each other."""
+    torch.manual_seed(0)
+    net = Base()
+    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    with hidden_until_waited_for():
+        booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+        for _ in range(3):
+            optimizer.step()
+        with booster.no_sync(model):
+            booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+        booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_steps_in_a_row_and_accumulation():
+    first, second = run_on_ranks(several_steps_without_forward, 2)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+        assert bool(one.isfinite().all())
+
+
+def a_stale_graph():
+    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
+    net = Base()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    kept = model(torch.ones(2, WIDTH)).square().mean()
+    booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        booster.backward(kept, optimizer)
+    booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+
+
+def test_a_graph_from_before_the_step_is_refused():
+    run_on_ranks(a_stale_graph, 2)
+
+
+def one_rank_reads_alone():
+    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
+    torch.manual_seed(0)
+    net = Base()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    seen = []
+    for _ in range(3):
+        booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            seen.append(float(model.second.weight.detach().sum()))
+            seen.append(float(model(torch.ones(2, WIDTH)).detach().sum()))
+        dist.barrier()  # the other waits here for the one that waits for its part
+    return seen
+
+
+def test_one_rank_may_look_at_parameters_alone():
+    first, second = run_on_ranks(one_rank_reads_alone, 2, timeout_seconds=30)
+    assert len(first) == 6
+    assert second == []
+
+
+def ends_with_gathers_underway():
+    net = nn.Linear(512, 512)
+    booster = Booster(plugin=LowLevelZeroPlugin(overlap_allgather=True))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    booster.backward(model(torch.ones(2, 512)).square().mean(), optimizer)
+    optimizer.step()
+    return optimizer.gathers.is_underway
+
+
+def test_a_run_may_end_with_gathers_underway():
+    for _ in range(3):
+        assert run_on_ranks(ends_with_gathers_underway, 2) == [True, True]

@@ -1,0 +1,101 @@
+"""What a model of the zoo is: a way to build it, batches for it, and a loss, all the same in every process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+Batch = dict[str, Any]
+"""Keyword arguments of a model's forward, each with one entry per sample in its first dimension."""
+
+
+def weighted_outputs(output: Any, _batch: Batch) -> Tensor:
+    """Return a mean over samples of all floating-point outputs, weighted so that no layer's gradient vanishes.
+
+    A mean of squares would not do: behind a layer norm it is constant.
+    """
+    total = torch.zeros(())
+    for tensor in _floats(output):
+        weights = torch.sin(torch.arange(tensor[0].numel(), dtype=torch.float32) + 1.0).view(tensor.shape[1:])
+        total = total + (tensor.float() * weights).mean()
+    return total
+
+
+def own_loss(output: Any, _batch: Batch) -> Tensor:
+    """Return the loss that the model computes itself, where it is given labels."""
+    loss: Tensor = output.loss
+    return loss
+
+
+def join_tensors(batches: Sequence[Mapping[str, Tensor]]) -> Batch:
+    """Put batches of tensors together."""
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZooModel:
+    """One model, tiny, with random weights.
+
+    Args:
+        name: Library and name, as in ``"timm/convit_tiny"``.
+        build: Returns the model; draws its weights from torch's default generator.
+        batch: Draws a number of samples from a generator.
+        loss: Makes a scalar of output and batch; a mean over samples unless ``couples_samples``.
+        loss_only: Fields of the batch that go to the loss and not to the model.
+        join: Puts batches together to a larger one.
+        needs: Top-level modules that it imports.
+        couples_samples: Whether a sample's loss depends on the other samples (batch norm, load balancing), so that
+            the gradient of a whole batch is not the mean of those of its parts.
+        no_effect: Patterns of parameters that change nothing, so that their gradients are zero but for rounding:
+            attention's softmax doesn't see a bias of the keys.
+        slow: Whether it is left to the long run.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator, int], Batch]
+    loss: Callable[[Any, Batch], Tensor] = weighted_outputs
+    loss_only: tuple[str, ...] = ()
+    join: Callable[[Sequence[Batch]], Batch] = join_tensors
+    needs: tuple[str, ...] = ()
+    couples_samples: bool = False
+    no_effect: tuple[str, ...] = ()
+    slow: bool = False
+
+    def seeded(self) -> nn.Module:
+        """Return the model in training mode, equal in every process, with dropout that drops nothing."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(11)
+            model = self.build().train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
+
+    def loss_of(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        """Run the model, or what `boost` made of it, forward and return the loss."""
+        output = model(**{name: value for name, value in batch.items() if name not in self.loss_only})
+        return self.loss(output, batch)
+
+    def share(self, step: int, rank: int, samples: int) -> Batch:
+        """Return a rank's samples of a step, no two alike."""
+        return self.batch(torch.Generator().manual_seed(1000 * step + rank), samples)
+
+    def whole(self, step: int, world_size: int, samples: int) -> Batch:
+        """Return what all ranks' shares of a step are together."""
+        return self.join([self.share(step, rank, samples) for rank in range(world_size)])
+
+
+def _floats(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of an output that have a gradient, in order."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() and output.requires_grad and output.dim() > 0 else []
+    values = output.values() if hasattr(output, "values") else output if isinstance(output, (list, tuple)) else ()
+    return [tensor for value in values for tensor in _floats(value)]

@@ -1,0 +1,113 @@
+"""Recommenders of torchrec: dense features beside bags of numbers of any length, looked up in embedding tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
+
+from model_zoo.registry import ZooModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from model_zoo.registry import Batch
+
+_DENSE, _DIM, _ROWS = 6, 8, 20
+_KEYS = ["user", "item", "place"]
+
+
+def _tables() -> Any:
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(name=f"of_{key}", embedding_dim=_DIM, num_embeddings=_ROWS, feature_names=[key])
+            for key in _KEYS
+        ]
+    )
+
+
+def _dlrm() -> nn.Module:
+    from torchrec.models.dlrm import DLRM
+
+    model: nn.Module = DLRM(
+        embedding_bag_collection=_tables(),
+        dense_in_features=_DENSE,
+        dense_arch_layer_sizes=[16, _DIM],
+        over_arch_layer_sizes=[8, 1],
+    )
+    return model
+
+
+def _deepfm() -> nn.Module:
+    from torchrec.models.deepfm import SimpleDeepFMNN
+
+    model: nn.Module = SimpleDeepFMNN(
+        num_dense_features=_DENSE,
+        embedding_bag_collection=_tables(),
+        hidden_layer_size=16,
+        deep_fm_dimension=8,
+    )
+    return model
+
+
+def _draw(generator: torch.Generator, samples: int) -> Batch:
+    """Draw dense features, bags of zero to three numbers for each key, and whether the user clicked."""
+    from torchrec import KeyedJaggedTensor
+
+    lengths = torch.randint(4, (len(_KEYS) * samples,), generator=generator)
+    return {
+        "dense_features": torch.randn(samples, _DENSE, generator=generator),
+        "sparse_features": KeyedJaggedTensor.from_lengths_sync(
+            keys=_KEYS, values=torch.randint(_ROWS, (int(lengths.sum()),), generator=generator), lengths=lengths
+        ),
+        "clicked": torch.randint(2, (samples, 1), generator=generator).float(),
+    }
+
+
+def _join(batches: Sequence[Batch]) -> Batch:
+    """Put batches together: a key's bags of all batches follow each other."""
+    from torchrec import KeyedJaggedTensor
+
+    bags = [batch["sparse_features"] for batch in batches]
+    whole = KeyedJaggedTensor.from_lengths_sync(
+        keys=_KEYS,
+        values=torch.cat([each[key].values() for key in _KEYS for each in bags]),
+        lengths=torch.cat([each[key].lengths() for key in _KEYS for each in bags]),
+    )
+    plain = {name: torch.cat([batch[name] for batch in batches]) for name in ("dense_features", "clicked")}
+    return {**plain, "sparse_features": whole}
+
+
+def _of_logits(output: Tensor, batch: Batch) -> Tensor:
+    return binary_cross_entropy_with_logits(output, batch["clicked"])
+
+
+def _of_probabilities(output: Tensor, batch: Batch) -> Tensor:
+    return binary_cross_entropy(output, batch["clicked"])
+
+
+MODELS = (
+    ZooModel(
+        name="torchrec/dlrm",
+        build=_dlrm,
+        batch=_draw,
+        loss=_of_logits,
+        loss_only=("clicked",),
+        join=_join,
+        needs=("fbgemm_gpu", "torchrec"),
+    ),
+    ZooModel(
+        name="torchrec/deepfm",
+        build=_deepfm,
+        batch=_draw,
+        loss=_of_probabilities,
+        loss_only=("clicked",),
+        join=_join,
+        needs=("fbgemm_gpu", "torchrec"),
+    ),
+)

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.schedule import Action, Placement, Work, make_schedule
+
+_STYLES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(_STYLES, st.integers(1, 6), st.integers(1, 14))
+def test_every_rank_can_work_off_its_list_in_order(style, num_ranks, num_microbatches):
+    """Ranks that wait for what an action needs, and do nothing else meanwhile, all come to the end."""
+    schedule = make_schedule(style[0], num_ranks, num_microbatches, style[1])
+    left = [schedule.actions(rank) for rank in range(num_ranks)]
+    done: set[Action] = set()
+    last = schedule.placement.num_stages - 1
+    while any(left):
+        moved = False
+        for mine in left:
+            while mine and _needs(mine[0], last) <= done:
+                done.add(mine.pop(0))
+                moved = True
+        assert moved, [mine[:1] for mine in left]
+
+
+@settings(max_examples=60, deadline=None)
+@given(_STYLES, st.integers(1, 6), st.integers(1, 14))
+def test_every_microbatch_passes_every_stage_once(style, num_ranks, num_microbatches):
+    schedule = make_schedule(style[0], num_ranks, num_microbatches, style[1])
+    kinds = [Work.FORWARD, Work.BACKWARD]
+    if style[0] == "zbv":
+        kinds = [Work.FORWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT]
+    for rank in range(num_ranks):
+        expected = {
+            Action(kind, stage, microbatch)
+            for kind in kinds
+            for stage in schedule.placement.stages_of(rank)
+            for microbatch in range(num_microbatches)
+        }
+        actions = schedule.actions(rank)
+        assert len(actions) == len(expected)
+        assert set(actions) == expected
+
+
+@given(st.integers(1, 8), st.integers(1, 24))
+def test_1f1b_keeps_as_many_activations_as_stages_follow(num_ranks, num_microbatches):
+    schedule = make_schedule("1f1b", num_ranks, num_microbatches)
+    assert [schedule.peak_live(rank) for rank in range(num_ranks)] == [
+        min(num_ranks - rank, num_microbatches) for rank in range(num_ranks)
+    ]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 14))
+def test_the_zero_bubble_v_keeps_no_more_than_1f1b_s_first_rank(num_ranks, num_microbatches):
+    schedule = make_schedule("zbv", num_ranks, num_microbatches, 2)
+    # Its chunks are half as large as the stages of 1F1B, whose first rank keeps `num_ranks`.
+    assert max(schedule.peak_live(rank) for rank in range(num_ranks)) <= 2 * num_ranks
+
+
+@settings(deadline=None)
+@given(st.integers(2, 3), st.integers(1, 6), st.integers(1, 14))
+def test_the_interleaved_schedule_keeps_what_its_warm_up_needs(num_chunks, num_ranks, num_microbatches):
+    schedule = make_schedule("interleaved", num_ranks, num_microbatches, num_chunks)
+    for rank in range(num_ranks):
+        assert schedule.peak_live(rank) <= 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks + 1
+
+
+@pytest.mark.parametrize("style", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (8, 8), (4, 3)])
+def test_a_batch_takes_the_time_that_theory_gives(style, num_ranks, num_microbatches):
+    schedule = make_schedule(style, num_ranks, num_microbatches)
+    assert schedule.duration == 3 * (num_microbatches + num_ranks - 1)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (4, 16), (8, 8)])
+@pytest.mark.parametrize("num_chunks", [2, 3])
+def test_chunks_divide_the_idle_time(num_ranks, num_microbatches, num_chunks):
+    schedule = make_schedule("interleaved", num_ranks, num_microbatches, num_chunks)
+    assert schedule.duration == 3 * (num_microbatches * num_chunks + num_ranks - 1)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (4, 16)])
+def test_the_zero_bubble_v_waits_for_the_first_microbatch_alone(num_ranks, num_microbatches):
+    schedule = make_schedule("zbv", num_ranks, num_microbatches, 2)
+    assert schedule.duration == 6 * num_microbatches + num_ranks - 1
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(4, 8), (8, 16), (8, 32), (12, 24)])
+def test_the_zero_bubble_v_idles_a_third_of_1f1b_s_time_at_most(num_ranks, num_microbatches):
+    schedule = make_schedule("zbv", num_ranks, num_microbatches, 2)
+    assert schedule.idle_share(0) <= make_schedule("1f1b", num_ranks, num_microbatches).idle_share(0) / 3
+
+
+def test_the_v_returns_through_the_ranks():
+    assert [Placement(4, 2, is_v=True).stages_of(rank) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert [Placement(2, 2).stages_of(rank) for rank in range(2)] == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("style", "num_chunks", "message"),
+    [
+        ("fifo", 1, r"`pp_style='fifo'` is not one of 'gpipe'"),
+        ("1f1b", 2, r"'1f1b'` puts 1 stage\(s\) on each rank, but `num_model_chunks=2`"),
+        ("interleaved", 1, r"at least 2 stage\(s\) on each rank, but `num_model_chunks=1`"),
+        ("zbv", 3, r"puts 2 stage\(s\) on each rank"),
+    ],
+)
+def test_a_style_says_how_many_chunks_it_takes(style, num_chunks, message):
+    with pytest.raises(ConfigError, match=message):
+        make_schedule(style, 2, 4, num_chunks)
+
+
+def _needs(action: Action, last: int) -> set[Action]:
+    """State the dependencies anew, from the definition of a pipeline."""
+    work, stage, microbatch = action.work, action.stage, action.microbatch
+    if work is Work.FORWARD:
+        return {Action(Work.FORWARD, stage - 1, microbatch)} if stage else set()
+    if work is Work.BACKWARD_WEIGHT:
+        return {Action(Work.BACKWARD_INPUT, stage, microbatch)}
+    after = {Action(work, stage + 1, microbatch)} if stage < last else set()
+    return after | {Action(Work.FORWARD, stage, microbatch)}

@@ -1,0 +1,91 @@
+"""Every model of the zoo has, built lazily, the weights that it has built eagerly under the same seed, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from apart import FOLDER, missing_libraries
+from model_zoo import ZOO, get_model
+
+from booster_core import LazyInitContext
+from booster_core.lazy import is_lazy, materialize
+from booster_core.testing import close_ranks, run_on_ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+RUN_EAGERLY: dict[str, dict[str, int]] = {}
+"""Operations that could not be recorded and ran at once instead, by model: there are none in the zoo."""
+
+
+def build_both(name: str) -> dict[str, Any]:
+    """Build a model eagerly and lazily from one seed, and return what differs."""
+    zoo = get_model(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what libraries say of their own models is no business of this test
+        torch.manual_seed(0)
+        eager = zoo.build()
+        generator_state = torch.get_rng_state()
+        torch.manual_seed(0)
+        with LazyInitContext() as context:
+            lazy = zoo.build()
+        was_lazy, parameters = is_lazy(lazy), list(lazy.parameters())
+        materialize(lazy)
+    expected, actual = tensors_of(eager), tensors_of(lazy)
+    return {
+        "lazy": was_lazy,
+        "names": sorted(expected.keys() ^ actual.keys()),
+        "values": [name for name in expected if not is_same(actual[name], expected[name])],
+        "ties": ties_of(expected) == ties_of(actual),
+        "kept": all(now is before for now, before in zip(lazy.parameters(), parameters, strict=True)),
+        "generator": torch.equal(torch.get_rng_state(), generator_state),
+        "run_eagerly": context.run_eagerly,
+    }
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers, tied and non-persistent ones too."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def ties_of(tensors: dict[str, Tensor]) -> list[list[str]]:
+    """Return the names that are one tensor, for each tensor."""
+    by_object: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_object.setdefault(id(tensor), []).append(name)
+    return sorted(by_object.values())
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of one type and have the same bits; unset memory is compared by nobody."""
+    if type(one) is not type(other) or one.dtype != other.dtype or one.requires_grad != other.requires_grad:
+        return False
+    return torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_workers():
+    yield
+    close_ranks()  # these workers have imported what other tests must not see
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if zoo.slow else []) for name, zoo in ZOO.items()]
+)
+def test_lazy_weights_equal_eager_ones(name):
+    if missing := missing_libraries(ZOO[name].needs):
+        pytest.skip(f"{', '.join(missing)} not installed, neither as usual nor in {FOLDER}")
+    (result,) = run_on_ranks(build_both, 1, name, timeout_seconds=120)
+    assert result == {
+        "lazy": True,
+        "names": [],
+        "values": [],
+        "ties": True,
+        "kept": True,
+        "generator": True,
+        "run_eagerly": RUN_EAGERLY.get(name, {}),
+    }

@@ -1,0 +1,178 @@
+"""Every model of the zoo trains under every plugin on two ranks as in one process: same gradients, same parameters.
+
+The optimizer is AdamW with an epsilon above most gradients, so that rounding errors of tiny gradients stay tiny in
+the parameters: what is tested is the plugin, not the conditioning of Adam. Both sides see dropout that drops nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from apart import FOLDER, missing_libraries
+from model_zoo import ZOO, get_model
+from torch import Tensor, nn
+
+from booster_core import Booster, DistCoordinator
+from booster_core.testing import close_ranks, run_on_ranks
+from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_core.testing.training import whole_model
+
+WORLD_SIZE = 2
+SAMPLES = 4
+STEPS = 2
+NO_EFFECT = 1e-6
+"""Rounding in a gradient that is zero, as a fraction of the model's largest: a few of fp32's 2**-24."""
+
+PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero-1": ("booster_zero.LowLevelZeroPlugin", {"stage": 1}),
+    "zero-2": ("booster_zero.LowLevelZeroPlugin", {"stage": 2, "bucket_bytes": 2**16}),
+    "ddp": ("booster_ddp.TorchDDPPlugin", {}),
+    "fsdp": ("booster_fsdp.TorchFSDPPlugin", {}),
+    "gemini": ("booster_gemini.GeminiPlugin", {"min_chunk_bytes": 2**14}),
+}
+"""Classes and options; the small models shall fill several buckets and chunks."""
+HARD = (
+    "timm/convit_base",
+    "timm/convit_tiny",
+    "torchrec/dlrm",
+    "torchrec/deepfm",
+    "diffusers/vq_model",
+    "transformers/albert",
+    "transformers/albert_pretraining",
+    "transformers/bert",
+    "transformers/bert_pretraining",
+    "transformers/gpt2_double_heads",
+)
+"""Models that Colossal-AI leaves out of its low-level ZeRO: repeated layers, unusual inputs, parameters out of use."""
+
+
+class Trained(NamedTuple):
+    """Gradients by name for each step, and the parameters after the last."""
+
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-3, eps=1e-2, weight_decay=0.0)
+
+
+def train_plainly(name: str) -> Trained:
+    """Train with torch alone on whole batches, or on the mean of the ranks' losses where samples are coupled."""
+    zoo = get_model(name)
+    model = zoo.seeded()
+    optimizer = make_optimizer(model)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = []
+    for step in range(STEPS):
+        batches = (
+            [zoo.share(step, rank, SAMPLES) for rank in range(WORLD_SIZE)]
+            if zoo.couples_samples
+            else [zoo.whole(step, WORLD_SIZE, SAMPLES)]
+        )
+        for batch in batches:
+            (zoo.loss_of(model, batch) / len(batches)).backward()
+        gradients.append({name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(gradients, {name: parameter.detach() for name, parameter in named.items()})
+
+
+def train_boosted(name: str, plugin_class: str, options: dict[str, Any]) -> Trained | None:
+    """Train under a plugin on this rank's samples; rank 0 returns what came out, after all have agreed on it."""
+    coordinator = DistCoordinator()
+    zoo = get_model(name)
+    home, _, kind = plugin_class.rpartition(".")
+    booster = Booster("cpu", plugin=getattr(importlib.import_module(home), kind)(**options))
+    original = zoo.seeded()
+    shapes = {name: p.shape for name, p in original.named_parameters() if p.requires_grad}
+    model, optimizer, *_ = booster.boost(original, make_optimizer(original))
+    assert optimizer is not None, "boost returned what it was given"
+    gradients = []
+    for step in range(STEPS):
+        loss = zoo.loss_of(model, zoo.share(step, coordinator.rank, SAMPLES))
+        booster.backward(loss, optimizer)
+        whole = {name: booster.full_gradient(model, name) for name in shapes}
+        # A plugin may see a parameter without a gradient as one with a gradient of zero.
+        gradients.append({n: torch.zeros(shapes[n]) if grad is None else grad for n, grad in whole.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = {name: value for name, value in whole_model(booster, model).items() if name in shapes}
+    sums = [float(grad.double().sum()) for each in gradients for grad in each.values()]
+    assert coordinator.all_gather_object(sums) == [sums] * coordinator.world_size, "ranks disagree on gradients"
+    return Trained(gradients, parameters) if coordinator.is_master() else None
+
+
+@pytest.fixture(scope="module")
+def plain_runs():
+    """Return what a model's plain training gives; run once for all plugins, on the first rank's worker."""
+    known: dict[str, Trained] = {}
+
+    def train(name: str) -> Trained:
+        if name not in known:
+            (known[name],) = run_on_ranks(train_plainly, 1, name, timeout_seconds=240)
+        return known[name]
+
+    yield train
+    close_ranks()  # these workers have imported what other tests must not see
+
+
+def _cases() -> list[Any]:
+    """Return every model under every plugin; those of the long run are marked."""
+    return [
+        pytest.param(
+            name,
+            plugin,
+            id=f"{name}-{plugin}",
+            marks=[pytest.mark.slow] if model.slow or _is_rest(name, plugin) else [],
+        )
+        for name, model in ZOO.items()
+        for plugin in PLUGINS
+    ]
+
+
+def _is_rest(name: str, plugin: str) -> bool:
+    """Whether a model is not worth the default run's time under a plugin: the hard ones are, under each stage."""
+    return plugin == "zero-1" and name not in HARD
+
+
+@pytest.mark.parametrize(("name", "plugin"), _cases())
+def test_training_equals_one_process(name, plugin, plain_runs):
+    model = ZOO[name]
+    if missing := missing_libraries(model.needs):
+        pytest.skip(f"{', '.join(missing)} not installed, neither as usual nor in {FOLDER}")
+    expected = plain_runs(name)
+    actual, _ = run_on_ranks(train_boosted, WORLD_SIZE, name, *PLUGINS[plugin], timeout_seconds=240)
+    for step in range(STEPS):
+        assert_equal(actual.gradients[step], expected.gradients[step], model.no_effect, largest(expected, step))
+    # A step of this optimizer is at most a tenth of the gradient, so the bound on gradients is one on steps too.
+    assert_equal(actual.parameters, expected.parameters, model.no_effect, largest(expected, STEPS - 1))
+
+
+def largest(trained: Trained, step: int) -> float:
+    """Return the largest gradient of a step."""
+    return max(float(gradient.abs().max()) for gradient in trained.gradients[step].values())
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], no_effect: tuple[str, ...], scale: float) -> None:
+    """Compare each tensor on its own scale, and those without an effect, which hold only rounding, on the model's."""
+    assert ours.keys() == theirs.keys()
+    without = {name for name in theirs if any(fnmatch(name, pattern) for pattern in no_effect)}
+    differences = {name: float((ours[name] - theirs[name]).abs().max()) for name in without}
+    assert all(difference <= NO_EFFECT * scale for difference in differences.values()), differences
+    effective = theirs.keys() - without
+    assert_same_tensors(
+        {name: ours[name] for name in effective},
+        {name: theirs[name] for name in effective},
+        tolerance_for(torch.float32),
+    )
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_the_default_run_has_the_hard_models(name):
+    assert not ZOO[name].slow
