@@ -49,10 +49,10 @@ def _model(layers: int, hidden: int) -> torch.nn.Module:
 
 def _train(options: argparse.Namespace) -> dict[str, Any]:
     """Train a few steps and return their times, the bytes moved in each, and the peak."""
+    import transformers.models.llama  # noqa: F401 - imported before memory is looked at
+
     from booster_core import Booster, launch_from_torch
     from booster_gemini import GeminiPlugin
-
-    import transformers.models.llama  # noqa: F401 - imported before memory is looked at
 
     launch_from_torch(verbose=False)
     before = _status("VmRSS")
