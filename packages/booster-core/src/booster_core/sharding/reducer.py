@@ -89,6 +89,7 @@ class Reducer:
         """Reduce these buckets from now on, in this order. Not during a round."""
         self.buckets = list(buckets)
         self._place = {slot.index: (bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots}
+        self._filling = {}  # what it says of former buckets would keep their memory
         self._spare = {}
         self._unhooked = {
             slot.index: parameter

@@ -114,6 +114,9 @@ class HousedBucket(ShardedBucket):
         """Let go of all blocks, because others have taken their place."""
         for role in [*self._roles]:
             self._drop(role)
+        self._rebind_values(None)  # others may keep the chunk for a while, but need not keep its memory
+        if self.format.has_copy:
+            self._point(_placeholder(self.values))
 
     def _fetch(self, role: Role) -> Pending:
         self._uses[role] += 1
