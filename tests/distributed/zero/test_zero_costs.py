@@ -1,8 +1,12 @@
 """What a step costs: bytes moved, bytes kept, and that nothing grows."""
 
 import contextlib
+import inspect
+import re
 import threading
 import weakref
+from collections import defaultdict
+from types import FunctionType
 
 import pytest
 import torch
@@ -10,8 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from booster_core import Booster, collectives
+from booster_core.collectives import direct
 from booster_core.testing import peak_memory, run_on_ranks
 from booster_zero import LowLevelZeroPlugin
+
+COMMUNICATING = re.compile("gather|reduce|scatter|broadcast|send|recv|all_to_all|barrier|new_group")
+"""Names of functions of torch.distributed by which ranks talk to each other, in whichever version of torch."""
 
 
 def make(width, depth=3):
@@ -75,6 +83,48 @@ def test_a_step_moves_as_many_bytes_as_an_all_reduce(world_size, stage):
         assert (sent["reduce_scatter_parts"], sent["all_gather"]) == (one_way, one_way)
         assert sent["all_reduce"] == 3, "one byte for each parameter says whether any rank used it"
         assert sent["broadcast"] == 0
+
+
+def bytes_handed_to_torch(stage):
+    """Return the bytes that this rank hands to torch.distributed in one step, by function and tag, whoever calls.
+
+    Ranks don't read each other's memory here, as between hosts, so that nothing travels by any other way.
+    """
+    handed = defaultdict(lambda: defaultdict(int))
+
+    def counting(name, function):
+        def call(*args, **kwargs):
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+            tensor = given.get("tensor")
+            nbytes = tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else -1
+            handed[name][given.get("tag")] += nbytes
+            return function(*args, **kwargs)
+
+        return call
+
+    direct.set_enabled(False)
+    try:
+        assert direct.channel_of(None) is None
+        booster, model, optimizer = boost(make(64), stage=stage, bucket_bytes=20000)
+        train(booster, model, optimizer, 64)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, function in list(vars(dist).items()):
+                # Not `isinstance`: torch's deprecated objects warn when asked for their class.
+                if COMMUNICATING.search(name) and type(function) is FunctionType:
+                    patch.setattr(dist, name, counting(name, function))
+            train(booster, model, optimizer, 64)
+    finally:
+        direct.set_enabled(True)
+    return {name: list(by_tag.values()) for name, by_tag in handed.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_between_hosts_a_step_sends_as_many_bytes_as_an_all_reduce(world_size, stage):
+    one_way = 3 * 64 * 64 * 4 * (world_size - 1) // world_size
+    for handed in run_on_ranks(bytes_handed_to_torch, world_size, stage):
+        # Two tags: slices of gradients, and of updated parameters. A byte for each parameter says who used it.
+        assert handed == {"isend": [one_way, one_way], "irecv": [one_way, one_way], "all_reduce": [3]}
 
 
 @pytest.mark.parametrize(("stage", "reductions"), [(1, 1), (2, 3)])
