@@ -114,9 +114,9 @@ def test_each_parameter_belongs_to_its_innermost_unit():
 
 def test_a_class_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(
-        ConfigError, match=r"'Blok', but the model has no.*'Block', 'Embedding'.*Did you mean 'Block'\?"
+        ConfigError, match=r"'Blocks', but the model has no.*'Block', 'Embedding'.*Did you mean 'Block'\?"
     ):
-        units(Net(), unit_classes=("Blok",))
+        units(Net(), unit_classes=("Blocks",))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,10 @@ def test_ignored_parameters_go_by_name():
     ("options", "message"),
     [
         ({"ignored_modules": ("heat",)}, r"'heat', which is neither a module.*Did you mean 'head'\?"),
-        ({"ignored_parameters": ("head.weigth",)}, r"'head.weigth', which is no parameter.*Did you mean 'head.weight'"),
+        (
+            {"ignored_parameters": ("head.weights",)},
+            r"'head.weights', which is no parameter.*Did you mean 'head.weight'",
+        ),
     ],
 )
 def test_an_ignored_name_that_is_not_there_is_refused(options, message):
