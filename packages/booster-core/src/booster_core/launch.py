@@ -322,6 +322,8 @@ def local_rank_from_environment() -> int | None:
 
 def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
     """Open the store and the process group, and set device and seeds."""
+    from torch.distributed import DistNetworkError
+
     from booster_core.store import meet_at_launch, open_store
 
     backend = _choose_backend(start.backend)
@@ -369,12 +371,19 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
             watch=partial(_watch, launch_store=store, host=start.host),
         )
     except RuntimeError as error:
-        msg = (
-            f"Rank {start.rank} could not start the process group of backend {backend!r}: {error}. Ranks on several "
-            "hosts must reach each other at the addresses that their host names stand for; if those are the wrong "
-            "ones, name the network interface in the environment variable GLOO_SOCKET_IFNAME (for nccl, "
-            "NCCL_SOCKET_IFNAME)."
-        )
+        if isinstance(error, DistNetworkError):  # what torch raises of the connection to its store
+            holder = "torchrun" if is_hosted_elsewhere else "rank 0"
+            why = (
+                f"the store that they share has gone away with {holder}, which held it ({error}). Look for the first "
+                "error of that process."
+            )
+        else:
+            why = (
+                f"{error}. Ranks on several hosts must reach each other at the addresses that their host names stand "
+                "for; if those are the wrong ones, name the network interface in the environment variable "
+                "GLOO_SOCKET_IFNAME (for nccl, NCCL_SOCKET_IFNAME)."
+            )
+        msg = f"Rank {start.rank} could not start the process group of backend {backend!r}: {why}"
         raise LaunchError(msg) from error
     finally:
         _report_what_nobody_catches()
