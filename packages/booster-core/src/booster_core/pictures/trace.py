@@ -59,9 +59,7 @@ class Trace:
         """
         path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
-    def _add(
-        self, phase: str, process: int, track: str, name: str, at: float, more: Mapping[str, Any]
-    ) -> None:
+    def _add(self, phase: str, process: int, track: str, name: str, at: float, more: Mapping[str, Any]) -> None:
         thread = self._tracks.get((process, track))
         if thread is None:
             thread = self._tracks[process, track] = 1 + sum(known == process for known, _ in self._tracks)
