@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from booster_core import collectives
@@ -34,14 +33,15 @@ class HybridOptimizer(ZeroOptimizer):
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over the whole model, each element counted once."""
         gradients = self.gradients()
-        held = [
-            (self.names[piece.index], piece.values.grad) for bucket in self.layout.buckets for piece in bucket.pieces
-        ]
-        counted = [
-            gradient
-            for name, gradient in held
-            if gradient is not None and gradient.numel() and (name in self.splits or self.tensor_group.rank == 0)
-        ]
+        counted = []
+        for piece in (piece for bucket in self.layout.buckets for piece in bucket.pieces):
+            gradient, split = piece.values.grad, self.splits.get(self.names[piece.index])
+            if gradient is None or not gradient.numel():
+                continue
+            if split is not None:
+                counted.append(split.counted(gradient, piece.start))
+            elif self.tensor_group.rank == 0:
+                counted.append(gradient)
         groups = [self.ranks.shard_group, self.tensor_group.group]
         return clip_by_norm(
             gradients,
@@ -68,8 +68,6 @@ class HybridOptimizer(ZeroOptimizer):
         split = self.splits.get(name)
         if split is None:
             return local
-        whole = torch.zeros(split.global_shape, dtype=local.dtype, device=local.device)
-        for (start, stop), part in zip(split.ranges, split.parts(local), strict=True):
-            whole.narrow(split.dim, start, stop - start).copy_(part)
+        whole = split.spread(local, owned_only=True)
         collectives.all_reduce(whole, group=self.tensor_group.group).wait()
         return whole
