@@ -62,9 +62,7 @@ class ModelPlace:
         split = self.splits.get(name)
         if split is None:
             return local
-        whole = torch.zeros(split.global_shape, dtype=local.dtype, device=local.device)
-        for (start, stop), part in zip(split.ranges, split.parts(local), strict=True):
-            whole.narrow(split.dim, start, stop - start).copy_(part)
+        whole = split.spread(local, owned_only=True)
         collectives.all_reduce(whole, group=self.tensor_group.group).wait()
         return whole
 
@@ -242,18 +240,17 @@ class HybridOptimizer(ZeroOptimizer):
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over the whole model, each element counted once."""
         gradients = self.gradients()
-        held = [
-            (self.names[piece.index], piece.values.grad) for bucket in self.layout.buckets for piece in bucket.pieces
-        ]
         place = self.place
-        counted = [
-            gradient
-            for name, gradient in held
-            if gradient is not None
-            and gradient.numel()
-            and (name in place.splits or place.tensor_group.rank == 0)
-            and place.is_owner(name)
-        ]
+        counted = []
+        for piece in (piece for bucket in self.layout.buckets for piece in bucket.pieces):
+            gradient, name = piece.values.grad, self.names[piece.index]
+            split = place.splits.get(name)
+            if gradient is None or not gradient.numel() or not place.is_owner(name):
+                continue
+            if split is not None:
+                counted.append(split.counted(gradient, piece.start))
+            elif place.tensor_group.rank == 0:
+                counted.append(gradient)
         groups = [self.ranks.shard_group, place.tensor_group.group, place.pipeline]
         return clip_by_norm(
             gradients,

@@ -112,7 +112,7 @@ class HybridStateAdapter(StateAdapter):
         """Yield what a box of the local tensor is in the whole one, a part for each range that it touches."""
         low, high = box[split.dim]
         position = 0
-        for start, stop in split.ranges:
+        for (start, stop), is_owned in zip(split.ranges, split.owned, strict=True):
             first, last = max(low, position), min(high, position + stop - start)
             if first < last:
                 shift = start - position
@@ -124,6 +124,6 @@ class HybridStateAdapter(StateAdapter):
                     dtype=shard.dtype,
                     box=moved,
                     data=values.narrow(split.dim, first - low, last - first),
-                    is_owner=shard.is_owner,
+                    is_owner=shard.is_owner and is_owned,
                 )
             position += stop - start
