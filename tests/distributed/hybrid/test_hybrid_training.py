@@ -176,6 +176,6 @@ def test_sizes_that_do_not_divide_the_world_are_named():
     expect_on_ranks(ConfigError, r"tp_size=2` is 2, which does not divide the world size 3", boost, 3, {"tp_size": 2})
 
 
-@pytest.mark.parametrize("options", [{"pp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}])
+@pytest.mark.parametrize("options", [{"pp_size": 2}])
 def test_what_is_not_built_yet_raises(options):
     expect_on_ranks(PluginError, "trains with tensor and data parallelism only", boost, 2, options)

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from booster_core.state.adapter import StateAdapter
     from booster_hybrid.policy.base import ShardingPolicy
 
+_AXES = [("dp",), ("sp",), ("tp",), ("dp", "sp"), ()]
+
 
 class HybridParallelPlugin(Plugin):
     """Each layer split over tensor parallel ranks, and data parallelism over the ranks that these leave.
@@ -140,6 +142,8 @@ class HybridParallelPlugin(Plugin):
             policy = policy_for(model, self.custom_policy, context.hooks)
             split = parallelize(model, policy, group, parallel_output=self.parallel_output)
             _cut_state(model, objects.optimizer, split)
+        if self.config.sequence.mode is not None:
+            _split_sequences(model, self, axes, context)
         boosted = self._zero.shard(objects, context, self._ranks(axes), HybridOptimizer)
         if isinstance(boosted.optimizer, HybridOptimizer):
             boosted.optimizer.splits, boosted.optimizer.tensor_group = split.splits, group
@@ -156,7 +160,8 @@ class HybridParallelPlugin(Plugin):
         del context
         axes = self._axes_of_world()
         hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
-        inner = ZeroStateAdapter(model, hybrid, Place(axes["dp",].index, axes["dp",].size))
+        replicas = axes["dp", "sp"]
+        inner = ZeroStateAdapter(model, hybrid, Place(replicas.index, replicas.size))
         return HybridStateAdapter(inner, model.__dict__["splits"], is_first=axes["tp",].index == 0)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
@@ -175,11 +180,7 @@ class HybridParallelPlugin(Plugin):
         return {**asdict(self.config), "parallel_output": self.parallel_output}
 
     def _check_built(self) -> None:
-        sequence = self.config.sequence
-        asked = {
-            "pp_size": self.config.pipeline.size if self.config.pipeline.size > 1 else None,
-            "sequence_parallelism_mode": sequence.mode,
-        }
+        asked = {"pp_size": self.config.pipeline.size if self.config.pipeline.size > 1 else None}
         for name, value in asked.items():
             if value is not None:
                 msg = (
@@ -196,12 +197,12 @@ class HybridParallelPlugin(Plugin):
         """Return this rank's place; process groups are made once for each world."""
         world = dist.group.WORLD
         if self._axes is None or self._axes[0] is not world:
-            self._axes = (world, make_axes(self._shape(dist.get_world_size()), [("tp",), ("dp",), ()]))
+            self._axes = (world, make_axes(self._shape(dist.get_world_size()), _AXES))
         return self._axes[1]
 
     def _ranks(self, axes: Mapping[tuple[str, ...], Axis]) -> ShardingRanks:
         """Return who shares the optimizer's state: the data parallel ranks, or nobody, who are then replicas."""
-        data = axes["dp",]
+        data = axes["dp", "sp"]
         if self.config.zero is None:
             return ShardingRanks(
                 shard_group=axes[()].group,
@@ -211,6 +212,22 @@ class HybridParallelPlugin(Plugin):
                 replica_rank=data.index,
             )
         return ShardingRanks(shard_group=data.group, shard_rank=data.index, shard_size=data.size)
+
+
+def _split_sequences(
+    model: nn.Module, plugin: HybridParallelPlugin, axes: Mapping[tuple[str, ...], Axis], context: BoostContext
+) -> None:
+    from booster_hybrid.sequence_parallel.apply import split_sequences
+
+    policy, sequence = policy_for(model, plugin.custom_policy, context.hooks), axes["sp",]
+    split_sequences(
+        model,
+        policy.layers,
+        str(plugin.config.sequence.mode),
+        TensorGroup(sequence.group, sequence.index, sequence.size),
+        tensor_size=plugin.config.tensor.size,
+        parallel_output=plugin.parallel_output,
+    )
 
 
 def _cut_state(model: nn.Module, optimizer: Optimizer | None, split: TensorParallelModel) -> None:
