@@ -87,6 +87,7 @@ MESHES = {
     "pp2dp2zero1": (4, {"pp_size": 2, "zero_stage": 1}),
     "pp2dp2zero2": (4, {"pp_size": 2, "zero_stage": 2}),
     "tp2pp2": (4, {"pp_size": 2, "tp_size": 2}),
+    "sp2pp2": (4, {"pp_size": 2, "sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core import collectives
-from booster_core.errors import ConfigError, PluginError
+from booster_core.errors import ConfigError
 from booster_core.mesh import Axis, MeshShape, fill_axis, make_axes
 from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
@@ -148,11 +148,9 @@ class HybridParallelPlugin(PipelinePlugin):
 
         Raises:
             ConfigError: If the sizes do not divide the world, the model has no policy, or its sizes can't be split.
-            PluginError: If sequence parallelism is asked for.
 
         Collective: every rank of the world.
         """
-        self._check_built()
         axes = self._axes_of_world()
         model = objects.model
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
@@ -168,6 +166,8 @@ class HybridParallelPlugin(PipelinePlugin):
         if tensor.size > 1 and policy is not None:
             split = parallelize(model, policy, group, parallel_output=self.parallel_output)
             _cut_state(model, objects.optimizer, split)
+        if self.config.sequence.mode is not None:
+            _split_sequences(model, self, axes, context)
         copies: dict[int, tuple[int, ...]] = {}
         place = ModelPlace(tensor_group=group, splits=split.splits)
         staged = None
@@ -311,15 +311,6 @@ class HybridParallelPlugin(PipelinePlugin):
         """Return the options and their values."""
         return {**asdict(self.config), "parallel_output": self.parallel_output}
 
-    def _check_built(self) -> None:
-        mode = self.config.sequence.mode
-        if mode is not None:
-            msg = (
-                f"`sequence_parallelism_mode={mode!r}`: booster-hybrid 0.1 trains with tensor, pipeline and data "
-                "parallelism only. Use `tp_size`, `pp_size`, and `zero_stage` for the optimizer's state."
-            )
-            raise PluginError(msg)
-
     def _plan_stages(self, objects: Boosted, policy: ShardingPolicy | None, context: BoostContext) -> StagePlan:
         """Return what a dry run on the first rank has seen, and what follows from it.
 
@@ -407,6 +398,22 @@ def _leave_out(model: nn.Module, optimizer: Optimizer | None) -> None:
         group["params"][:] = [parameter for parameter, kept in zip(group["params"], is_kept, strict=True) if kept]
         if "param_names" in group:
             group["param_names"] = [name for name, kept in zip(group["param_names"], is_kept, strict=True) if kept]
+
+
+def _split_sequences(
+    model: nn.Module, plugin: HybridParallelPlugin, axes: Mapping[tuple[str, ...], Axis], context: BoostContext
+) -> None:
+    from booster_hybrid.sequence_parallel.apply import split_sequences
+
+    policy, sequence = policy_for(model, plugin.custom_policy, context.hooks), axes["sp",]
+    split_sequences(
+        model,
+        policy.layers,
+        str(plugin.config.sequence.mode),
+        TensorGroup(sequence.group, sequence.index, sequence.size),
+        tensor_size=plugin.config.tensor.size,
+        parallel_output=plugin.parallel_output,
+    )
 
 
 def _cut_state(model: nn.Module, optimizer: Optimizer | None, split: TensorParallelModel) -> None:
