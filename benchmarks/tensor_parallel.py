@@ -1,4 +1,4 @@
-"""Tensor parallelism's step against the same Llama under DTensor's ``parallelize_module``, on 2 gloo ranks of one thread.
+"""Tensor parallelism's step against a Llama under DTensor's ``parallelize_module``, on 2 gloo ranks of one thread.
 
 Both split the embedding and the head by vocabulary, take the loss of split logits, and step fused AdamW. They live in
 the same processes and take turns, so that what else the machine does touches both alike; what counts is the ratio
