@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -110,6 +111,26 @@ def test_auto_keeps_its_budget_and_the_values(make, budget):
         home.end_step()
     assert home.rooms[0].peak_bytes <= budget * BYTES
     assert sum(home.bytes_by_place().values()) == 6 * BYTES
+
+
+def test_what_is_read_ahead_makes_room_for_what_is_needed_now(make, monkeypatch):
+    home = make(AutoPlacement(), 2 * BYTES)
+    owners = [Owner(home, number, number) for number in range(3)]
+    for owner in owners:
+        owner.use(change=1.0)
+    read = os.preadv
+    with monkeypatch.context() as patch:
+        patch.setattr("booster_gemini.memory.disk.os.preadv", lambda *args: (time.sleep(0.2), read(*args))[1])
+        home.fetch(owners[2].key).wait()
+        home._send_away(home._blocks[owners[1].key])
+        home._finish_leaving(home._blocks[owners[1].key])
+        home._wanted.append(owners[0].key)  # as a plan does
+        home._bring_wanted()
+        assert home._blocks[owners[0].key].coming is not None
+        assert owners[1].use() == [2.0]
+        home.release(owners[2].key, changed=False)
+    assert owners[0].use() == [1.0]
+    assert home.rooms[0].peak_bytes <= 2 * BYTES
 
 
 def test_bytes_are_counted_exactly(make):
