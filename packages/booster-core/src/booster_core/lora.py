@@ -15,6 +15,7 @@ from torch import nn
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.lazy.context import continued
+from booster_core.lazy.model import is_lazy
 from booster_core.plugin import Capability
 from booster_core.state.adapted import has_adapters
 from booster_core.state.naming import NamedTensors, compiled_module
@@ -62,6 +63,9 @@ def add_adapters(
     if quantization is not None:
         from booster_core.quantization import quantize_linears
 
+        if is_lazy(model):
+            msg = "A lazy model has no values to quantise. Build it without `LazyInitContext`, or leave out `quantize`."
+            raise ConfigError(msg)
         quantize_linears(model, quantization)
     if pretrained_dir is not None:
         return _load(model, Path(pretrained_dir))

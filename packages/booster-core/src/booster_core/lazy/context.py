@@ -98,7 +98,9 @@ def continued(model: nn.Module) -> Iterator[None]:
     Collective: none.
     """
     recorders = {
-        id(tensor.lazy_recorder): tensor.lazy_recorder for tensor in model.parameters() if isinstance(tensor, LazyTensor)
+        id(tensor.lazy_recorder): tensor.lazy_recorder
+        for tensor in model.parameters()
+        if isinstance(tensor, LazyTensor)
     }
     if _OPEN or len(recorders) != 1:
         yield
