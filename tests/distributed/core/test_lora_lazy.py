@@ -1,4 +1,4 @@
-"""Adapters on models without values: they are recorded with the model, and everything equals an eager run, bit for bit."""
+"""Adapters on models without values: they are recorded with the model, and all equals an eager run, bit for bit."""
 
 import pytest
 import torch

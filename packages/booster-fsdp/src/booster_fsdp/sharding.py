@@ -104,9 +104,9 @@ def shard_model(
     """Shard a model in place, and return its units; some parameters stay whole on every rank.
 
     Whole stay: what the user says; scalars, which have no rows to split; parameters that are not floating, such as
-    quantised ones, whose rows mean nothing without what their class keeps beside them; BatchNorm's under a narrow format, which its
-    kernels want in fp32; and, in a unit of several formats, those that don't have its most frequent one, because torch
-    reduces a unit's gradients in one buffer.
+    quantised ones, whose rows mean nothing without what their class keeps beside them; BatchNorm's under a narrow
+    format, which its kernels want in fp32; and, in a unit of several formats, those that don't have its most frequent
+    one, because torch reduces a unit's gradients in one buffer.
 
     Args:
         model: The user's model, on the device of the mesh or on meta.
