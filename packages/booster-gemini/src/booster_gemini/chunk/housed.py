@@ -18,7 +18,7 @@ from booster_core.sharding.hosting import is_cut
 from booster_gemini.memory.home import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Container, Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ class HousedBucket(ShardedBucket):
         format: Formats and places.
         ranks: The ranks that share the chunk.
         home: Keeps the blocks.
-        takes_values: Take values from the parameters; without, all are zero at first.
+        valued: Numbers of the parameters whose values are taken; the others are zero at first.
 
     Attributes:
         shard: This rank's slice in the working format; ``values`` itself where the optimizer updates that.
@@ -57,7 +57,7 @@ class HousedBucket(ShardedBucket):
         ranks: ShardingRanks,
         *,
         home: Home,
-        takes_values: bool,
+        valued: Container[int],
     ) -> None:
         length = plan.bounds[ranks.shard_rank + 1] - plan.bounds[ranks.shard_rank]
         self.shard = torch.zeros(length, dtype=format.working, device=format.device)
@@ -72,10 +72,11 @@ class HousedBucket(ShardedBucket):
         self._packed: list[tuple[int, str, Tensor]] = []
         self._states: dict[int, State] = {}
         self._optim: Tensor | None = None
-        if takes_values:
-            for piece in self.pieces:
-                part = piece.parameter.data.reshape(-1)[piece.start : piece.stop]
-                piece.values.data.copy_(part.view(piece.values.shape))
+        taken = [piece for piece in self.pieces if piece.index in valued]
+        for piece in taken:
+            part = piece.parameter.data.reshape(-1)[piece.start : piece.stop]
+            piece.values.data.copy_(part.view(piece.values.shape))
+        if taken:
             self.take_up_values()
         self._add(Role.PARAM, self.shard)
         if format.has_copy and home.moves:
