@@ -116,7 +116,7 @@ def boost_from_folder(folder, options):
         with LazyInitContext():
             model = tiny_llama(**SETTINGS)
         load_pretrained(model, folder)
-        plugin = GeminiPlugin(min_chunk_bytes=4 * 2**20, **options)
+        plugin = GeminiPlugin(min_chunk_bytes=2**20, **options)
         booster = Booster(plugin=plugin)
         boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     from safetensors.torch import load_file

@@ -212,6 +212,7 @@ def test_a_full_disk_loses_nothing(make, monkeypatch):
 def test_a_write_that_fails_keeps_the_values_in_memory(make, monkeypatch):
     home = make(everything_away())
     owner = Owner(home, 0, 1.0)
+    owner.use()  # it is on the disk once before that is full
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -231,6 +232,10 @@ def test_a_file_that_was_cut_is_told_with_its_place(make):
         for owner in owners:
             owner.use()
         home.end_step()
+    for block in home._blocks.values():
+        if block.going is not None:
+            block.going.wait()
+    home._collect()
     os.ftruncate(home.store._file, 0)
 
     def use_all():
@@ -239,3 +244,13 @@ def test_a_file_that_was_cut_is_told_with_its_place(make):
 
     with pytest.raises(OffloadError, match=r"at offset \d+ .* could not be read: the file ends at byte 0, so somebody"):
         use_all()
+
+
+def test_a_write_does_not_make_a_cut_file_long_again(make):
+    home = make(everything_away())
+    owner = Owner(home, 0, 1)
+    home.fetch(owner.key).wait()
+    os.ftruncate(home.store._file, 0)
+    home.release(owner.key, changed=True)
+    with pytest.raises(OffloadError, match="could not be written: the file ends at byte 0, so somebody"):
+        owner.use()

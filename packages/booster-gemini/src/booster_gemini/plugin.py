@@ -23,7 +23,7 @@ from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
 from booster_gemini.lazy import fill_chunks, hollow_model
-from booster_gemini.memory.make import make_home
+from booster_gemini.memory.make import make_home, most_chunk_numel
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
 from booster_gemini.state import GeminiStateAdapter
@@ -181,7 +181,7 @@ class GeminiPlugin(Plugin):
             ranks,
             format_of,
             kind=kind,
-            chunk_bytes=self._chunk_bytes(model, ranks),
+            chunk_bytes=self._chunk_bytes(model, ranks, format_of),
             max_prefetch=self.config.max_prefetch,
             shard_param_frac=self.config.shard_param_frac,
             home=make_home(self.config, context),
@@ -225,11 +225,13 @@ class GeminiPlugin(Plugin):
             self._ranks = (world, make_ranks(self.config.replica_size))
         return self._ranks[1]
 
-    def _chunk_bytes(self, model: nn.Module, ranks: ShardingRanks) -> int:
-        itemsize = 4
+    def _chunk_bytes(self, model: nn.Module, ranks: ShardingRanks, format_of: Callable[[nn.Parameter], Format]) -> int:
+        formats = {id(parameter): format_of(parameter) for parameter in model.parameters()}
+        itemsize = min((format_.wire.itemsize for format_ in formats.values()), default=4)
         numels = [parameter.numel() for parameter in model.parameters()]
         least = max(self.config.min_chunk_bytes // itemsize, 1)
-        return itemsize * search_chunk_numel(numels, ranks.shard_size, least)
+        most = most_chunk_numel(self.config, formats.values(), ranks.shard_size)
+        return itemsize * search_chunk_numel(numels, ranks.shard_size, least, most)
 
     def _formats(
         self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext
