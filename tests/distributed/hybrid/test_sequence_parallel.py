@@ -79,7 +79,7 @@ def compare(name, options, length, padding):
         torch.testing.assert_close(found[key], parameter.detach(), **TOLERANCE, msg=key)
 
 
-@pytest.mark.parametrize("mode", ["all_to_all"])
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
 @pytest.mark.parametrize("parallel_output", [False, True])
 @pytest.mark.parametrize(("length", "padding"), [(8, None), (7, "left"), (9, "right")])
 def test_llama_trains_as_one_process_does(mode, parallel_output, length, padding):
@@ -98,7 +98,7 @@ def test_llama_trains_as_one_process_does(mode, parallel_output, length, padding
     ],
     ids=["sp2dp2", "sp2dp2zero1", "sp2dp2zero2", "sp2tp2", "sp2tp2split"],
 )
-@pytest.mark.parametrize("mode", ["all_to_all"])
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
 def test_sequence_times_other_axes_train_as_one_process_does(num_ranks, options, mode):
     options = {**options, "sequence_parallelism_mode": mode}
     run_on_ranks(compare, num_ranks, "transformers/llama", options, 9, "right")

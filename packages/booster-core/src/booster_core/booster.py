@@ -133,8 +133,8 @@ class Booster(BoosterIO):
 
         Raises:
             TypeError: If an argument is of another type.
-            ConfigError: If the model or optimizer is boosted already, or the optimizer holds parameters that are not
-                the model's.
+            ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
+                model's, or they have gradients that no step was taken with.
 
         Collective: every rank of the world.
         """

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import nn
@@ -21,8 +21,9 @@ from booster_core.errors import ConfigError
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.loss import SequenceLoss
-from booster_hybrid.sequence_parallel.mask import SequenceMask, make_mask, mask_of
+from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility, checked, make_mask, whole_mask
 from booster_hybrid.sequence_parallel.random import RankStream
+from booster_hybrid.sequence_parallel.ring_attention import ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention, head_ranges
 from booster_hybrid.tensor_parallel.loss import CausalLoss
 
@@ -37,6 +38,11 @@ ATTENTION_NAME = "booster_sequence_parallel"
 """What models that are split here have as ``config._attn_implementation``."""
 _REFUSED = ("softcap", "position_bias", "s_aux", "output_attentions", "cache")
 _split: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.WeakKeyDictionary()
+
+
+class _Options(TypedDict):
+    scaling: float | None
+    dropout: float
 
 
 class SequenceParallel:
@@ -226,19 +232,18 @@ def attention(
         raise ConfigError(msg)
     sequence.num_attentions += 1
     layout = sequence.layout_of(query.shape[2], attention_mask)
-    mask = mask_of(attention_mask, layout.length)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    outputs = all_to_all_attention(
-        query,
-        key,
-        value,
-        mask,
-        layout,
-        sequence.group,
-        is_causal=causal,
-        scaling=scaling,
-        dropout=dropout,
-    )
+    if torch.is_autocast_enabled(query.device.type):
+        # As torch's own attention would, but before anything travels.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    group, options = sequence.group, _Options(scaling=scaling, dropout=dropout)
+    if sequence.mode == "ring_attn":
+        visibility = Visibility(checked(attention_mask, layout.length), is_causal=causal)
+        outputs = ring_attention(query, key, value, visibility, layout, group, **options)
+    else:
+        mask = whole_mask(attention_mask, layout.length)
+        outputs = all_to_all_attention(query, key, value, mask, layout, group, is_causal=causal, **options)
     return outputs.transpose(1, 2).contiguous(), None
 
 
