@@ -129,7 +129,9 @@ def test_execute_pipeline_without_a_pipeline_is_refused():
 
 
 def test_more_stages_than_layers_are_refused():
-    expect_on_ranks(ConfigError, "4 layers can't fill 8 stages", execute, 4, own_loss, 4, {"pp_size": 4, "pp_style": "zbv"})
+    expect_on_ranks(
+        ConfigError, "4 layers can't fill 8 stages", execute, 4, own_loss, 4, {"pp_size": 4, "pp_style": "zbv"}
+    )
 
 
 class Stranger(torch.nn.Module):
@@ -151,12 +153,16 @@ def boost_a_stranger():
 
 
 def test_a_model_without_an_example_is_refused():
-    expect_on_ranks(ConfigError, "needs an example of what its forward takes. Pass the data loader", boost_a_stranger, 2)
+    expect_on_ranks(
+        ConfigError, "needs an example of what its forward takes. Pass the data loader", boost_a_stranger, 2
+    )
 
 
 def few_microbatches():
     booster, model, optimizer = boosted(num_microbatches=1)
-    with pytest.warns(UserWarning, match="1 microbatch.* leave each of the 2 ranks of the pipeline idle for 50%") as seen:
+    with pytest.warns(
+        UserWarning, match="1 microbatch.* leave each of the 2 ranks of the pipeline idle for 50%"
+    ) as seen:
         booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
         if torch.distributed.get_rank():
             import warnings
