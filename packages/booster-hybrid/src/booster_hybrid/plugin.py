@@ -30,6 +30,7 @@ from booster_hybrid.pipeline.example import example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.stages import StagePlan
 from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.state import HybridStateAdapter
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
@@ -170,10 +171,12 @@ class HybridParallelPlugin(PipelinePlugin):
             _split_sequences(model, self, axes, context)
         copies: dict[int, tuple[int, ...]] = {}
         place = ModelPlace(tensor_group=group, splits=split.splits)
-        staged = None
+        staged, split_backward = None, None
         if plan is not None:
             place = self._place_of(plan, place, axes)
             copies = plan.copies(model)
+            # Layers' forwards that split their backward lie inside of those that stages put around layers.
+            split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
             staged = plan.cut(model, place.stage)
             _leave_out(model, objects.optimizer)
         boosted = self._zero.shard(
@@ -194,6 +197,7 @@ class HybridParallelPlugin(PipelinePlugin):
                 replica=axes["pp", "sp", "tp"].group,
                 coordinator=context.coordinator,
                 device=context.device,
+                run_options={} if split_backward is None else {"split": split_backward},
             )
         return boosted
 

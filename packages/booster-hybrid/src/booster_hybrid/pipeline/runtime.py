@@ -40,6 +40,8 @@ class PipelineRun:
     Attributes:
         losses: The weighted loss of each microbatch, on the rank of the last stage.
         outputs: The outputs of each microbatch, there.
+        error: What went wrong on this rank, if anything; what is left of its work is not done then, but what others
+            wait for is sent all the same.
         peak_live: The largest number of forwards whose activations were kept for backward at one time.
     """
 
@@ -63,16 +65,18 @@ class PipelineRun:
         self._split = split if backward is not None and schedule.is_split else None
         self._received: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._produced: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self._local: dict[tuple[Work, int, int], dict[str, Tensor]] = {}
+        self._local: dict[tuple[Work, int, int], dict[str, Tensor] | None] = {}
         self._inbox = {sender: self._messages_from(sender) for sender in range(schedule.placement.num_ranks)}
-        self._arrived: dict[tuple[Work, int, int], dict[str, Tensor]] = {}
+        self._arrived: dict[tuple[Work, int, int], dict[str, Tensor] | None] = {}
         self._pending: dict[tuple[int, int], PendingGradients] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
+        self.error: Exception | None = None
+        self._has_failed = False
         self.peak_live = 0
 
     def run(self) -> None:
-        """Do this rank's part of the batch.
+        """Do this rank's part of the batch; look at `error` afterwards.
 
         Collective: every rank of the pipeline.
         """
@@ -95,8 +99,28 @@ class PipelineRun:
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         key = (stage, microbatch)
-        batch = self._microbatches[microbatch]
         received = {} if stage == 0 else self._take(Work.FORWARD, stage - 1, microbatch)
+        payload = None
+        with self._unless_failed(received):
+            payload = self._forward(key, received or {})
+        if stage < self._schedule.placement.num_stages - 1:
+            self._give(Work.FORWARD, stage, microbatch, stage + 1, payload)
+
+    @contextlib.contextmanager
+    def _unless_failed(self, arrived: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Note an error that comes up inside. The caller goes on with what it owes to others."""
+        self._has_failed = self._has_failed or arrived is None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised on every rank once nobody waits for this one
+            self._has_failed, self.error = True, self.error or error
+
+    def _forward(self, key: tuple[int, int], received: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """Run a stage, and return what the next one gets; ``None`` after a failure."""
+        if self._has_failed:
+            return None
+        stage, microbatch = key
+        batch = self._microbatches[microbatch]
         context = torch.no_grad() if self._backward is None else contextlib.nullcontext()
         if self._split is not None:
             self._pending[key] = self._split.begin(stage)
@@ -111,8 +135,7 @@ class PipelineRun:
         if self._backward is not None:
             self._received[key], self._produced[key] = received, payload
             self.peak_live = max(self.peak_live, len(self._produced.keys() | self._pending.keys()))
-        if stage < self._schedule.placement.num_stages - 1:
-            self._give(Work.FORWARD, stage, microbatch, stage + 1, payload)
+        return payload
 
     @contextlib.contextmanager
     def _acting_for(self, key: tuple[int, int], received: Mapping[str, Tensor]) -> Iterator[None]:
@@ -126,38 +149,57 @@ class PipelineRun:
     def _run_backward(self, action: Action, *, is_last: bool) -> None:
         stage, microbatch = action.stage, action.microbatch
         key = (stage, microbatch)
-        received, produced = self._received.pop(key), self._produced.pop(key)
-        if stage == self._schedule.placement.num_stages - 1:
+        is_end = stage == self._schedule.placement.num_stages - 1
+        arrived = {} if is_end else self._take(Work.BACKWARD, stage + 1, microbatch)
+        answer = None
+        with self._unless_failed(arrived):
+            answer = self._input_gradients(key, arrived or {}, is_end=is_end, is_last=is_last)
+        if stage > 0:
+            self._give(Work.BACKWARD, stage, microbatch, stage - 1, None if self._has_failed else answer)
+
+    def _input_gradients(
+        self, key: tuple[int, int], arrived: Mapping[str, Tensor], *, is_end: bool, is_last: bool
+    ) -> dict[str, Tensor]:
+        """Run a stage's backward, and return what the stage before gets."""
+        received, produced = self._received.pop(key, {}), self._produced.pop(key, {})
+        assert self._backward is not None, "no backward is due in evaluation"
+        if self._has_failed:
+            self._backward([], [], is_last)  # the data parallel ranks go on
+            return {}
+        tensors: list[Tensor]
+        gradients: list[Tensor | None]
+        if is_end:
             tensors, gradients = [produced[""]], [None]
         else:
-            arrived = self._take(Work.BACKWARD, stage + 1, microbatch)
             names = [name for name in produced if name in arrived and produced[name].requires_grad]
-            tensors = [produced[name] for name in names]
-            gradients = [arrived[name] for name in names]  # type: ignore[misc]
-        if self._backward is not None:
-            pending = self._pending.get(key)
-            with self._acting_for(key, received), contextlib.nullcontext() if pending is None else pending.opened():
-                self._backward(tensors, gradients, is_last)
-        if stage > 0:
-            answer = {name: tensor.grad for name, tensor in received.items() if tensor.grad is not None}
-            self._give(Work.BACKWARD, stage, microbatch, stage - 1, answer)
+            tensors, gradients = [produced[name] for name in names], [arrived[name] for name in names]
+        pending = self._pending.get(key)
+        with self._acting_for(key, received), contextlib.nullcontext() if pending is None else pending.opened():
+            self._backward(tensors, gradients, is_last)
+        return {name: tensor.grad for name, tensor in received.items() if tensor.grad is not None}
 
     def _run_weights(self, action: Action, *, is_last: bool) -> None:
-        roots = self._pending.pop((action.stage, action.microbatch)).roots()
-        if self._backward is not None:
+        assert self._backward is not None, "no backward is due in evaluation"
+        with self._unless_failed({}):
+            pending = self._pending.pop((action.stage, action.microbatch), None)
+            roots = [] if pending is None or self._has_failed else pending.roots()
             self._backward(roots, [torch.zeros_like(root) for root in roots], is_last)
 
-    def _give(self, work: Work, stage: int, microbatch: int, to_stage: int, tensors: Mapping[str, Tensor]) -> None:
+    def _give(
+        self, work: Work, stage: int, microbatch: int, to_stage: int, tensors: Mapping[str, Tensor] | None
+    ) -> None:
         to = self._schedule.placement.rank_of(to_stage)
         if to == self._index:
-            self._local[work, stage, microbatch] = {
-                name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()
-            }
+            self._local[work, stage, microbatch] = (
+                None
+                if tensors is None
+                else {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
+            )
         else:
             self._link.send(tensors, to)
 
-    def _take(self, work: Work, stage: int, microbatch: int) -> dict[str, Tensor]:
-        """Return what a stage has sent, after whatever its rank has sent before."""
+    def _take(self, work: Work, stage: int, microbatch: int) -> dict[str, Tensor] | None:
+        """Return what a stage has sent, after whatever its rank has sent before; ``None`` where that has failed."""
         wanted = (work, stage, microbatch)
         sender = self._schedule.placement.rank_of(stage)
         if sender == self._index:
