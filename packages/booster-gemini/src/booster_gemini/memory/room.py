@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +39,11 @@ class Room:
         """Return whether so many bytes are left of the budget."""
         return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """What is allocated: used bytes, and those that wait to be lent again."""
+        return self.used_bytes + sum(buffer.numel() for buffer in self._idle)
+
     def count(self, num_bytes: int) -> None:
         """Count bytes as taken, or as given back where negative."""
         self.used_bytes += num_bytes
@@ -71,3 +78,13 @@ class Room:
     def clear(self) -> None:
         """Give all idle memory back to the system."""
         self._idle.clear()
+
+
+def give_back_freed() -> None:
+    """Give memory that was freed, and that the C library keeps for later, back to the system, where it can be asked to.
+
+    Gradients on their way and activations are allocated and freed in any order, so that it keeps much more than is
+    ever in use at once.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # a C library that has no such function
+        ctypes.CDLL(None).malloc_trim(0)
