@@ -63,5 +63,5 @@ def _look_at(parameter: Tensor, *, is_whole: bool) -> tuple[int, int, int]:
         if not is_whole and values.numel():
             values = values.as_strided((1,), (1,))
         plain = values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-        digest = xxhash.xxh3_64_intdigest(memoryview(plain))
+        digest = xxhash.xxh3_64_intdigest(plain.tobytes())
         return parameter._version, parameter.data_ptr(), digest  # noqa: SLF001 - there is no public name for it

@@ -351,14 +351,15 @@ class TieredHome:
             self._drop(block)
             return
         assert self.store is not None, "the last memory is a disk"
-        if block.offset is None and not self._allocate(block):
+        offset = self._allocate(block) if block.offset is None else block.offset
+        if offset is None:
             return
         if block.room.device.type == "cpu":
-            block.going = self.store.write(block.offset, block.buffer)
+            block.going = self.store.write(offset, block.buffer)
             return
         staged = self.rooms[-1].take(block.num_bytes)
         staged[: block.num_bytes].copy_(block.buffer)
-        block.going = self.store.write(block.offset, staged)
+        block.going = self.store.write(offset, staged)
         self._finish_leaving(block)
         self.rooms[-1].give(staged, block.num_bytes)
 
@@ -378,14 +379,14 @@ class TieredHome:
         if block.is_saved:
             self._drop(block)
 
-    def _allocate(self, block: _Block) -> bool:
-        """Take room for a block on the disk, and return whether there was any."""
+    def _allocate(self, block: _Block) -> int | None:
+        """Take room for a block on the disk, and return where; ``None`` where there is none."""
         assert self.store is not None, "asked for room on a disk"
         try:
             block.offset = self.store.allocate(block.num_bytes)
         except OffloadError as error:
             self._problem = self._problem or error
-        return block.offset is not None
+        return block.offset
 
     def _bound_leaving(self, most: int) -> None:
         """Wait until at most so many blocks are leaving, the least recently used first."""
