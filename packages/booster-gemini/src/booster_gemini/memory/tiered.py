@@ -420,6 +420,19 @@ class TieredHome:
             self._send_away(block)
             if block.going is not None:
                 self._finish_leaving(block)
+        early = [b for b in self._blocks.values() if b.room is room and b.coming is not None and not b.users]
+        for block in sorted(early, key=self._recorder.soonness(lambda block: block.last_use)):
+            if room.has(num_bytes):
+                return
+            self._turn_back(block)
+
+    def _turn_back(self, block: _Block) -> None:
+        """Give up a read that was begun early; the disk still has the values."""
+        assert block.coming is not None, "asked for one that is being read"
+        coming, block.coming = block.coming, None
+        coming.abandon()
+        self._unbind(block)
+        self._drop(block)
 
     def _empty(self, block: _Block) -> None:
         """Give up a block's buffers."""
