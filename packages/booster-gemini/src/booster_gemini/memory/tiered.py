@@ -106,26 +106,18 @@ class TieredHome:
         self._recorder = StepRecorder(policy)
         self._clock = 0
         self._wanted: deque[Key] = deque()
+        self._problem: OffloadError | None = None
 
     # ---- blocks
 
     def add(self, key: Key, flat: Tensor, rebind: Callable[[Tensor | None], None]) -> None:
-        """Take over a block; see `Home.add`.
-
-        Raises:
-            OffloadError: If the disk is full.
-        """
+        """Take over a block; see `Home.add`. Where the disk is full it stays in memory, see `problem`."""
         assert key not in self._blocks, "a key names one block"
         num_bytes = flat.numel() * flat.element_size()
         block = _Block(key, flat.numel(), flat.dtype, num_bytes, self._room_for(key, num_bytes), rebind)
         self._blocks[key] = block
-        if self.store is not None:
-            try:
-                # A full disk shows now, when nothing has moved there.
-                block.offset = self.store.allocate(num_bytes) if self._may_leave(block) else None
-            except OffloadError:
-                del self._blocks[key]
-                raise
+        if self._may_leave(block):
+            self._allocate(block)  # a full disk shows now, when nothing has moved there
         self._make_room(block.room, num_bytes)
         block.buffer = block.room.take(num_bytes)
         self._flat(block).copy_(flat)
@@ -147,6 +139,8 @@ class TieredHome:
 
     def _may_leave(self, block: _Block) -> bool:
         """Return whether a block may ever go to the disk."""
+        if self.store is None:
+            return False
         if block.room is self.rooms[0] and len(self.rooms) > 1:
             return self.rooms[1].budget_bytes is not None
         return block.room.budget_bytes is not None or not self._policy.may_stay(block.key, self.sizes())
@@ -251,6 +245,11 @@ class TieredHome:
         self._recorder.moment = name
         if self._record is not None:
             self._record.moment(name)
+
+    def problem(self) -> OffloadError | None:
+        """Return what kept blocks from leaving since this was last asked; see `Home.problem`."""
+        problem, self._problem = self._problem, None
+        return problem
 
     def end_step(self) -> None:
         """Make a plan for the next step from the record of this one.
@@ -365,36 +364,42 @@ class TieredHome:
             self._drop(block)
             return
         assert self.store is not None, "the last memory is a disk"
-        if block.offset is None:
-            try:
-                block.offset = self.store.allocate(block.num_bytes)
-            except OffloadError:
-                block.rebind(self._flat(block))
-                block.is_bound = True
-                raise
+        offset = self._allocate(block) if block.offset is None else block.offset
+        if offset is None:
+            return
         if block.room.device.type == "cpu":
-            block.going = self.store.write(block.offset, block.buffer)
+            block.going = self.store.write(offset, block.buffer)
             return
         staged = self.rooms[-1].take(block.num_bytes)
         staged[: block.num_bytes].copy_(block.buffer)
-        self.store.write(block.offset, staged).wait()
+        block.going = self.store.write(offset, staged)
+        self._finish_leaving(block)
         self.rooms[-1].give(staged, block.num_bytes)
-        block.is_saved = True
-        self._drop(block)
 
     def _take_back(self, block: _Block) -> None:
-        """Use a block's buffer again, although it was leaving."""
+        """Let a block's buffer be used again, although it was leaving, once it has been written out."""
         assert block.going is not None, "asked for one that leaves"
         going, block.going = block.going, None
-        going.wait()
-        block.is_saved = True
+        try:
+            going.wait()
+        except OffloadError as error:  # the buffer stays: nothing is lost
+            self._problem = self._problem or error
+        else:
+            block.is_saved = True
 
     def _finish_leaving(self, block: _Block) -> None:
-        assert block.going is not None, "asked for one that leaves"
-        going, block.going = block.going, None
-        going.wait()  # where that fails, the buffer stays: nothing is lost
-        block.is_saved = True
-        self._drop(block)
+        self._take_back(block)
+        if block.is_saved:
+            self._drop(block)
+
+    def _allocate(self, block: _Block) -> int | None:
+        """Take room for a block on the disk, and return where; ``None`` where there is none."""
+        assert self.store is not None, "asked for room on a disk"
+        try:
+            block.offset = self.store.allocate(block.num_bytes)
+        except OffloadError as error:
+            self._problem = self._problem or error
+        return block.offset
 
     def _bound_leaving(self, most: int) -> None:
         """Wait until at most so many blocks are leaving, the least recently used first."""
@@ -428,6 +433,19 @@ class TieredHome:
             self._send_away(block)
             if block.going is not None:
                 self._finish_leaving(block)
+        early = [b for b in self._blocks.values() if b.room is room and b.coming is not None and not b.users]
+        for block in sorted(early, key=self._recorder.soonness(lambda block: block.last_use)):
+            if room.has(num_bytes):
+                return
+            self._turn_back(block)
+
+    def _turn_back(self, block: _Block) -> None:
+        """Give up a read that was begun early; the disk still has the values."""
+        assert block.coming is not None, "asked for one that is being read"
+        coming, block.coming = block.coming, None
+        coming.abandon()
+        self._unbind(block)
+        self._drop(block)
 
     def _empty(self, block: _Block) -> None:
         """Give up a block's buffers."""
