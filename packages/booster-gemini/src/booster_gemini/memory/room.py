@@ -32,6 +32,7 @@ class Room:
         self.device = device
         self.budget_bytes = budget_bytes
         self.used_bytes = self.peak_bytes = 0
+        self._wanted_bytes = self._step_bytes = 0
         self._pins = pins
         self._idle: list[Tensor] = []
 
@@ -48,6 +49,7 @@ class Room:
         """Count bytes as taken, or as given back where negative."""
         self.used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._step_bytes = max(self._step_bytes, self.used_bytes)
 
     def take(self, num_bytes: int) -> Tensor:
         """Return a buffer with arbitrary values: 1-D uint8, of whole sectors of a disk on the host."""
@@ -70,10 +72,15 @@ class Room:
 
     def _trim(self, needed: int) -> None:
         """Give idle memory back to the system where it would go beyond the budget, or nobody is going to want it."""
-        most = self.peak_bytes if self.budget_bytes is None else self.budget_bytes
+        most = max(self._wanted_bytes, self._step_bytes) if self.budget_bytes is None else self.budget_bytes
         idle = sum(buffer.numel() for buffer in self._idle)
         while self._idle and self.used_bytes + idle + needed > most:
             idle -= self._idle.pop(0).numel()
+
+    def end_step(self) -> None:
+        """Keep no more idle memory than the step that ends has used at once; the next one is taken to be as it was."""
+        self._wanted_bytes, self._step_bytes = self._step_bytes, self.used_bytes
+        self._trim(0)
 
     def clear(self) -> None:
         """Give all idle memory back to the system."""

@@ -264,7 +264,9 @@ class TieredHome:
         away = frozenset(key for key in mine if key not in here and self._blocks[key].has_values)
         self._wanted.clear()
         self._start_moves([self._recorder.end_step(mine, here, away, room.budget_bytes)])
-        if room.device.type == "cpu" and room.budget_bytes is not None:
+        for each in self.rooms:
+            each.end_step()
+        if room.device.type == "cpu" and self.store is not None:
             give_back_freed()
         if self._record is not None:
             self._note_record()
