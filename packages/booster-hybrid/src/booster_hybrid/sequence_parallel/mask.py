@@ -65,7 +65,7 @@ class SequenceMask:
         return made
 
     def state(self, queries: tuple[int, int], keys: tuple[int, int]) -> str:
-        """Return whether ``"all"``, ``"some"`` or ``"none"`` of the keys of a range may be seen; kept for all layers."""
+        """Return whether ``"all"``, ``"some"`` or ``"none"`` of the keys may be seen; kept for all layers."""
         known = self._states.get((queries, keys))
         if known is None:
             part = self.part(queries, keys)
