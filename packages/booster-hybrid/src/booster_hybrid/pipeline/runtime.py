@@ -93,6 +93,9 @@ class PipelineRun:
         backwards = [action for action in actions if action.work is not Work.FORWARD]
         if self._record is not None:
             self._record.begin()
+        for sender, messages in self._inbox.items():
+            if messages:
+                self._link.expect(sender)
         for action in actions:
             if action.work is Work.FORWARD:
                 self._run_forward(action)

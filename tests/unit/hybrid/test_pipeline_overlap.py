@@ -1,0 +1,107 @@
+"""A rank asks for what it needs before it computes, and computes on while what it has sent is on its way."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from booster_hybrid.pipeline.cut import StagedModel, share_layers
+from booster_hybrid.pipeline.runtime import PipelineRun
+from booster_hybrid.pipeline.schedule import make_schedule
+from booster_hybrid.pipeline.trace import trace_layers
+
+
+class Layers(nn.Module):
+    def __init__(self, log):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        for layer in self.layers:
+            layer.register_forward_pre_hook(lambda *_: log.append("compute"))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class StandIn:
+    """In place of the other ranks: answers at once, and writes down what is asked of it."""
+
+    def __init__(self, log):
+        self.log = log
+        self.num_expected = 0
+
+    def expect(self, sender):
+        del sender
+        self.num_expected += 1
+        self.log.append("expect")
+
+    def receive(self, sender):
+        del sender
+        self.log.append("receive")
+        return {"x": torch.ones(2, 4, requires_grad=True)}
+
+    def send(self, tensors, to):
+        del tensors, to
+        self.log.append("send")
+        return object()
+
+    def release(self, sent):
+        del sent
+        self.log.append("release")
+
+    def finish(self):
+        self.log.append("finish")
+
+
+def run(style, rank, num_microbatches=4):
+    log: list[str] = []
+    schedule = make_schedule(style, 2, num_microbatches)
+    model = Layers(log)
+    parts = [{"x": torch.ones(2, 4)} for _ in range(num_microbatches)]
+    trace = trace_layers(model, ["layers"], parts[0])
+    stages = StagedModel(model, trace, [share_layers(2, 2)[rank]])
+    log.clear()
+
+    def backward(tensors, gradients, is_last):
+        del is_last
+        log.append("compute")
+        torch.autograd.backward(tensors, gradients)
+
+    weights = [1 / num_microbatches] * num_microbatches
+    link = StandIn(log)
+    pipeline = PipelineRun(stages, schedule, rank, link, parts, weights, lambda outputs, _: outputs.sum(), backward)
+    pipeline.run()
+    assert pipeline.error is None
+    return log
+
+
+@pytest.mark.parametrize("style", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_message_is_asked_for_before_what_is_computed_until_then(style, rank):
+    log = run(style, rank)
+    assert log[0] == "expect"
+    asked = 0
+    for before, event in itertools.pairwise(log):
+        asked += before == "expect"
+        if event == "receive":
+            assert asked > 0, log
+            asked -= 1
+    assert log.count("expect") == log.count("receive") == 4
+
+
+@pytest.mark.parametrize("style", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_that_was_sent_is_waited_for_before_it_must_have_arrived(style, rank):
+    log = run(style, rank)
+    assert log.count("send") == 4
+    assert log.index("finish") == len(log) - 1
+    for place, event in enumerate(log):
+        if event == "release":
+            # A message that came in from the receiver shows how far that rank has come.
+            assert "receive" in log[max(0, place - 4) : place], log
+    sends = [place for place, event in enumerate(log) if event == "send"]
+    assert all(log[place + 1] != "release" for place in sends)
