@@ -186,9 +186,10 @@ def test_narrow_formats_round_as_in_one_process(precision, options):
     for found in run_on_ranks(gradients_of, 4, name, options, precision, 1):
         assert found.keys() == expected.keys()
         for key, gradient in expected.items():
-            # The same products; of their sums some are rounded (bf16: 2**-8) in another order.
+            # The same products; of their sums some are rounded (bf16: 2**-8) in another order, and those over tensor
+            # parallel ranks once more, on the way forward and back.
             error = (found[key] - gradient).norm() / (gradient.norm() + 1e-6)
-            assert error < 2**-6, (key, float(error))
+            assert error < (2**-5 if "tp_size" in options else 2**-6), (key, float(error))
 
 
 def overflow(options):
