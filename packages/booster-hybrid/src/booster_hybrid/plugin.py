@@ -28,6 +28,7 @@ from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
+from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.stages import StagePlan
 from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
@@ -39,6 +40,7 @@ from booster_zero import LowLevelZeroPlugin, ZeroConfig
 from booster_zero.state import ZeroStateAdapter
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
@@ -76,6 +78,7 @@ class HybridParallelPlugin(PipelinePlugin):
             `booster_hybrid.policy.base.ShardingPolicy`.
         max_norm: Clip gradients by this global norm in each step; 0 does not.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
+        pipeline_record: A folder where each rank of a pipeline writes down when it did what, for ``booster pipeline``.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
@@ -115,6 +118,7 @@ class HybridParallelPlugin(PipelinePlugin):
         custom_policy: ShardingPolicy | None = None,
         max_norm: float = 0.0,
         precision: PrecisionPolicy | str | None = None,
+        pipeline_record: str | os.PathLike[str] | None = None,
     ) -> None:
         self.config = HybridConfig(
             tensor=TensorConfig(size=tp_size),
@@ -132,6 +136,10 @@ class HybridParallelPlugin(PipelinePlugin):
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
         self.example_batch = example_batch
+        self.pipeline_record = pipeline_record
+        if pipeline_record is not None and pp_size == 1:
+            msg = "`pipeline_record` writes down what a pipeline does, and `pp_size=1` makes none. Pass `pp_size`."
+            raise ConfigError(msg)
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
         self._zero = LowLevelZeroPlugin(stage=max(zero_stage, 1), max_norm=max_norm, precision=precision)
         self._axes: tuple[Any, dict[tuple[str, ...], Axis]] | None = None
@@ -197,9 +205,16 @@ class HybridParallelPlugin(PipelinePlugin):
                 replica=axes["pp", "sp", "tp"].group,
                 coordinator=context.coordinator,
                 device=context.device,
-                run_options={} if split_backward is None else {"split": split_backward},
+                run_options={"split": split_backward, "record": self._record(axes, context)},
             )
         return boosted
+
+    def _record(self, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> PipelineRecord | None:
+        if self.pipeline_record is None:
+            return None
+        rank = context.coordinator.rank
+        ranks = axes["pp",].ranks
+        return PipelineRecord(self.pipeline_record, rank, axes["pp",].index, min(ranks), context.device)
 
     def execute_pipeline(
         self,
