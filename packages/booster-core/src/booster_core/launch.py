@@ -35,6 +35,8 @@ _MAX_PORT = 65535
 _LAST_SECONDS = 10.0
 """How long rank 0, which holds the store, stays at the end for ranks that are not through yet."""
 _LET_GO_SECONDS = 0.1
+_closed_at = float("-inf")
+"""When this process has closed its last group, on `time.monotonic`'s clock."""
 _MAX_SEED = 2**32 - 1
 
 
@@ -289,7 +291,9 @@ def shutdown() -> None:
 
     Collective: none; ranks may end one after the other.
     """
-    atexit.unregister(_at_exit)
+    global _closed_at  # noqa: PLW0603 - as the one default group that torch has in a process
+    if current_world().process_group is not None:
+        _closed_at = time.monotonic()
     close_world()
 
 
@@ -306,12 +310,15 @@ def _at_exit() -> None:
             monitor.report_exit(end)
         else:
             monitor.wait_for_others(_LAST_SECONDS)
-    had_group = current_world().process_group is not None
     shutdown()
-    if had_group:
-        # gloo's threads let go of a collective's tensors only after its result is there, for which they need the
-        # interpreter's lock; one that still waits for it when the interpreter is gone aborts the process.
-        time.sleep(_LET_GO_SECONDS)
+    # gloo's threads let go of a collective's tensors only after its result is there, for which they need the
+    # interpreter's lock; one that still waits for it when the interpreter is gone aborts the process.
+    time.sleep(max(0.0, _closed_at + _LET_GO_SECONDS - time.monotonic()))
+
+
+def _close_at_exit() -> None:
+    atexit.unregister(_at_exit)  # of an earlier launch
+    atexit.register(_at_exit)
 
 
 def local_rank_from_environment() -> int | None:
@@ -322,6 +329,8 @@ def local_rank_from_environment() -> int | None:
 
 def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
     """Open the store and the process group, and set device and seeds."""
+    from torch.distributed import DistNetworkError
+
     from booster_core.store import meet_at_launch, open_store
 
     backend = _choose_backend(start.backend)
@@ -356,7 +365,7 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
         local_rank = lower.count(host.machine)
         _use_device(local_rank)
     _seed_everything(start.seed)
-    atexit.register(_at_exit)
+    _close_at_exit()
     try:
         open_world(
             store,
@@ -369,12 +378,19 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
             watch=partial(_watch, launch_store=store, host=start.host),
         )
     except RuntimeError as error:
-        msg = (
-            f"Rank {start.rank} could not start the process group of backend {backend!r}: {error}. Ranks on several "
-            "hosts must reach each other at the addresses that their host names stand for; if those are the wrong "
-            "ones, name the network interface in the environment variable GLOO_SOCKET_IFNAME (for nccl, "
-            "NCCL_SOCKET_IFNAME)."
-        )
+        if isinstance(error, DistNetworkError):  # what torch raises of the connection to its store
+            holder = "torchrun" if is_hosted_elsewhere else "rank 0"
+            why = (
+                f"the store that they share has gone away with {holder}, which held it ({error}). Look for the first "
+                "error of that process."
+            )
+        else:
+            why = (
+                f"{error}. Ranks on several hosts must reach each other at the addresses that their host names stand "
+                "for; if those are the wrong ones, name the network interface in the environment variable "
+                "GLOO_SOCKET_IFNAME (for nccl, NCCL_SOCKET_IFNAME)."
+            )
+        msg = f"Rank {start.rank} could not start the process group of backend {backend!r}: {why}"
         raise LaunchError(msg) from error
     finally:
         _report_what_nobody_catches()
@@ -428,7 +444,7 @@ def _start_alone(backend: str | None, seed: int | None, timeout_seconds: float, 
         _seed_everything(seed)
     _use_device(0)
     open_world(HashStore(), rank=0, world_size=1, local_rank=0, backend=backend, timeout_seconds=timeout_seconds)
-    atexit.register(_at_exit)
+    _close_at_exit()
     coordinator = DistCoordinator()
     if verbose:
         coordinator.print_on_master(f"Booster: a single process, backend {backend}, seed {seed}")

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -39,6 +40,7 @@ _TURN_SECONDS = GRACE_SECONDS + 3.0
 _REAPED_SECONDS = 1.0
 _END_SECONDS = 20.0
 _CONNECT_SECONDS = 10.0
+_ALL_SECONDS = 2 * _CONNECT_SECONDS
 _ASK_SECONDS = 4.0
 _FLUSH_SECONDS = 1.0
 _MAX_TEXT_CHARS = 60_000
@@ -76,7 +78,7 @@ class Monitor:
         self._server = server
         self._may_end_process = may_end_process
         self._error_file = error_file
-        self._is_heir = False
+        self._is_heir = True  # until the server, if it lives to, names the one rank that speaks for it
         self._is_closing = False
         self._failure: Message | None = None
         self._decided, self._turn, self._answered = threading.Event(), threading.Event(), threading.Event()
@@ -311,6 +313,7 @@ def start_monitor(
     where = json.loads(world.store.get("monitor"))
     connection = _connect(where["addresses"], where["port"])
     if connection is None:
+        _wait_for_all(world)
         return None
     monitor = Monitor(
         world.rank,
@@ -320,10 +323,24 @@ def start_monitor(
         may_end_process=may_end_process,
         error_file=error_file,
     )
-    if not monitor.wait_for_welcome():
+    is_welcome = monitor.wait_for_welcome()
+    _wait_for_all(world)
+    if not is_welcome:
         monitor.close()
         return None
     return monitor
+
+
+def _wait_for_all(world: World) -> None:
+    """Let every rank come under watch before any goes on: a failure would miss those that come later."""
+    from torch.distributed import DistStoreError
+
+    assert world.store is not None
+    if world.store.add("monitored", 1) == world.world_size:
+        world.store.set("all monitored", "")
+    limit = min(_ALL_SECONDS, world.timeout_seconds)
+    with contextlib.suppress(DistStoreError):  # a late one is watched from when it comes
+        world.store.wait(["all monitored"], timedelta(seconds=limit))
 
 
 def install_excepthook(monitor: Monitor) -> Callable[[], None]:

@@ -1,0 +1,201 @@
+"""Tensor parallelism's step against a Llama under DTensor's ``parallelize_module``, on 2 gloo ranks of one thread.
+
+Both split the embedding and the head by vocabulary, take the loss of split logits, and step fused AdamW. They live in
+the same processes and take turns, so that what else the machine does touches both alike; what counts is the ratio
+within a turn, of the slower rank's times. A third contender does our work without sending anything: what is left is
+compute.
+
+    python benchmarks/tensor_parallel.py --hidden 384 --dtype bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from _side_by_side import report, take_turns
+from torch import nn
+
+from booster_core import Booster
+from booster_core.testing import close_ranks, peak_memory, run_on_ranks
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.tensor_parallel.apply import parallelize
+from booster_hybrid.tensor_parallel.group import TensorGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BARS = {384: 0.70, 1024: 0.85}
+LAYERS, VOCABULARY, HEAD = 6, 8000, 64
+SAMPLES, LENGTH = 4, 64
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def make_model(hidden: int, dtype: torch.dtype) -> nn.Module:
+    """Return a Llama with random weights, the same on each rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3 // 32 * 32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=hidden // HEAD,
+        num_key_value_heads=hidden // HEAD,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.to(dtype)
+
+
+def make_tokens() -> torch.Tensor:
+    """Return the batch, shape ``(4, 64)``, the same on every rank."""
+    return torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def ours(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Return a step under the plugin."""
+    model = make_model(hidden, dtype)
+    plugin = HybridParallelPlugin(tp_size=dist.get_world_size(), parallel_output=True)
+    booster = Booster("cpu", "bf16" if dtype == torch.bfloat16 else "fp32", plugin)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    batch = make_tokens()
+
+    def step() -> None:
+        loss = boosted(input_ids=batch, labels=batch).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def silent(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Return our layers' step with every sum over ranks left out: its numbers are wrong, its compute is all there."""
+    model: Any = make_model(hidden, dtype)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    group = TensorGroup(alone[dist.get_rank()], dist.get_rank(), dist.get_world_size())
+    parallelize(model, policy_for(model), group, parallel_output=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batch = make_tokens()
+
+    def step() -> None:
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def by_hand(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Return a step of the model under ``parallelize_module``, written as torch's tutorials do."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    model: Any = make_model(hidden, dtype)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{name}"] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"model.layers.*.{name}"] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+    parameters = list(model.parameters())
+    # One group can't hold both kinds.
+    groups = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, fused=True)
+    batch = make_tokens()
+    labels = nn.functional.pad(batch, (0, 1), value=-100)[:, 1:].flatten()
+
+    def step() -> None:
+        with loss_parallel() if mesh.size() > 1 else nullcontext():
+            logits = model(input_ids=batch).logits
+            nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+STEPS = {"ours": ours, "by hand": by_hand, "silent": silent}
+
+
+def timed(hidden: int, dtype: torch.dtype, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each contender's steps, each the slower rank's, round by round.
+
+    Collective: every rank of the world.
+    """
+    warnings.filterwarnings("ignore")
+    return take_turns({name: make(hidden, dtype) for name, make in STEPS.items()}, rounds, warmup=3)
+
+
+def peak_bytes(name: str, hidden: int, dtype: torch.dtype) -> int:
+    """Return the peak of resident memory above what was there before the model was built.
+
+    Collective: every rank of the world.
+    """
+    warnings.filterwarnings("ignore")
+    with peak_memory() as used:
+        step = STEPS[name](hidden, dtype)
+        for _ in range(4):
+            step()
+    return used.peak_bytes
+
+
+def main() -> int:
+    """Print ratios; return 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden", type=int, choices=BARS, nargs="+", default=list(BARS))
+    parser.add_argument("--dtype", choices=FORMATS, nargs="+", default=list(FORMATS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--memory", action="store_true", help="measure peaks of memory too")
+    asked = parser.parse_args()
+    # Loaded under its own name: workers would not find functions of `__main__`.
+    spec = importlib.util.spec_from_file_location("tensor_parallel_benchmark", Path(__file__).resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    here = importlib.util.module_from_spec(spec)
+    sys.modules["tensor_parallel_benchmark"] = here
+    spec.loader.exec_module(here)
+    met = True
+    for hidden in asked.hidden:
+        for name in asked.dtype:
+            case = (hidden, FORMATS[name])
+            seconds, *_ = run_on_ranks(here.timed, asked.ranks, *case, asked.rounds, timeout_seconds=900)
+            what = f"tp={asked.ranks}, Llama of {LAYERS} layers, hidden {hidden}, {name}"
+            met &= report(f"{what}, to parallelize_module", seconds["ours"], seconds["by hand"], BARS[hidden])
+            silent_ms = statistics.median(seconds["silent"]) * 1e3
+            print(f"  the same compute without communication: {silent_ms:.0f} ms", flush=True)
+            if asked.memory:
+                for kind in ("ours", "by hand"):
+                    close_ranks()  # a new process each: memory that was freed may stay with the old one
+                    peak = max(run_on_ranks(here.peak_bytes, asked.ranks, kind, *case, timeout_seconds=900))
+                    print(f"  peak of {kind:8} {peak / 2**20:8.1f} MiB", flush=True)
+    close_ranks()
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
