@@ -71,9 +71,9 @@ class HybridParallelPlugin(PipelinePlugin):
             looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
         sequence_parallelism_mode: See `SequenceConfig`.
         zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it by ZeRO.
-        parallel_output: Leave the logits of causal language models split by vocabulary, so that the whole ones never
-            exist: the model's own loss works on split logits, and ``outputs.logits`` is this rank's part, which a
-            criterion of one's own must know. ``False`` puts them together.
+        parallel_output: Leave the logits of language models split by vocabulary, so that the whole ones never exist:
+            ``outputs.logits`` are `SplitLogits`, on which the model's own loss and cross entropy work as on whole
+            ones; what would be wrong on a part raises. ``False`` puts them together.
         custom_policy: How the model is split, where it is not one that is known; see
             `booster_hybrid.policy.base.ShardingPolicy`.
         max_norm: Clip gradients by this global norm in each step; 0 does not.
