@@ -61,7 +61,7 @@ class HybridParallelPlugin(PipelinePlugin):
     Args:
         tp_size: Ranks over which each layer is split.
         pp_size: Ranks over which the layers are spread; batches then run through `execute_pipeline`.
-        sp_size: Ranks over which each sequence is split; this version trains with 1.
+        sp_size: Ranks over which each sequence is split, for ``"all_to_all"`` and ``"ring_attn"``.
         num_microbatches: See `PipelineConfig`, as for the following four.
         microbatch_size: Samples in each part of a batch.
         pp_style: Order of the parts' forwards and backwards.
@@ -176,7 +176,7 @@ class HybridParallelPlugin(PipelinePlugin):
             split = parallelize(model, policy, group, parallel_output=self.parallel_output)
             _cut_state(model, objects.optimizer, split)
         if self.config.sequence.mode is not None:
-            _split_sequences(model, self, axes, context)
+            _split_sequences(model, self, axes, context, split)
         copies: dict[int, tuple[int, ...]] = {}
         place = ModelPlace(tensor_group=group, splits=split.splits)
         staged, split_backward = None, None
@@ -420,17 +420,30 @@ def _leave_out(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def _split_sequences(
-    model: nn.Module, plugin: HybridParallelPlugin, axes: Mapping[tuple[str, ...], Axis], context: BoostContext
+    model: nn.Module,
+    plugin: HybridParallelPlugin,
+    axes: Mapping[tuple[str, ...], Axis],
+    context: BoostContext,
+    split: TensorParallelModel,
 ) -> None:
+    """Let the model's layers work on a part of each sequence."""
     from booster_hybrid.sequence_parallel.apply import split_sequences
+    from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
-    policy, sequence = policy_for(model, plugin.custom_policy, context.hooks), axes["sp",]
+    lists = policy_for(model, plugin.custom_policy, context.hooks).layers
+    tensor, sequence = axes["tp",], axes["sp",]
+    mode = str(plugin.config.sequence.mode)
+    if mode == "split_gather":
+        whole = {name for name, _ in model.named_parameters()} - split.splits.keys() - split.summed
+        group = TensorGroup(tensor.group, tensor.index, tensor.size)
+        split_between_blocks(model, lists, group, axes[()].group, whole_parameters=whole)
+        return
     split_sequences(
         model,
-        policy.layers,
-        str(plugin.config.sequence.mode),
+        lists,
+        mode,
         TensorGroup(sequence.group, sequence.index, sequence.size),
-        tensor_size=plugin.config.tensor.size,
+        tensor_size=tensor.size,
         parallel_output=plugin.parallel_output,
     )
 
