@@ -95,6 +95,9 @@ MESHES = {
     "pp2dp2zero1": (4, {"pp_size": 2, "zero_stage": 1}),
     "pp2dp2zero2": (4, {"pp_size": 2, "zero_stage": 2}),
     "tp2pp2": (4, {"pp_size": 2, "tp_size": 2}),
+    "sp2pp2": (4, {"pp_size": 2, "sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
+    "ring2pp2": (4, {"pp_size": 2, "sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
+    "split2pp2": (4, {"pp_size": 2, "tp_size": 2, "sequence_parallelism_mode": "split_gather"}),
 }
 
 
@@ -134,20 +137,6 @@ def test_every_family_trains(name):
 @pytest.mark.parametrize("name", ["t5_generation", "whisper_generation"])
 def test_every_schedule_trains(name, style):
     run_on_ranks(compare, 2, f"transformers/{name}", {"pp_size": 2, "pp_style": style})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
-        {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
-        {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
-    ],
-    ids=["all_to_all", "ring_attn", "split_gather"],
-)
-@pytest.mark.parametrize("name", ["llama", "gpt2_lm"])
-def test_split_sequences_pass_through_stages(name, options):
-    run_on_ranks(compare, 4, f"transformers/{name}", {"pp_size": 2, **options})
 
 
 def test_four_stages_train():

@@ -187,7 +187,9 @@ def checkpointed(options):
         if switch == "booster":
             enable_activation_checkpointing(model)
         elif switch == "transformers":
-            model.unwrap().gradient_checkpointing_enable()
+            own = model.unwrap()
+            # Newer versions of transformers warn of the old name.
+            getattr(own, "activation_checkpointing_enable", own.gradient_checkpointing_enable)()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.3

@@ -22,6 +22,7 @@ from booster_core.sharding.ranks import ShardingRanks
 from booster_core.state.naming import NamedTensors
 from booster_core.state.replicated import Place
 from booster_core.wrappers import boosted_inside, unscaled_gradient, unwrap_model
+from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
@@ -156,10 +157,12 @@ class HybridParallelPlugin(PipelinePlugin):
         """Split the model's layers, cut it into stages, and shard what the optimizer updates.
 
         Raises:
-            ConfigError: If the sizes do not divide the world, the model has no policy, or its sizes can't be split.
+            ConfigError: If ranks have different settings, the sizes do not divide the world, the model has no policy,
+                or its sizes can't be split.
 
         Collective: every rank of the world.
         """
+        check_same_settings(self.describe(), context.coordinator)
         axes = self._axes_of_world()
         model = objects.model
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))

@@ -89,8 +89,6 @@ class SequenceParallel:
         """
         if isinstance(mask, SequenceMask):
             return self.layout(mask.length)
-        if isinstance(mask, torch.Tensor):
-            return self.layout(mask.shape[-1])
         return self.layout(self._length_of[local])
 
 
