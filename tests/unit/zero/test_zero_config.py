@@ -30,7 +30,7 @@ def test_a_wrong_option_is_refused_at_once(options, message):
     ("options", "gradient_bytes", "expected"),
     [
         ({"stage": 2}, 2**30, 25 * 2**20),
-        ({"stage": 2}, 48 * 2**20, 8 * 2**20),
+        ({"stage": 2}, 48 * 2**20, 6 * 2**20),
         ({"stage": 2}, 1000, 2**20),
         ({"stage": 2, "bucket_bytes": 77}, 2**30, 77),
         ({"stage": 1}, 1000, 25 * 2**20),
