@@ -15,6 +15,7 @@ from booster_core.collectives import Pending
 from booster_core.errors import OffloadError
 from booster_gemini.memory.home import Role
 from booster_gemini.memory.recorder import StepRecorder
+from booster_gemini.memory.room import give_back_freed
 from booster_gemini.placement.policy import Event, Kind
 
 if TYPE_CHECKING:
@@ -162,6 +163,11 @@ class TieredHome:
                 places["disk"] += block.num_bytes
         return places
 
+    def _places(self) -> dict[Key, tuple[str, int]]:
+        """Return where each block lies, or that it is on its way, and its size."""
+        lower = self.rooms[-1].device.type if len(self.rooms) > 1 else "disk"
+        return {key: (_place(block, lower), block.num_bytes) for key, block in self._blocks.items()}
+
     def drop(self, key: Key) -> None:
         """Forget a block altogether; what of it is in memory stays with those who have views of it."""
         block = self._blocks.pop(key)
@@ -258,7 +264,12 @@ class TieredHome:
         away = frozenset(key for key in mine if key not in here and self._blocks[key].has_values)
         self._wanted.clear()
         self._start_moves([self._recorder.end_step(mine, here, away, room.budget_bytes)])
+        for each in self.rooms:
+            each.end_step()
+        if room.device.type == "cpu" and self.store is not None:
+            give_back_freed()
         if self._record is not None:
+            self._note_record()
             self._record.end_step(self._recorder.num_unplanned)
 
     def close(self) -> None:
@@ -283,7 +294,11 @@ class TieredHome:
         planned = event.key is None or self._is_planned(event.key)
         self._start_moves(self._recorder.note(event, is_planned=planned))
         if self._record is not None:
-            self._record.note(self.bytes_by_place(), self.rooms[0].used_bytes)
+            self._note_record()
+
+    def _note_record(self) -> None:
+        assert self._record is not None, "asked for by whoever records"
+        self._record.note(self._places(), self.rooms[0].used_bytes, self.rooms[0].held_bytes)
 
     def _start_moves(self, moves: Iterable[Moves]) -> None:
         for each in moves:
@@ -462,3 +477,15 @@ class TieredHome:
     def _flat(block: _Block) -> Tensor:
         assert block.buffer is not None, "only what is here can be seen"
         return block.buffer[: block.num_bytes].view(block.dtype)
+
+
+def _place(block: _Block, lower: str) -> str:
+    if block.going is not None:
+        return "leaving"
+    if block.coming is not None and not block.coming.is_done:
+        return "coming"
+    if block.buffer is not None:
+        return block.room.device.type
+    if not block.has_values:
+        return "nowhere"
+    return lower if block.below is not None else "disk"
