@@ -40,6 +40,7 @@ class ChunkManager:
         kind: ``"flat"`` or ``"parameter"``, see `booster_core.sharding.partition`.
         chunk_bytes: Size of a chunk in the format in which its gradients travel.
         max_prefetch: How many chunks are gathered ahead of their use.
+        max_ahead_bytes: What they may take at once; ``None`` for no limit. Every rank's is the same.
         shard_param_frac: Fraction of the parameters whose chunks are released after use.
         home: Keeps the chunks' blocks.
         lazy: Numbers of parameters that have no values yet.
@@ -64,6 +65,7 @@ class ChunkManager:
         kind: str,
         chunk_bytes: int,
         max_prefetch: int,
+        max_ahead_bytes: int | None = None,
         shard_param_frac: float,
         home: Home,
         lazy: Container[int] = (),
@@ -86,6 +88,7 @@ class ChunkManager:
         self.first_uses: dict[int, None] | None = {}
         self._max_prefetch = max_prefetch
         self._has_looked_ahead = False
+        self._max_ahead_bytes = max_ahead_bytes
         self._shard_param_frac = shard_param_frac
         self._pool = BufferPool(least_bytes=chunk_bytes, most_idle_bytes=2 * chunk_bytes)
         self._used: dict[int, Chunk] = {}
@@ -190,6 +193,10 @@ class ChunkManager:
             if len(self._ahead) >= self._max_prefetch:
                 return
             if chunk.state is ChunkState.SHARDED:
+                # Every rank must decide alike, so this looks at whole chunks, and at no memory of this rank's.
+                taken = sum(each.whole_bytes for each in self._ahead.values()) + chunk.whole_bytes
+                if self._max_ahead_bytes is not None and taken > self._max_ahead_bytes:
+                    return
                 self._ahead[number] = chunk
                 self._has_looked_ahead = True
                 with _plainly():
