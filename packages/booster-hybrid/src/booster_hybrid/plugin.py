@@ -28,8 +28,10 @@ from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
+from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.stages import StagePlan
 from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.state import HybridStateAdapter
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
@@ -38,6 +40,7 @@ from booster_zero import LowLevelZeroPlugin, ZeroConfig
 from booster_zero.state import ZeroStateAdapter
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
@@ -68,13 +71,14 @@ class HybridParallelPlugin(PipelinePlugin):
             looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
         sequence_parallelism_mode: See `SequenceConfig`.
         zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it by ZeRO.
-        parallel_output: Leave the logits of causal language models split by vocabulary, so that the whole ones never
-            exist: the model's own loss works on split logits, and ``outputs.logits`` is this rank's part, which a
-            criterion of one's own must know. ``False`` puts them together.
+        parallel_output: Leave the logits of language models split by vocabulary, so that the whole ones never exist:
+            ``outputs.logits`` are `SplitLogits`, on which the model's own loss and cross entropy work as on whole
+            ones; what would be wrong on a part raises. ``False`` puts them together.
         custom_policy: How the model is split, where it is not one that is known; see
             `booster_hybrid.policy.base.ShardingPolicy`.
         max_norm: Clip gradients by this global norm in each step; 0 does not.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
+        pipeline_record: A folder where each rank of a pipeline writes down when it did what, for ``booster pipeline``.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
@@ -114,6 +118,7 @@ class HybridParallelPlugin(PipelinePlugin):
         custom_policy: ShardingPolicy | None = None,
         max_norm: float = 0.0,
         precision: PrecisionPolicy | str | None = None,
+        pipeline_record: str | os.PathLike[str] | None = None,
     ) -> None:
         self.config = HybridConfig(
             tensor=TensorConfig(size=tp_size),
@@ -131,6 +136,10 @@ class HybridParallelPlugin(PipelinePlugin):
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
         self.example_batch = example_batch
+        self.pipeline_record = pipeline_record
+        if pipeline_record is not None and pp_size == 1:
+            msg = "`pipeline_record` writes down what a pipeline does, and `pp_size=1` makes none. Pass `pp_size`."
+            raise ConfigError(msg)
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
         self._zero = LowLevelZeroPlugin(stage=max(zero_stage, 1), max_norm=max_norm, precision=precision)
         self._axes: tuple[Any, dict[tuple[str, ...], Axis]] | None = None
@@ -170,10 +179,12 @@ class HybridParallelPlugin(PipelinePlugin):
             _split_sequences(model, self, axes, context, split)
         copies: dict[int, tuple[int, ...]] = {}
         place = ModelPlace(tensor_group=group, splits=split.splits)
-        staged = None
+        staged, split_backward = None, None
         if plan is not None:
             place = self._place_of(plan, place, axes)
             copies = plan.copies(model)
+            # Layers' forwards that split their backward lie inside of those that stages put around layers.
+            split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
             staged = plan.cut(model, place.stage)
             _leave_out(model, objects.optimizer)
         boosted = self._zero.shard(
@@ -194,8 +205,16 @@ class HybridParallelPlugin(PipelinePlugin):
                 replica=axes["pp", "sp", "tp"].group,
                 coordinator=context.coordinator,
                 device=context.device,
+                run_options={"split": split_backward, "record": self._record(axes, context)},
             )
         return boosted
+
+    def _record(self, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> PipelineRecord | None:
+        if self.pipeline_record is None:
+            return None
+        rank = context.coordinator.rank
+        ranks = axes["pp",].ranks
+        return PipelineRecord(self.pipeline_record, rank, axes["pp",].index, min(ranks), context.device)
 
     def execute_pipeline(
         self,

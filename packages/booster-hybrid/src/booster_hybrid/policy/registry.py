@@ -60,7 +60,7 @@ def _own(model: nn.Module) -> ShardingPolicy | None:
     layers: tuple[str, ...] = module.LAYERS
     parts = [(name, model.get_submodule(name)) for name in getattr(module, "PARTS", ()) if hasattr(model, name)]
     if not parts:
-        return ShardingPolicy(rules=(*vocabulary_rules(model, module.HEAD), *rules), layers=layers)
+        return ShardingPolicy(rules=(*vocabulary_rules(model), *rules), layers=layers)
     for name, part in parts:
         inner = policy_for(part)
         rules += tuple(rule for each in inner.rules for rule in _inside(name, part, each))
