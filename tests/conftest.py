@@ -43,9 +43,8 @@ def nothing_left_behind():
                 os.environ[name] = environment[name]
             else:
                 del os.environ[name]
-    left += [
-        f"thread {thread.name!r}" for thread in threading.enumerate() if thread not in threads and not thread.daemon
-    ]
+    started = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+    left += [f"thread {thread.name!r}" for thread in started if not _ends_by_itself(thread)]
     left += [f"child process {pid}" for pid in sorted(_children() - children - set(worker_pids()))]
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -67,6 +66,21 @@ def simulated_device():
     close_ranks()  # autograd counts the devices when it first runs, and would know of none
     yield library
     close_ranks()  # torch would take the device for the machine's accelerator in whatever they ran next
+
+
+_NAMELESS_POOL = "ThreadPoolExecutor-"
+"""How threads of a pool without a name are called. Ours have names."""
+_GRACE_SECONDS = 10.0
+
+
+def _ends_by_itself(thread: threading.Thread) -> bool:
+    """Return whether a thread is of a library's pool that was told to end, and does.
+
+    transformers shuts its readers' pool down without waiting for them. One that nobody told to end waits for ever.
+    """
+    if thread.name.startswith(_NAMELESS_POOL):
+        thread.join(_GRACE_SECONDS)
+    return not thread.is_alive()
 
 
 _OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}

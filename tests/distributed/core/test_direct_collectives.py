@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import psutil
 import pytest
@@ -238,3 +238,28 @@ def falls_back():
 
 def test_a_rank_that_may_not_read_makes_all_use_gloo():
     run_on_ranks(falls_back, 2)
+
+
+def exchanges(lengths):
+    """Each rank has a slice of another length for each other; a third of them is empty."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent = [0, *accumulate(lengths[rank][:size])]
+    received = [0, *accumulate(lengths[peer][rank] for peer in range(size))]
+    source = torch.arange(sent[-1]) + 1000 * rank
+    expected = [1000 * peer + sum(lengths[peer][:rank]) + torch.arange(lengths[peer][rank]) for peer in range(size)]
+    for group in groups():
+        out = torch.full((received[-1],), -1)
+        collectives.all_to_all(source, sent, out, received, group).wait()
+        assert torch.equal(out, torch.cat(expected))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_each_rank_gets_the_slices_that_the_others_have_for_it(num_ranks):
+    lengths = [[3, 0, 5, 7], [2, 4, 0, 1], [0, 9, 6, 0], [8, 1, 0, 2]]
+    run_on_ranks(exchanges if num_ranks > 1 else exchanges_alone, num_ranks, lengths)
+
+
+def exchanges_alone(lengths):
+    source, out = torch.arange(float(lengths[0][0])), torch.zeros(lengths[0][0])
+    collectives.all_to_all(source, [0, 3], out, [0, 3]).wait()
+    assert torch.equal(out, source)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from booster_core import Boosted, Booster, LazyInitContext
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import LazyInitError
-from booster_core.lazy import materialize, take_recording
+from booster_core.lazy import load_pretrained, materialize, take_recording
 from booster_core.plugin import Plugin
 from booster_core.state.shard import TensorShard, full_box
-from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_core.testing import close_ranks, expect_on_ranks, run_on_ranks
 from booster_core.testing.memory import peak_memory
-from booster_core.testing.models import TinyMixedBag
+from booster_core.testing.models import TinyMixedBag, TinyMLP
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper
 
 MIB = 2**20
@@ -83,6 +86,25 @@ def test_other_models_on_other_ranks_are_refused() -> None:
     expect_on_ranks(LazyInitError, "built another model than rank 0", build_differently, 2)
 
 
+def boost_without_files(folder: str, plugin: str) -> None:
+    """Lose the files of the last rank between the context and `boost`, and fill a model from them."""
+    coordinator = DistCoordinator()
+    own = Path(folder) / str(coordinator.rank)
+    own.mkdir()
+    save_file({f"first.{key}": value for key, value in nn.Linear(8, 16).state_dict().items()}, own / "m.safetensors")
+    with LazyInitContext():
+        model = TinyMLP()
+    load_pretrained(model, own / "m.safetensors", strict=False)
+    if coordinator.is_last_process():
+        (own / "m.safetensors").unlink()
+    Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "gemini"])
+def test_files_that_one_rank_lacks_are_an_error_on_all(plugin, tmp_path) -> None:
+    expect_on_ranks(LazyInitError, "can't be read any more", boost_without_files, 3, str(tmp_path), plugin)
+
+
 def record_and_materialize() -> tuple[float, float, float]:
     """Return the peaks of recording, of keeping a sixteenth, and of materializing a model of 64 MiB, in MiB."""
 
@@ -104,6 +126,7 @@ def record_and_materialize() -> tuple[float, float, float]:
 
 
 def test_one_tensor_is_made_at_a_time() -> None:
+    close_ranks()  # a heap that earlier tests have cut up would serve one tensor and not the next
     ((recording, sharded, whole),) = run_on_ranks(record_and_materialize, 1)
     assert recording < 2
     # The sixteenth (2 MiB), and a matrix in fp32 (4 MiB) and in bf16 (2 MiB).

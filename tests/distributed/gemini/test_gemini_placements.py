@@ -13,13 +13,12 @@ MODEL = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "num_hi
 OPTIONS = {
     "static halves": {"offload_param_frac": 0.5, "offload_optim_frac": 0.5},
     "everything on disk": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
-    "auto": {"placement_policy": "auto", "memory_budget_bytes": 1_400_000},
 }
 
 
-def train(precision, options, steps=4):
+def train(precision, options, steps=4, min_chunk_bytes=40_000):
     """Return losses, norms and whole parameters."""
-    booster = Booster("cpu", precision, GeminiPlugin(min_chunk_bytes=40_000, **options))
+    booster = Booster("cpu", precision, GeminiPlugin(min_chunk_bytes=min_chunk_bytes, **options))
     torch.manual_seed(0)
     model = tiny_llama(**MODEL)
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -33,11 +32,12 @@ def train(precision, options, steps=4):
         seen.append((loss.item(), float(optimizer.clip_grad_by_norm(0.5))))
         optimizer.step()
         optimizer.zero_grad()
+    home = model.manager.home
+    peak = home.rooms[0].peak_bytes if home.moves else 0  # of the steps: whole parameters take what they take
     state = model.state_dict()
-    close = getattr(model.manager.home, "close", None)
-    if close is not None:
-        close()
-    return seen, state
+    if home.moves:
+        home.close()
+    return seen, state, peak
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -46,6 +46,31 @@ def train(precision, options, steps=4):
 def test_bits_do_not_depend_on_the_placement(name, precision, world_size, tmp_path):
     still = run_on_ranks(train, world_size, precision, {})
     moved = run_on_ranks(train, world_size, precision, {**OPTIONS[name], "offload_dir": str(tmp_path)})
-    for (seen, state), (expected_seen, expected) in zip(moved, still, strict=True):
+    for (seen, state, _), (expected_seen, expected, _) in zip(moved, still, strict=True):
         assert seen == expected_seen
         assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_third_of_the_state_is_enough(precision, world_size, tmp_path):
+    itemsize, state_bytes = (4, 16) if precision is None else (2, 18)
+    numel = sum(parameter.numel() for parameter in tiny_llama(**MODEL).parameters())
+    budget = numel * state_bytes // 3 // world_size
+    options = {"placement_policy": "auto", "memory_budget_bytes": budget, "offload_dir": str(tmp_path)}
+    # Chunks that the budget need not make smaller: where they are cut decides in which order a norm is summed.
+    chunk_bytes = 4200 * itemsize
+    still = run_on_ranks(train, world_size, precision, {}, min_chunk_bytes=chunk_bytes)
+    moved = run_on_ranks(train, world_size, precision, options, min_chunk_bytes=chunk_bytes)
+    for (seen, state, peak), (expected_seen, expected, _) in zip(moved, still, strict=True):
+        assert peak <= budget
+        assert seen == expected_seen
+        assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())
+
+
+def test_chunks_are_as_small_as_a_small_budget_asks(tmp_path):
+    budget = sum(parameter.numel() for parameter in tiny_llama(**MODEL).parameters()) * 18 // 3 // 2
+    options = {"placement_policy": "auto", "memory_budget_bytes": budget, "offload_dir": str(tmp_path)}
+    for seen, _, peak in run_on_ranks(train, 2, "bf16", options, min_chunk_bytes=16 * 2**20):
+        assert seen[-1][0] < seen[0][0]
+        assert peak <= budget

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from model_zoo import get_model
 
 from booster_core import Booster
-from booster_core.errors import ConfigError, PluginError
+from booster_core.errors import ConfigError
 from booster_core.testing import expect_on_ranks, run_on_ranks
 
 STEPS = 3
@@ -174,8 +174,3 @@ def boost(options):
 
 def test_sizes_that_do_not_divide_the_world_are_named():
     expect_on_ranks(ConfigError, r"tp_size=2` is 2, which does not divide the world size 3", boost, 3, {"tp_size": 2})
-
-
-@pytest.mark.parametrize("options", [{"pp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}])
-def test_what_is_not_built_yet_raises(options):
-    expect_on_ranks(PluginError, "trains with tensor and data parallelism only", boost, 2, options)

@@ -169,3 +169,10 @@ def test_two_models_in_one_booster():
         with booster.no_sync(model):
             booster.backward(model(torch.ones(1, 8)).sum(), optimizer)
         assert booster.full_gradient(model, "second.bias").tolist() == [1.0] * 4
+
+
+def test_gradients_of_zero_may_be_there():
+    model, optimizer = model_and_optimizer()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    Booster("cpu").boost(model, optimizer)

@@ -19,7 +19,8 @@ def run(*arguments):
 def test_help_lists_every_verb_with_its_summary_and_imports_none():
     code = "import sys; from booster_core.cli import main; main(['--help'], standalone_mode=False)"
     code += (
-        "\nprint(sorted(name for name in sys.modules if name.startswith('booster_core.cli.')), 'torch' in sys.modules)"
+        "\nprint(sorted(name for name in sys.modules if name.startswith('booster_core.cli.') and '._' not in name)"
+        ", 'torch' in sys.modules)"
     )
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert output.endswith("[] False\n")
@@ -32,6 +33,73 @@ def test_an_unknown_verb_is_refused():
     result = run("plugin")
     assert result.exit_code == 2
     assert "No such command 'plugin'" in result.output
+
+
+VERB = """\
+\"\"\"Say hello to the world.
+
+More of it.
+\"\"\"
+import click
+
+@click.command()
+@click.argument("name")
+def command(*, name):
+    click.echo(f"hello {name}")
+"""
+
+
+def install_verb(install, init="", **more):
+    files = {"__init__.py": init, "cli.py": VERB}
+    return install("greet", files=files, group="booster.commands", **{"module": "booster_greet.cli", **more})
+
+
+def test_another_distribution_brings_a_verb(install):
+    install_verb(install)
+    assert run("greet", "Ada").output == "hello Ada\n"
+    assert "greet    Say hello to the world.\n" in run("--help").output
+
+
+def test_help_lists_a_verb_without_importing_its_package(install):
+    package = install_verb(install, "1 / 0")
+    assert "greet    Say hello to the world.\n" in run("--help").output
+    assert package not in sys.modules
+
+
+def test_a_verb_that_cannot_be_imported_is_told_by_its_distribution(install):
+    install_verb(install, "1 / 0")
+    result = run("greet", "Ada")
+    assert result.exit_code == 1
+    assert (
+        "Verb 'greet' (booster-greet 1.2) could not be imported: ZeroDivisionError: division by zero" in result.output
+    )
+
+
+def test_a_verb_whose_module_is_gone_is_told_in_the_listing(install):
+    install_verb(install, module="booster_greet.gone")
+    assert "Cannot be loaded: No module named 'booster_greet.gone'" in " ".join(run("--help").output.split())
+
+
+def test_a_verb_without_a_command_is_told(install):
+    install("greet", files={"cli.py": '"""Say nothing."""'}, group="booster.commands", module="booster_greet.cli")
+    result = run("greet")
+    assert result.exit_code == 1
+    assert "has no click command named `command` in its module 'booster_greet.cli'" in result.output
+
+
+def test_a_verb_that_two_distributions_bring_is_refused(install):
+    for distribution in ("booster-greet", "acme-greet"):
+        install_verb(install, distribution=distribution)
+    result = run("greet", "Ada")
+    assert result.exit_code == 1
+    assert "Several distributions bring it: " in result.output
+    assert "Uninstall all but one." in run("--help").output
+
+
+def test_a_verb_of_core_is_not_replaced(install):
+    install("plugins", files={"cli.py": VERB}, group="booster.commands", module="booster_plugins.cli")
+    assert "hello" not in run("plugins").output
+    assert "List the installed plugins" in run("--help").output
 
 
 def test_plugins_lists_each_with_its_capabilities_or_the_cause(install):

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from booster_core.sharding.bucket import Format
 from booster_core.testing.models import tiny_llama
 from booster_gemini.chunk.pool import BufferPool
 from booster_gemini.chunk.search import search_chunk_numel, wasted_numel
 from booster_gemini.chunk.state import TRANSITIONS, ChunkState, check_transition
 from booster_gemini.chunk.timeline import Timeline
+from booster_gemini.config import GeminiConfig
+from booster_gemini.memory.make import most_chunk_numel
 
 
 def transformer(layers, hidden, vocabulary):
@@ -35,6 +38,31 @@ def test_where_no_size_is_good_the_least_wasteful_is_taken():
     least = wasted_numel(numels, 1, found)
     assert least > 0.02 * sum(numels)
     assert all(wasted_numel(numels, 1, 9000 + 27000 * step // 192) >= least for step in range(193))
+
+
+def test_the_largest_size_comes_before_the_smallest():
+    numels = [100] * 64
+    assert search_chunk_numel(numels, 1, 448, 300) <= 300
+    assert search_chunk_numel(numels, 1, 250, 300) <= 300
+
+
+@pytest.mark.parametrize(("working", "shard_size", "state_bytes"), [
+    (torch.float32, 1, 16),  # parameter, gradient, two states
+    (torch.bfloat16, 1, 2 + 16),  # and an fp32 master
+    (torch.float32, 2, 8 + 4),  # half of that here, and the whole parameter
+])  # fmt: skip
+def test_a_budget_holds_the_state_of_three_chunks(working, shard_size, state_bytes):
+    format_ = Format(
+        working=working,
+        master=torch.float32,
+        wire=working,
+        device=torch.device("cpu"),
+        home=torch.device("cpu"),
+        is_trained=True,
+    )
+    config = GeminiConfig(placement_policy="auto", memory_budget_bytes=3 * state_bytes * 1000)
+    assert most_chunk_numel(config, [format_], shard_size) == 1000
+    assert most_chunk_numel(GeminiConfig(), [format_], shard_size) is None
 
 
 def test_waste_is_what_chunks_cannot_fill():

@@ -3,12 +3,13 @@
 import errno
 import os
 import threading
+import time
 
 import pytest
 import torch
 
 from booster_core.errors import ConfigError, OffloadError
-from booster_gemini.memory.disk import ALIGNMENT, DiskStore, aligned_buffer
+from booster_gemini.memory.disk import _THREADS, ALIGNMENT, DiskStore, aligned_buffer
 from booster_gemini.memory.home import Role
 from booster_gemini.memory.room import Room
 from booster_gemini.memory.tiered import TieredHome
@@ -50,6 +51,14 @@ def make(tmp_path):
     yield make
     for home in homes:
         home.close()
+
+
+def settle(store):
+    """Return once everything that was begun so far is on the disk, or read."""
+    barrier = threading.Barrier(_THREADS + 1)
+    for _ in range(_THREADS):  # each thread that has arrived is done with what came before
+        store._pool.submit(barrier.wait)
+    barrier.wait()
 
 
 def everything_away():
@@ -104,6 +113,26 @@ def test_auto_keeps_its_budget_and_the_values(make, budget):
     assert sum(home.bytes_by_place().values()) == 6 * BYTES
 
 
+def test_what_is_read_ahead_makes_room_for_what_is_needed_now(make, monkeypatch):
+    home = make(AutoPlacement(), 2 * BYTES)
+    owners = [Owner(home, number, number) for number in range(3)]
+    for owner in owners:
+        owner.use(change=1.0)
+    read = os.preadv
+    with monkeypatch.context() as patch:
+        patch.setattr("booster_gemini.memory.disk.os.preadv", lambda *args: (time.sleep(0.2), read(*args))[1])
+        home.fetch(owners[2].key).wait()
+        home._send_away(home._blocks[owners[1].key])
+        home._finish_leaving(home._blocks[owners[1].key])
+        home._wanted.append(owners[0].key)  # as a plan does
+        home._bring_wanted()
+        assert home._blocks[owners[0].key].coming is not None
+        assert owners[1].use() == [2.0]
+        home.release(owners[2].key, changed=False)
+    assert owners[0].use() == [1.0]
+    assert home.rooms[0].peak_bytes <= 2 * BYTES
+
+
 def test_bytes_are_counted_exactly(make):
     home = make(everything_away())
     owner = Owner(home, 0, 1.0)
@@ -115,7 +144,7 @@ def test_bytes_are_counted_exactly(make):
     home.free(77)
     home.release(owner.key, changed=True)
     home.end_step()
-    home.store.read(0, aligned_buffer(1)).wait()  # after what was written before
+    settle(home.store)
     home.fetch(owner.key).wait()
     home.release(owner.key, changed=False)
     home.drop(owner.key)
@@ -212,6 +241,7 @@ def test_a_full_disk_loses_nothing(make, monkeypatch):
 def test_a_write_that_fails_keeps_the_values_in_memory(make, monkeypatch):
     home = make(everything_away())
     owner = Owner(home, 0, 1.0)
+    owner.use()  # it is on the disk once before that is full
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -231,11 +261,24 @@ def test_a_file_that_was_cut_is_told_with_its_place(make):
         for owner in owners:
             owner.use()
         home.end_step()
+    settle(home.store)  # a write that comes later would make the file longer again
     os.ftruncate(home.store._file, 0)
 
     def use_all():
-        for owner in owners:
-            owner.use()
+        for _ in range(2):  # what was read before the cut serves once
+            for owner in owners:
+                owner.use()
+            home.end_step()
 
     with pytest.raises(OffloadError, match=r"at offset \d+ .* could not be read: the file ends at byte 0, so somebody"):
         use_all()
+
+
+def test_a_write_does_not_make_a_cut_file_long_again(make):
+    home = make(everything_away())
+    owner = Owner(home, 0, 1)
+    home.fetch(owner.key).wait()
+    os.ftruncate(home.store._file, 0)
+    home.release(owner.key, changed=True)
+    with pytest.raises(OffloadError, match="could not be written: the file ends at byte 0, so somebody"):
+        owner.use()

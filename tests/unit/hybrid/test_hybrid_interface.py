@@ -13,7 +13,7 @@ def test_it_is_found_by_name():
 
 def test_options_reach_the_config():
     plugin = HybridParallelPlugin(tp_size=2, pp_size=2, zero_stage=1, precision="bf16")
-    assert (plugin.config.tensor.size, plugin.config.pipeline.num_microbatches, plugin.config.zero.stage) == (2, 2, 1)
+    assert (plugin.config.tensor.size, plugin.config.pipeline.num_stages, plugin.config.zero.stage) == (2, 2, 1)
     assert plugin.precision.name == "bf16"
 
 
@@ -21,7 +21,11 @@ def test_options_reach_the_config():
     ("options", "message"),
     [
         ({"tp_size": 0}, "The tensor size 0 must be at least 1"),
-        ({"pp_size": 4, "num_microbatches": 2}, "`num_microbatches=2` leaves some of the 4 stages idle"),
+        ({"pp_size": 2, "num_microbatches": 2, "microbatch_size": 4}, "two answers to one question"),
+        ({"pp_size": 2, "microbatch_size": 0}, "`microbatch_size=0` must be at least 1"),
+        ({"num_microbatches": 2}, "`num_microbatches=2` is about a pipeline, and `pp_size=1` makes none"),
+        ({"pp_size": 2, "pp_style": "zbv", "num_model_chunks": 3}, "'zbv'` puts 2 stage"),
+        ({"pp_size": 2, "num_layers_per_stage": [2]}, r"`num_layers_per_stage=\[2\]` must list 2 positive numbers"),
         ({"pp_style": "fifo"}, "`pp_style='fifo'` is not one of 'gpipe'"),
         ({"sequence_parallelism_mode": "none"}, "`sequence_parallelism_mode='none'` is not one of"),
         ({"sp_size": 2}, "`sp_size=2` needs a `sequence_parallelism_mode`"),

@@ -25,7 +25,7 @@ def check_boost_arguments(objects: Boosted) -> None:
     Raises:
         TypeError: If an argument has another type than its place asks for.
         ConfigError: If the model or the optimizer is boosted or wrapped already, or the optimizer holds parameters
-            that are not the model's, or the scheduler steers another optimizer.
+            that are not the model's, or parameters have gradients, or the scheduler steers another optimizer.
 
     Collective: none.
     """
@@ -43,6 +43,7 @@ def check_boost_arguments(objects: Boosted) -> None:
         raise ConfigError(msg)
     if optimizer is not None:
         _check_parameters(model, optimizer)
+        _check_gradients(model, optimizer)
     steered = getattr(lr_scheduler, "optimizer", optimizer)
     if lr_scheduler is not None and steered is not optimizer:
         msg = (
@@ -107,6 +108,23 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
         msg = (
             f"The optimizer holds {len(strangers)} parameter(s) that are not the model's: {shown}. Build it from "
             "`model.parameters()` of the model that is passed, after every change of the model's parameters."
+        )
+        raise ConfigError(msg)
+
+
+def _check_gradients(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise where gradients wait for a step: they are this rank's own, without loss scale, and of whole parameters."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    waiting = [
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) in held and parameter.grad is not None and bool(parameter.grad.any())
+    ]
+    if waiting:
+        shown = ", ".join(map(repr, waiting[:3])) + (", ..." if len(waiting) > 3 else "")
+        msg = (
+            f"{len(waiting)} parameter(s) have gradients from before `boost`: {shown}. They are neither averaged over "
+            "ranks nor scaled as later ones are. Take the step, or call `optimizer.zero_grad()`, before `boost`."
         )
         raise ConfigError(msg)
 

@@ -26,8 +26,7 @@ from booster_core.lora import add_adapters, prepare_adapters
 from booster_core.plugin import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.single import SingleDevicePlugin
-from booster_core.state.naming import NamedTensors
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -134,8 +133,8 @@ class Booster(BoosterIO):
 
         Raises:
             TypeError: If an argument is of another type.
-            ConfigError: If the model or optimizer is boosted already, or the optimizer holds parameters that are not
-                the model's.
+            ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
+                model's, or they have gradients that no step was taken with.
 
         Collective: every rank of the world.
         """
@@ -319,14 +318,12 @@ class Booster(BoosterIO):
         Collective: every rank of the plugin's mesh, in step.
         """
         boosted = self._the_model(model, "full_gradient")
-        module = unwrap_model(boosted)
-        names = {own for own, _ in module.named_parameters(remove_duplicate=False)}
-        paths = {own: path for own, path in NamedTensors.of(module).paths.items() if path in names}
-        if name not in paths and name not in names:
+        paths = self.plugin.parameter_paths(boosted)
+        if name not in paths:
             close = difflib.get_close_matches(name, paths, n=1)
             msg = f"The model has no parameter named '{name}'." + (f" Did you mean '{close[0]}'?" if close else "")
             raise ConfigError(msg)
-        return self.plugin.full_gradient(boosted, self._optimizers.get(boosted), paths.get(name, name))
+        return self.plugin.full_gradient(boosted, self._optimizers.get(boosted), paths[name])
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
         """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.

@@ -35,6 +35,8 @@ _MAX_PORT = 65535
 _LAST_SECONDS = 10.0
 """How long rank 0, which holds the store, stays at the end for ranks that are not through yet."""
 _LET_GO_SECONDS = 0.1
+_closed_at = float("-inf")
+"""When this process has closed its last group, on `time.monotonic`'s clock."""
 _MAX_SEED = 2**32 - 1
 
 
@@ -289,7 +291,9 @@ def shutdown() -> None:
 
     Collective: none; ranks may end one after the other.
     """
-    atexit.unregister(_at_exit)
+    global _closed_at  # noqa: PLW0603 - as the one default group that torch has in a process
+    if current_world().process_group is not None:
+        _closed_at = time.monotonic()
     close_world()
 
 
@@ -306,12 +310,15 @@ def _at_exit() -> None:
             monitor.report_exit(end)
         else:
             monitor.wait_for_others(_LAST_SECONDS)
-    had_group = current_world().process_group is not None
     shutdown()
-    if had_group:
-        # gloo's threads let go of a collective's tensors only after its result is there, for which they need the
-        # interpreter's lock; one that still waits for it when the interpreter is gone aborts the process.
-        time.sleep(_LET_GO_SECONDS)
+    # gloo's threads let go of a collective's tensors only after its result is there, for which they need the
+    # interpreter's lock; one that still waits for it when the interpreter is gone aborts the process.
+    time.sleep(max(0.0, _closed_at + _LET_GO_SECONDS - time.monotonic()))
+
+
+def _close_at_exit() -> None:
+    atexit.unregister(_at_exit)  # of an earlier launch
+    atexit.register(_at_exit)
 
 
 def local_rank_from_environment() -> int | None:
@@ -358,7 +365,7 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
         local_rank = lower.count(host.machine)
         _use_device(local_rank)
     _seed_everything(start.seed)
-    atexit.register(_at_exit)
+    _close_at_exit()
     try:
         open_world(
             store,
@@ -437,7 +444,7 @@ def _start_alone(backend: str | None, seed: int | None, timeout_seconds: float, 
         _seed_everything(seed)
     _use_device(0)
     open_world(HashStore(), rank=0, world_size=1, local_rank=0, backend=backend, timeout_seconds=timeout_seconds)
-    atexit.register(_at_exit)
+    _close_at_exit()
     coordinator = DistCoordinator()
     if verbose:
         coordinator.print_on_master(f"Booster: a single process, backend {backend}, seed {seed}")

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from booster_core.errors import CheckpointError, ConfigError
+from booster_core.lazy.context import continued
+from booster_core.lazy.model import is_lazy
 from booster_core.plugin import Capability
 from booster_core.state.adapted import has_adapters
 from booster_core.state.naming import NamedTensors, compiled_module
@@ -61,6 +63,9 @@ def add_adapters(
     if quantization is not None:
         from booster_core.quantization import quantize_linears
 
+        if is_lazy(model):
+            msg = "A lazy model has no values to quantise. Build it without `LazyInitContext`, or leave out `quantize`."
+            raise ConfigError(msg)
         quantize_linears(model, quantization)
     if pretrained_dir is not None:
         return _load(model, Path(pretrained_dir))
@@ -68,7 +73,7 @@ def add_adapters(
         msg = f"`lora_config` must be a peft.LoraConfig; got `{type(lora_config).__name__}`."
         raise TypeError(msg)
     try:
-        with _without_warnings_about_peft():
+        with _without_warnings_about_peft(), continued(model):
             return peft.get_peft_model(model, lora_config)
     except ValueError as error:
         _strip(model)
@@ -149,7 +154,7 @@ def _load(model: nn.Module, folder: Path) -> PeftModel:
         if not isinstance(config, peft.LoraConfig):
             msg = f"`pretrained_dir='{folder}'` holds adapters of type {config.peft_type}, not LORA."
             raise ConfigError(msg)
-        with _without_warnings_about_peft():
+        with _without_warnings_about_peft(), continued(model):
             loaded: PeftModel = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     except (ValueError, RuntimeError, OSError) as error:
         if isinstance(error, ConfigError):

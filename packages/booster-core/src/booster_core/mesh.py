@@ -126,7 +126,7 @@ def make_axes(shape: MeshShape, wanted: Sequence[tuple[str, ...]]) -> dict[tuple
 
     Args:
         shape: The mesh; its size is that of the world.
-        wanted: Axes, or sets of axes that count as one.
+        wanted: Axes, or sets of axes that count as one; those along which the same ranks lie share a group.
 
     Raises:
         ConfigError: If the mesh is not of the world's size.
@@ -140,9 +140,12 @@ def make_axes(shape: MeshShape, wanted: Sequence[tuple[str, ...]]) -> dict[tuple
         msg = f"The mesh {dict(shape.sizes)} has {shape.world_size} ranks, but the world has {world_size}."
         raise ConfigError(msg)
     made = {}
+    groups: dict[tuple[int, ...], ProcessGroup] = {}  # axes of size 1 make some of them the same
     for axes in wanted:
         for ranks in shape.groups(axes):  # every rank makes every group, in the same order
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                made[axes] = Axis(group, tuple(ranks), ranks.index(rank))
+            members = tuple(ranks)
+            if members not in groups:
+                groups[members] = dist.new_group(ranks)
+            if rank in members:
+                made[axes] = Axis(groups[members], members, members.index(rank))
     return made

@@ -172,6 +172,25 @@ class Plugin(ABC):
         del model, optimizer
         return contextlib.nullcontext()
 
+    def parameter_paths(self, model: nn.Module) -> Mapping[str, str]:
+        """Return where each parameter of a boosted model is, by its names: the path as for ``get_parameter``.
+
+        The names are those in the user's model, and the paths themselves. The same on every rank: a plugin whose ranks
+        hold other parameters each lists all of them.
+
+        Args:
+            model: The boosted model.
+
+        Collective: none.
+        """
+        from booster_core.state.naming import NamedTensors
+        from booster_core.wrappers import unwrap_model
+
+        module = unwrap_model(model)
+        present = {path for path, _ in module.named_parameters(remove_duplicate=False)}
+        named = {name: path for name, path in NamedTensors.of(module).paths.items() if path in present}
+        return {**{path: path for path in present}, **named}
+
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter as the optimizer will use it, in the parameter's shape.
 

@@ -76,6 +76,15 @@ class PluginSource:
     def __init__(self) -> None:
         self._modules: dict[str, _Module | None] = {}
 
+    def docstring(self, module: str) -> str:
+        """Return a module's docstring; empty where it has none, or no source.
+
+        Raises:
+            SourceError: If the module or a package around it is missing, or has a syntax error.
+        """
+        found = self._read(module)
+        return "" if found is None else ast.get_docstring(found.tree) or ""
+
     def plugin_classes(self, hooks_module: str) -> list[ClassFacts] | None:
         """Return the facts of the classes that a hooks module's ``booster_plugins`` returns.
 

@@ -16,6 +16,7 @@ from booster_core.state.dtensor import dtensor_shards, local_of
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from booster_core.coordinator import DistCoordinator
     from booster_core.lazy import Recording
     from booster_core.precision import PrecisionPolicy
     from booster_fsdp.units import Units
@@ -54,6 +55,7 @@ def fill_model(
     policy: PrecisionPolicy,
     *,
     offload: bool,
+    coordinator: DistCoordinator,
 ) -> None:
     """Give a sharded model its values: of sharded parameters what this rank keeps, of anything else all.
 
@@ -64,8 +66,12 @@ def fill_model(
         device: Where the model runs.
         policy: Precision of the run.
         offload: Keep shards on the host.
+        coordinator: Tells every rank of an error on any.
 
-    Collective: none.
+    Raises:
+        LazyInitError: If files that values come from are gone, or have changed.
+
+    Collective: every rank of the world.
     """
     home = torch.device("cpu") if offload else device
     made: dict[int, nn.Parameter] = {}
@@ -82,7 +88,12 @@ def fill_model(
         if isinstance(parameter, DTensor)
         for shard in dtensor_shards(path, None, parameter)
     ]
-    recording.fill(shards, device)
+    error: Exception | None = None
+    try:
+        recording.fill(shards, device)
+    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+        error = caught
+    coordinator.raise_together(error, name="boost")
     # What was given its values whole has them in the format of its construction.
     whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
     for parameter in whole:

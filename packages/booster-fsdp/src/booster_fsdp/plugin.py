@@ -141,6 +141,7 @@ class TorchFSDPPlugin(Plugin):
         Raises:
             ConfigError: If ``replica_size`` does not divide the number of ranks, a name in the options is not in the
                 model, or the model or optimizer can't be sharded.
+            LazyInitError: If a lazy model can't be given its values on some rank.
 
         Collective: every rank of the world.
         """
@@ -162,7 +163,15 @@ class TorchFSDPPlugin(Plugin):
         offload = self.config.cpu_offload
         units = shard_model(model, mesh, self.config, context.precision, offload=offload)
         if recording is not None:
-            fill_model(model, recording, units, context.device, context.precision, offload=offload)
+            fill_model(
+                model,
+                recording,
+                units,
+                context.device,
+                context.precision,
+                offload=offload,
+                coordinator=context.coordinator,
+            )
         for method in methods:
             register_fsdp_forward_method(model, method)
         wrapped = FSDPModel(model, units=units, precision=context.precision, forward_methods=methods)

@@ -103,9 +103,10 @@ def shard_model(
 ) -> Units:
     """Shard a model in place, and return its units; some parameters stay whole on every rank.
 
-    Whole stay: what the user says, scalars, which have no rows to split; BatchNorm's under a narrow format, which its
-    kernels want in fp32; and, in a unit of several formats, those that don't have its most frequent one, because torch
-    reduces a unit's gradients in one buffer.
+    Whole stay: what the user says; scalars, which have no rows to split; parameters that are not floating, such as
+    quantised ones, whose rows mean nothing without what their class keeps beside them; BatchNorm's under a narrow
+    format, which its kernels want in fp32; and, in a unit of several formats, those that don't have its most frequent
+    one, because torch reduces a unit's gradients in one buffer.
 
     Args:
         model: The user's model, on the device of the mesh or on meta.
@@ -121,7 +122,7 @@ def shard_model(
     """
     chosen = choose_units(model, config)
     whole = find_ignored(model, config)
-    whole |= {parameter for parameter in model.parameters() if parameter.dim() == 0}
+    whole |= {parameter for parameter in model.parameters() if not parameter.dim() or not parameter.is_floating_point()}
     if policy.uses_autocast and policy.compute_dtype in NARROW:
         kept = kept_as_they_are(model)
         whole |= {parameter for parameter in model.parameters() if id(parameter) in kept}

@@ -38,7 +38,8 @@ class GeminiConfig:
         shard_param_frac: Fraction of the parameters that are whole only while they are used; the rest stays whole from
             its first use until the next step, which takes more memory and fewer gathers. 0 is what ZeRO-2 does.
         min_chunk_bytes: Smallest size of a chunk in bytes; the first size up to four times as large that wastes next
-            to nothing is taken. A parameter that is larger has a chunk of its own.
+            to nothing is taken. A parameter that is larger has a chunk of its own. Where ``memory_budget_bytes`` does
+            not hold the state of three such chunks, they are smaller.
         max_prefetch: How many chunks are gathered ahead of their use; 0 waits for each.
         max_norm: Clip gradients by this global norm in each step before which ``clip_grad_by_norm`` was not called;
             0 does not.

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
+from booster_core.lazy import is_lazy
 from booster_core.plugin import Boosted, Capability, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.precision.narrow import NARROW, kept_as_they_are
@@ -21,7 +22,8 @@ from booster_core.wrappers import unwrap_model
 from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
-from booster_gemini.memory.make import make_home
+from booster_gemini.lazy import fill_chunks, hollow_model
+from booster_gemini.memory.make import make_home, most_chunk_numel
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
 from booster_gemini.state import GeminiStateAdapter
@@ -72,6 +74,7 @@ class GeminiPlugin(Plugin):
     """
 
     name: ClassVar[str] = "gemini"
+    handles_lazy: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.CPU,
@@ -164,8 +167,13 @@ class GeminiPlugin(Plugin):
         """
         ranks = self._ranks_of_world()
         model = objects.model
-        place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
-        agree_on_values(model)
+        unchanged = replace(context.precision, param_dtype=None)  # chunks have formats of their own
+        recording, lazy = None, set[int]()
+        if is_lazy(model):
+            recording, lazy = hollow_model(model, objects.optimizer, context.device, unchanged)
+        else:
+            place_model(model, objects.optimizer, context.device, unchanged)
+            agree_on_values(model)
         format_of = self._formats(model, objects.optimizer, context)
         kind = "flat" if objects.optimizer is None else partition_for(objects.optimizer, self.config.partition)
         manager = ChunkManager(
@@ -173,11 +181,14 @@ class GeminiPlugin(Plugin):
             ranks,
             format_of,
             kind=kind,
-            chunk_bytes=self._chunk_bytes(model, ranks),
+            chunk_bytes=self._chunk_bytes(model, ranks, format_of),
             max_prefetch=self.config.max_prefetch,
             shard_param_frac=self.config.shard_param_frac,
             home=make_home(self.config, context),
+            lazy=lazy,
         )
+        if recording is not None:
+            fill_chunks(model, recording, manager, context)
         optimizer = None
         if objects.optimizer is not None:
             optimizer = GeminiOptimizer(
@@ -214,11 +225,13 @@ class GeminiPlugin(Plugin):
             self._ranks = (world, make_ranks(self.config.replica_size))
         return self._ranks[1]
 
-    def _chunk_bytes(self, model: nn.Module, ranks: ShardingRanks) -> int:
-        itemsize = 4
+    def _chunk_bytes(self, model: nn.Module, ranks: ShardingRanks, format_of: Callable[[nn.Parameter], Format]) -> int:
+        formats = {id(parameter): format_of(parameter) for parameter in model.parameters()}
+        itemsize = min((format_.wire.itemsize for format_ in formats.values()), default=4)
         numels = [parameter.numel() for parameter in model.parameters()]
         least = max(self.config.min_chunk_bytes // itemsize, 1)
-        return itemsize * search_chunk_numel(numels, ranks.shard_size, least)
+        most = most_chunk_numel(self.config, formats.values(), ranks.shard_size)
+        return itemsize * search_chunk_numel(numels, ranks.shard_size, least, most)
 
     def _formats(
         self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext

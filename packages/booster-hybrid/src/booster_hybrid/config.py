@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.schedule import STYLES
+from booster_hybrid.pipeline.schedule import STYLES, make_schedule
 
 if TYPE_CHECKING:
     from booster_zero import ZeroConfig
@@ -36,29 +36,75 @@ class PipelineConfig:
     """Pipeline parallelism: consecutive layers on consecutive ranks.
 
     Args:
-        size: Number of stages; 1 makes no pipeline.
-        num_microbatches: Parts into which a batch is cut.
+        size: Number of ranks that a model's layers are spread over; 1 makes no pipeline.
+        num_microbatches: Parts of equal size, give or take a sample, into which each batch is cut; as many as there are
+            ranks where neither this nor ``microbatch_size`` is given.
+        microbatch_size: Samples in each part but the last, which may have fewer; another way to say it.
         style: Order of the parts' forwards and backwards: one of `booster_hybrid.pipeline.schedule.STYLES`.
+        num_model_chunks: Stages on each rank: 1, but for ``"interleaved"`` (2 or more; 2 by default) and ``"zbv"`` (2).
+        num_layers_per_stage: Number of layers of each stage, in their order; ``None`` shares them out.
 
     Raises:
-        ConfigError: If a number is below 1, the style is unknown, or there are fewer microbatches than stages.
+        ConfigError: If a number is below 1, the style is unknown or does not go with the number of chunks, or both
+            ways to cut a batch are given.
     """
 
     size: int = 1
-    num_microbatches: int = 1
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
     style: str = "1f1b"
+    num_model_chunks: int | None = None
+    num_layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_positive("pipeline size", self.size)
         if self.style not in STYLES:
             msg = f"`pp_style={self.style!r}` is not one of {', '.join(map(repr, STYLES))}."
             raise ConfigError(msg)
-        if self.num_microbatches < self.size:
+        for name in ("num_microbatches", "microbatch_size", "num_model_chunks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                msg = f"`{name}={value}` must be at least 1."
+                raise ConfigError(msg)
+        if self.num_microbatches is not None and self.microbatch_size is not None:
             msg = (
-                f"`num_microbatches={self.num_microbatches}` leaves some of the {self.size} stages idle throughout. "
-                f"Use at least {self.size}."
+                f"`num_microbatches={self.num_microbatches}` and `microbatch_size={self.microbatch_size}` are two "
+                "answers to one question: how a batch is cut. Give one of them."
             )
             raise ConfigError(msg)
+        make_schedule(self.style, 1, 1, self.num_chunks)  # refuses what does not go together
+        self._check_without_pipeline()
+        stages = self.num_layers_per_stage
+        if stages is not None and (len(stages) != self.num_stages or min(stages) < 1):
+            msg = (
+                f"`num_layers_per_stage={list(stages)}` must list {self.num_stages} positive numbers: one for each of "
+                f"{self.num_chunks} stage(s) on {self.size} rank(s)."
+            )
+            raise ConfigError(msg)
+
+    def _check_without_pipeline(self) -> None:
+        """Refuse what would have no effect."""
+        given = {
+            "num_microbatches": self.num_microbatches,
+            "microbatch_size": self.microbatch_size,
+            "num_layers_per_stage": self.num_layers_per_stage,
+        }
+        for name, value in given.items():
+            if self.size == 1 and value is not None:
+                msg = f"`{name}={value!r}` is about a pipeline, and `pp_size=1` makes none. Leave it out."
+                raise ConfigError(msg)
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages on each rank."""
+        if self.num_model_chunks is not None:
+            return self.num_model_chunks
+        return 2 if self.style in ("interleaved", "zbv") else 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return self.size * self.num_chunks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,48 +1,257 @@
-"""`HybridOptimizer`: ZeRO over the data parallel ranks, for parameters that may be split over tensor parallel ones."""
+"""`HybridOptimizer`: ZeRO over the data parallel ranks, for parameters of which other ranks hold other parts.
+
+Tensor parallel ranks hold parts of a parameter; ranks of other pipeline stages hold other parameters, and copies of
+those that several stages use. A copy gets the gradients of its own stage's uses; they are added up, slice by slice,
+once the data parallel ranks have averaged theirs, so that all copies take the same step.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from booster_core import collectives
+from booster_core.errors import ConfigError
 from booster_core.gradients.clip import clip_by_norm
+from booster_core.wrappers import check_loss
 from booster_zero.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
     from booster_hybrid.tensor_parallel.group import TensorGroup
     from booster_hybrid.tensor_parallel.split import Split
+    from booster_zero import ZeroConfig
+    from booster_zero.bucket import Bucket
+
+_IN_SHARDS = 2
+"""The stage of ZeRO that keeps gradients in shards alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlace:
+    """What of a model lies on this rank.
+
+    Args:
+        tensor_group: The tensor parallel ranks.
+        splits: The parameters that are split over them, by name.
+        stage: This rank's position in the pipeline.
+        pipeline: The ranks of the pipeline; ``None`` where there is none.
+        is_owner: Tells by a tensor's name whether this stage is the first to hold it.
+        copy_groups: For each set of positions in the pipeline that hold copies: their ranks.
+    """
+
+    tensor_group: TensorGroup
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    stage: int = 0
+    pipeline: ProcessGroup | None = None
+    is_owner: Callable[[str], bool] = lambda _: True
+    copy_groups: Mapping[tuple[int, ...], ProcessGroup] = field(default_factory=dict)
+
+    def put_together(self, name: str, local: Tensor) -> Tensor:
+        """Return a tensor that is split as a parameter is, in the whole model's shape.
+
+        Collective: the tensor parallel ranks.
+        """
+        split = self.splits.get(name)
+        if split is None:
+            return local
+        whole = split.spread(local, owned_only=True)
+        collectives.all_reduce(whole, group=self.tensor_group.group).wait()
+        return whole
+
+    def from_stage(self, value: Tensor | None, stage: int) -> Tensor | None:
+        """Return on every rank of the pipeline what one of them has.
+
+        Args:
+            value: The tensor, on that rank.
+            stage: Its position.
+
+        Collective: the ranks of the pipeline.
+        """
+        if self.pipeline is None:
+            return value
+        meta = [None if value is None else (value.shape, value.dtype, value.device)]
+        dist.broadcast_object_list(meta, group=self.pipeline, group_src=stage)
+        if meta[0] is None:
+            return None
+        shape, dtype, device = meta[0]
+        here = value.contiguous() if value is not None else torch.empty(shape, dtype=dtype, device=device.type)
+        dist.broadcast(here, group=self.pipeline, group_src=stage)
+        return here
 
 
 class HybridOptimizer(ZeroOptimizer):
-    """Counts what is split over tensor parallel ranks on each of them, and what is whole on the first alone.
+    """Counts what is split over tensor parallel ranks on each of them, and what is whole or copied on the first alone.
+
+    Args:
+        *args: As for `ZeroOptimizer`.
+        config: As for `ZeroOptimizer`.
+        **kwargs: As for `ZeroOptimizer`.
 
     Attributes:
-        splits: The parameters that are split, by name; empty without tensor parallelism. The plugin sets it.
-        tensor_group: The tensor parallel ranks; set likewise.
+        place: What lies here; the plugin sets it.
+        reduces_each: Whether gradients are reduced after each backward rather than once: they are kept in shards alone.
     """
 
-    splits: Mapping[str, Split]
-    tensor_group: TensorGroup
+    place: ModelPlace
+
+    def __init__(self, *args: Any, config: ZeroConfig, **kwargs: Any) -> None:
+        self.reduces_each = config.stage == _IN_SHARDS
+        self._joined = False
+        super().__init__(*args, config=config, **kwargs)
+
+    # ---- backward of a pipeline
+
+    def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
+        """Run backward from a loss and reduce its gradients; see `OptimizerWrapper.backward`.
+
+        Raises:
+            ConfigError: If the model is cut into pipeline stages.
+
+        Collective: every rank of the world; under ``no_sync`` none.
+        """
+        if self.place.pipeline is not None:
+            msg = (
+                "The model is cut into pipeline stages, whose forward and backward are interleaved: call "
+                "`booster.execute_pipeline(data_iter, model, criterion, optimizer)` in place of the forward and "
+                "`booster.backward`."
+            )
+            raise ConfigError(msg)
+        super().backward(loss, inputs, retain_graph=retain_graph)
+
+    def begin_batch(self) -> None:
+        """Make ready for the backwards of one batch.
+
+        Collective: none.
+        """
+        self.gathers.wait()
+        self.reducer.watch()
+        self._rescale_gradients()
+        if self._joined:
+            # What has been added up is on every copy: from now on it counts on the first alone.
+            for bucket, copies in self._copied_buckets():
+                if self.place.stage != copies[0]:
+                    bucket.zero_gradient()
+            self._joined = False
+
+    def backward_stage(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, is_last: bool) -> None:
+        """Run backward of one stage and microbatch; the last one of a batch begins to reduce what has come together.
+
+        Under stage 2 each is reduced into its shard at once. Reductions of the last one go on until `finish_batch`.
+
+        Args:
+            tensors: What to begin with; none on a rank that only takes part in reductions.
+            gradients: Their gradients; ``None`` for a loss, which is scaled where the precision asks for it.
+            is_last: Whether this is the rank's last backward of the batch.
+
+        Raises:
+            GradientError: If a loss has no gradient.
+
+        Collective: the data parallel ranks; under ``no_sync`` none.
+        """
+        before = self.reducer.is_paused
+        error: Exception | None = None
+        self.reducer.is_paused = before or not (is_last or self.reduces_each)
+        try:
+            with self.reducer.guarded(ends=not is_last):
+                try:
+                    self._run_backward(tensors, gradients)
+                except Exception as caught:  # noqa: BLE001 - after the round, which the other ranks take part in
+                    error = caught
+        finally:
+            self.reducer.is_paused = before
+        if error is not None:
+            raise error
+
+    def _run_backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        if not tensors:
+            return
+        if gradients[0] is None:
+            (loss,) = tensors
+            check_loss(loss)
+            scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+            tensors = [loss.float() if self.loss_scaler is not None else loss]
+            gradients = [torch.full_like(tensors[0], scale)]
+        torch.autograd.backward(tensors, gradients)
+
+    def finish_batch(self, *, missing_rounds: int) -> None:
+        """Wait for what the last backward has begun to reduce.
+
+        Args:
+            missing_rounds: Backwards that other data parallel ranks have had more, of batches with more parts.
+
+        Collective: the data parallel ranks; under ``no_sync`` none.
+        """
+        if self.reducer.is_paused:
+            return
+        with self.reducer.guarded():
+            pass
+        for _ in range(missing_rounds if self.reduces_each else 0):
+            with self.reducer.guarded():
+                pass
+
+    # ---- gradients
+
+    def join_copies(self, used: dict[int, bool]) -> dict[int, bool]:
+        """Add up the gradients of what several stages hold.
+
+        Collective: every rank of the pipeline.
+        """
+        place = self.place
+        if place.pipeline is None:
+            return used
+        buckets = self._copied_buckets()
+        pending = []
+        for bucket, copies in buckets:
+            if bucket.has_gradient and bucket.gradient is not None:
+                pending.append(collectives.all_reduce(bucket.gradient, group=place.copy_groups[copies]))
+        for each in pending:
+            each.wait()
+        for bucket, copies in buckets:
+            indices = [slot.index for slot in bucket.plan.slots]
+            flags = torch.tensor(
+                [used.get(index, False) for index in indices], dtype=torch.uint8, device=self._device()
+            )
+            collectives.all_reduce(flags, dist.ReduceOp.MAX, place.copy_groups[copies]).wait()
+            used.update(zip(indices, flags.bool().tolist(), strict=True))
+        self._joined = True
+        return used
+
+    def _copied_buckets(self) -> list[tuple[Bucket, tuple[int, ...]]]:
+        """Return the buckets of which other stages hold a copy, in an order that they agree on."""
+        held = [(bucket, bucket.format.copies) for bucket in self.layout.buckets if bucket.format.copies]
+        return sorted(held, key=lambda item: (item[1], self.names[item[0].plan.slots[0].index]))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Drop (or zero) all gradients, reduced or not.
+
+        Collective: none.
+        """
+        super().zero_grad(set_to_none)
+        self._joined = False
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over the whole model, each element counted once."""
         gradients = self.gradients()
-        held = [
-            (self.names[piece.index], piece.values.grad) for bucket in self.layout.buckets for piece in bucket.pieces
-        ]
-        counted = [
-            gradient
-            for name, gradient in held
-            if gradient is not None and gradient.numel() and (name in self.splits or self.tensor_group.rank == 0)
-        ]
-        groups = [self.ranks.shard_group, self.tensor_group.group]
+        place = self.place
+        counted = []
+        for piece in (piece for bucket in self.layout.buckets for piece in bucket.pieces):
+            gradient, name = piece.values.grad, self.names[piece.index]
+            split = place.splits.get(name)
+            if gradient is None or not gradient.numel() or not place.is_owner(name):
+                continue
+            if split is not None:
+                counted.append(split.counted(gradient, piece.start))
+            elif place.tensor_group.rank == 0:
+                counted.append(gradient)
+        groups = [self.ranks.shard_group, place.tensor_group.group, place.pipeline]
         return clip_by_norm(
             gradients,
             max_norm,
@@ -55,21 +264,8 @@ class HybridOptimizer(ZeroOptimizer):
     def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a copy of a parameter's gradient in the whole model's shape; ``None`` where no rank used it.
 
-        Collective: every rank of the world.
+        Collective: every rank that holds the parameter; where there was a backward since the last call, every rank of
+        the world.
         """
         local = super().full_gradient(parameter)
-        return None if local is None else self.put_together(self.names[self._index_of[id(parameter)]], local)
-
-    def put_together(self, name: str, local: Tensor) -> Tensor:
-        """Return a tensor that is split as a parameter is, in the whole model's shape.
-
-        Collective: the tensor parallel ranks.
-        """
-        split = self.splits.get(name)
-        if split is None:
-            return local
-        whole = torch.zeros(split.global_shape, dtype=local.dtype, device=local.device)
-        for (start, stop), part in zip(split.ranges, split.parts(local), strict=True):
-            whole.narrow(split.dim, start, stop - start).copy_(part)
-        collectives.all_reduce(whole, group=self.tensor_group.group).wait()
-        return whole
+        return None if local is None else self.place.put_together(self.names[self._index_of[id(parameter)]], local)

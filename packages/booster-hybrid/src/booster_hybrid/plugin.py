@@ -1,7 +1,6 @@
-"""`HybridParallelPlugin`: tensor, pipeline, sequence and data parallelism behind `Booster`.
+"""`HybridParallelPlugin`: tensor, pipeline, sequence and data parallelism behind `Booster`; wires their parts together.
 
-This version trains with tensor and data parallelism. Pipelines have their parts in `booster_hybrid.pipeline`, which
-nothing drives yet; asking for them, or for sequence parallelism, raises.
+This version trains with tensor, pipeline and data parallelism; asking for sequence parallelism raises.
 """
 
 from __future__ import annotations
@@ -9,20 +8,28 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed as dist
 
-from booster_core.errors import PluginError
+from booster_core import collectives
+from booster_core.errors import ConfigError
 from booster_core.mesh import Axis, MeshShape, fill_axis, make_axes
-from booster_core.plugin import Boosted, Capability, Plugin
+from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.replicated import place_model
 from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.ranks import ShardingRanks
 from booster_core.state.naming import NamedTensors
 from booster_core.state.replicated import Place
-from booster_core.wrappers import unwrap_model
+from booster_core.wrappers import boosted_inside, unscaled_gradient, unwrap_model
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig
-from booster_hybrid.optimizer import HybridOptimizer
+from booster_hybrid.model import HybridModel
+from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
+from booster_hybrid.pipeline.engine import PipelineEngine
+from booster_hybrid.pipeline.example import example_batch, to_device
+from booster_hybrid.pipeline.p2p import Link
+from booster_hybrid.pipeline.stages import StagePlan
+from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.state import HybridStateAdapter
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
@@ -31,7 +38,7 @@ from booster_zero import LowLevelZeroPlugin, ZeroConfig
 from booster_zero.state import ZeroStateAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -41,16 +48,24 @@ if TYPE_CHECKING:
     from booster_core.state.adapter import StateAdapter
     from booster_hybrid.policy.base import ShardingPolicy
 
+_AXES = [("tp",), ("dp",), ("pp",), ("sp",), ("dp", "sp"), ("pp", "sp", "tp"), ()]
+"""The groups of ranks that something is communicated in."""
 
-class HybridParallelPlugin(Plugin):
+
+class HybridParallelPlugin(PipelinePlugin):
     """Each layer split over tensor parallel ranks, and data parallelism over the ranks that these leave.
 
     Args:
         tp_size: Ranks over which each layer is split.
-        pp_size: Number of pipeline stages; this version trains with 1.
+        pp_size: Ranks over which the layers are spread; batches then run through `execute_pipeline`.
         sp_size: Ranks over which each sequence is split; this version trains with 1.
-        num_microbatches: See `PipelineConfig`; ``None`` means one for each stage.
-        pp_style: See `PipelineConfig`.
+        num_microbatches: See `PipelineConfig`, as for the following four.
+        microbatch_size: Samples in each part of a batch.
+        pp_style: Order of the parts' forwards and backwards.
+        num_model_chunks: Stages on each rank.
+        num_layers_per_stage: Number of layers of each stage.
+        example_batch: A batch such as the model will be trained with, for the dry run that finds its layers; ``None``
+            looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
         sequence_parallelism_mode: See `SequenceConfig`.
         zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it by ZeRO.
         parallel_output: Leave the logits of causal language models split by vocabulary, so that the whole ones never
@@ -75,6 +90,7 @@ class HybridParallelPlugin(Plugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
+            Capability.PIPELINE,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
         }
@@ -87,7 +103,11 @@ class HybridParallelPlugin(Plugin):
         pp_size: int = 1,
         sp_size: int = 1,
         num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
         pp_style: str = "1f1b",
+        num_model_chunks: int | None = None,
+        num_layers_per_stage: Sequence[int] | None = None,
+        example_batch: Any = None,
         sequence_parallelism_mode: str | None = None,
         zero_stage: int = 0,
         parallel_output: bool = False,
@@ -99,14 +119,18 @@ class HybridParallelPlugin(Plugin):
             tensor=TensorConfig(size=tp_size),
             pipeline=PipelineConfig(
                 size=pp_size,
-                num_microbatches=pp_size if num_microbatches is None else num_microbatches,
+                num_microbatches=num_microbatches,
+                microbatch_size=microbatch_size,
                 style=pp_style,
+                num_model_chunks=num_model_chunks,
+                num_layers_per_stage=None if num_layers_per_stage is None else tuple(num_layers_per_stage),
             ),
             sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode),
             zero=None if zero_stage == 0 else ZeroConfig(stage=zero_stage),
         )
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
+        self.example_batch = example_batch
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
         self._zero = LowLevelZeroPlugin(stage=max(zero_stage, 1), max_norm=max_norm, precision=precision)
         self._axes: tuple[Any, dict[tuple[str, ...], Axis]] | None = None
@@ -120,31 +144,109 @@ class HybridParallelPlugin(Plugin):
         return self._zero.resolve_precision(policy)
 
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
-        """Split the model's layers, then shard what the optimizer updates over the data parallel ranks.
+        """Split the model's layers, cut it into stages, and shard what the optimizer updates.
 
         Raises:
             ConfigError: If the sizes do not divide the world, the model has no policy, or its sizes can't be split.
-            PluginError: If a pipeline or sequence parallelism is asked for.
 
         Collective: every rank of the world.
         """
-        self._check_built()
         axes = self._axes_of_world()
         model = objects.model
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
         agree_on_values(model)
         tensor = axes["tp",]
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
-        split = TensorParallelModel()
-        if tensor.size > 1:
+        policy = None
+        if tensor.size > 1 or self.config.pipeline.size > 1:
             policy = policy_for(model, self.custom_policy, context.hooks)
+        # The dry run sees the whole model: nothing is communicated in it.
+        plan = None if self.config.pipeline.size == 1 else self._plan_stages(objects, policy, context)
+        split = TensorParallelModel()
+        if tensor.size > 1 and policy is not None:
             split = parallelize(model, policy, group, parallel_output=self.parallel_output)
             _cut_state(model, objects.optimizer, split)
-        boosted = self._zero.shard(objects, context, self._ranks(axes), HybridOptimizer)
+        if self.config.sequence.mode is not None:
+            _split_sequences(model, self, axes, context)
+        copies: dict[int, tuple[int, ...]] = {}
+        place = ModelPlace(tensor_group=group, splits=split.splits)
+        staged = None
+        if plan is not None:
+            place = self._place_of(plan, place, axes)
+            copies = plan.copies(model)
+            staged = plan.cut(model, place.stage)
+            _leave_out(model, objects.optimizer)
+        boosted = self._zero.shard(
+            objects, context, self._ranks(axes), HybridOptimizer, model_class=HybridModel, copies=copies
+        )
+        hybrid: Any = boosted.model
+        hybrid.place = place
         if isinstance(boosted.optimizer, HybridOptimizer):
-            boosted.optimizer.splits, boosted.optimizer.tensor_group = split.splits, group
-        boosted.model.__dict__["splits"] = split.splits  # no part of the model: neither module nor tensor
+            boosted.optimizer.place = place
+        if plan is not None and staged is not None:
+            hybrid.stages = plan.stages
+            staged.forward = hybrid.run_stage
+            hybrid.engine = PipelineEngine(
+                staged,
+                self.config.pipeline,
+                place.stage,
+                self._link(plan, axes, context),
+                replica=axes["pp", "sp", "tp"].group,
+                coordinator=context.coordinator,
+                device=context.device,
+            )
         return boosted
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Tensor],
+        optimizer: Optimizer | None = None,
+        *,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> Mapping[str, Any]:
+        """Run forward and, with an optimizer, backward of one batch from ``data_iter`` through all stages.
+
+        Args:
+            data_iter: Yields batches, the same on all ranks of a pipeline: mappings of keyword arguments (of which
+                those that the model's forward does not take are left to the criterion), lists or tuples of positional
+                ones, or tensors.
+            model: The boosted model.
+            criterion: Called as ``criterion(outputs, microbatch)``, returns a mean over samples.
+            optimizer: The boosted optimizer; ``None``, or gradients being off, evaluates without backward.
+            return_loss: Return the batch's loss under ``"loss"``: the mean of its microbatches', by their samples;
+                ``None`` on ranks without the last stage.
+            return_outputs: Return the batch's outputs, detached, under ``"outputs"``; ``None`` likewise.
+
+        Raises:
+            ConfigError: If there is no pipeline, the batch can't be split, or the criterion returns no scalar.
+            TypeError: If the model or the optimizer is not a boosted one.
+
+        Collective: every rank of the world.
+        """
+        model = boosted_inside(model)
+        if self.config.pipeline.size == 1:
+            msg = (
+                "`execute_pipeline` needs a pipeline, and `pp_size=1` makes none. Call the model, `booster.backward` "
+                "and `optimizer.step`, or pass `pp_size`."
+            )
+            raise ConfigError(msg)
+        if not isinstance(model, HybridModel) or model.engine is None:
+            msg = f"`execute_pipeline` needs the model returned by `Booster.boost`; got `{type(model).__name__}`."
+            raise TypeError(msg)
+        if optimizer is not None and not isinstance(optimizer, HybridOptimizer):
+            got = type(optimizer).__name__
+            msg = f"`execute_pipeline` needs the optimizer returned by `Booster.boost`; got `{got}`."
+            raise TypeError(msg)
+        return model.engine.execute(
+            next(data_iter),
+            criterion,
+            optimizer if torch.is_grad_enabled() else None,
+            return_loss=return_loss,
+            return_outputs=return_outputs,
+        )
 
     def data_parallel_coordinates(self, context: BoostContext) -> tuple[int, int]:
         """Return this rank's index along the data parallel axis, and its size."""
@@ -156,37 +258,106 @@ class HybridParallelPlugin(Plugin):
         del context
         axes = self._axes_of_world()
         hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
-        inner = ZeroStateAdapter(model, hybrid, Place(axes["dp",].index, axes["dp",].size))
-        return HybridStateAdapter(inner, model.__dict__["splits"], is_first=axes["tp",].index == 0)
+        boosted: Any = boosted_inside(model)
+        inner = ZeroStateAdapter(model, hybrid, Place(axes["dp", "sp"].index, axes["dp", "sp"].size))
+        return HybridStateAdapter(
+            inner,
+            boosted.place.splits,
+            is_first=axes["tp",].index == 0,
+            stages=boosted.stages,
+            stage=boosted.place.stage,
+        )
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
         """Return a context in which gradients accumulate here; under ZeRO 2 each is reduced into its shard."""
         return self._zero.no_sync(model, optimizer)
 
+    def parameter_paths(self, model: nn.Module) -> Mapping[str, str]:
+        """Return the names of the whole model's parameters, also of those on other stages, and where they are."""
+        boosted: Any = boosted_inside(model)
+        if boosted.stages is None:
+            return super().parameter_paths(model)
+        return {name: path for name, path in boosted.stages.paths.items() if name in boosted.stages.parameters}
+
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
-        """Return the whole gradient of a parameter, in the shape that it has in the user's model."""
-        parameter = unwrap_model(model).get_parameter(name)
-        if isinstance(optimizer, HybridOptimizer) and optimizer.holds(parameter):
+        """Return the whole gradient of a parameter, in the shape that it has in the user's model, on every rank."""
+        boosted: Any = boosted_inside(model)
+        place: ModelPlace = boosted.place
+        hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
+        if hybrid is not None:
+            hybrid.settle()
+        whole = None
+        owner = 0 if boosted.stages is None else boosted.stages.owner(boosted.stages.name_at(name))
+        if place.stage == owner:
+            parameter = unwrap_model(model).get_parameter(name)
+            whole = self._gradient_here(boosted, hybrid, parameter)
+        return place.from_stage(whole, owner)
+
+    def _gradient_here(
+        self, model: HybridModel, optimizer: HybridOptimizer | None, parameter: nn.Parameter
+    ) -> Tensor | None:
+        if optimizer is not None and optimizer.holds(parameter):
             return optimizer.full_gradient(parameter)
-        return self._zero.full_gradient(model, optimizer, name)
+        own = unscaled_gradient(parameter, optimizer)
+        data = self._axes_of_world()["dp", "sp"]
+        if not any(collectives.all_gather_object(own is not None, data.group)):
+            return None
+        whole = torch.zeros_like(parameter) if own is None else own.contiguous()
+        collectives.all_reduce(whole, group=data.group).wait()
+        name = NamedTensors.of(model.unwrap()).name_of[id(parameter)]
+        return model.place.put_together(name, whole / data.size)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""
         return {**asdict(self.config), "parallel_output": self.parallel_output}
 
-    def _check_built(self) -> None:
-        sequence = self.config.sequence
-        asked = {
-            "pp_size": self.config.pipeline.size if self.config.pipeline.size > 1 else None,
-            "sequence_parallelism_mode": sequence.mode,
-        }
-        for name, value in asked.items():
-            if value is not None:
-                msg = (
-                    f"`{name}={value!r}`: booster-hybrid 0.1 trains with tensor and data parallelism only. Use "
-                    "`tp_size`, and `zero_stage` for the optimizer's state."
-                )
-                raise PluginError(msg)
+    def _plan_stages(self, objects: Boosted, policy: ShardingPolicy | None, context: BoostContext) -> StagePlan:
+        """Return what a dry run on the first rank has seen, and what follows from it.
+
+        Collective: every rank of the world.
+        """
+        model, error, trace = objects.model, None, None
+        if context.coordinator.rank == 0:
+            try:
+                batch = to_device(example_batch(model, objects.dataloader, self.example_batch), context.device)
+                trace = trace_layers(model, () if policy is None else policy.layers, batch)
+            except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+                error = caught
+        context.coordinator.raise_together(error, name="boost")
+        trace = context.coordinator.broadcast_object(trace, name="boost")
+        config = self.config.pipeline
+        return StagePlan.of(model, trace, config)
+
+    def _place_of(self, plan: StagePlan, place: ModelPlace, axes: Mapping[tuple[str, ...], Axis]) -> ModelPlace:
+        """Return where this rank is in the pipeline.
+
+        Collective: every rank of the world.
+        """
+        stage = axes["pp",].index
+        shape = self._shape(dist.get_world_size())
+        groups = {}
+        for holders in plan.stages.shared():
+            for ranks in shape.groups(("pp",)):  # every rank makes every group, in the same order
+                members = [ranks[holder] for holder in holders]
+                group = dist.new_group(members)
+                if dist.get_rank() in members:
+                    groups[holders] = group
+        return replace(
+            place,
+            stage=stage,
+            pipeline=axes["pp",].group,
+            is_owner=lambda name: plan.stages.owner(name) == stage,
+            copy_groups=groups,
+        )
+
+    def _link(self, plan: StagePlan, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> Link:
+        """Return the way to the other ranks of the pipeline.
+
+        Collective: every rank of the world.
+        """
+        up = axes["pp",]
+        down = make_axes(self._shape(dist.get_world_size()), [("pp",)])["pp",]
+        return Link(plan.sent_names, up.ranks, up.index, up.group, down.group, context.device)
 
     def _shape(self, world_size: int) -> MeshShape:
         sizes = {"dp": 1, "pp": self.config.pipeline.size, "sp": self.config.sequence.size}
@@ -196,12 +367,12 @@ class HybridParallelPlugin(Plugin):
         """Return this rank's place; process groups are made once for each world."""
         world = dist.group.WORLD
         if self._axes is None or self._axes[0] is not world:
-            self._axes = (world, make_axes(self._shape(dist.get_world_size()), [("tp",), ("dp",), ()]))
+            self._axes = (world, make_axes(self._shape(dist.get_world_size()), _AXES))
         return self._axes[1]
 
     def _ranks(self, axes: Mapping[tuple[str, ...], Axis]) -> ShardingRanks:
         """Return who shares the optimizer's state: the data parallel ranks, or nobody, who are then replicas."""
-        data = axes["dp",]
+        data = axes["dp", "sp"]
         if self.config.zero is None:
             return ShardingRanks(
                 shard_group=axes[()].group,
@@ -209,8 +380,40 @@ class HybridParallelPlugin(Plugin):
                 shard_size=1,
                 replica_group=data.group if data.size > 1 else None,
                 replica_rank=data.index,
+                holders=data.group,
             )
-        return ShardingRanks(shard_group=data.group, shard_rank=data.index, shard_size=data.size)
+        return ShardingRanks(shard_group=data.group, shard_rank=data.index, shard_size=data.size, holders=data.group)
+
+
+def _leave_out(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Drop from an optimizer what has left the model; groups stay, empty ones too."""
+    if optimizer is None:
+        return
+    present = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        is_kept = [id(parameter) in present for parameter in group["params"]]
+        for parameter, kept in zip(group["params"], is_kept, strict=True):
+            if not kept:
+                optimizer.state.pop(parameter, None)
+        group["params"][:] = [parameter for parameter, kept in zip(group["params"], is_kept, strict=True) if kept]
+        if "param_names" in group:
+            group["param_names"] = [name for name, kept in zip(group["param_names"], is_kept, strict=True) if kept]
+
+
+def _split_sequences(
+    model: nn.Module, plugin: HybridParallelPlugin, axes: Mapping[tuple[str, ...], Axis], context: BoostContext
+) -> None:
+    from booster_hybrid.sequence_parallel.apply import split_sequences
+
+    policy, sequence = policy_for(model, plugin.custom_policy, context.hooks), axes["sp",]
+    split_sequences(
+        model,
+        policy.layers,
+        str(plugin.config.sequence.mode),
+        TensorGroup(sequence.group, sequence.index, sequence.size),
+        tensor_size=plugin.config.tensor.size,
+        parallel_output=plugin.parallel_output,
+    )
 
 
 def _cut_state(model: nn.Module, optimizer: Optimizer | None, split: TensorParallelModel) -> None:

@@ -1,4 +1,4 @@
-"""The state of a model that is split over tensor parallel ranks, as shards of the user's own tensors.
+"""The state of a model that is split over tensor parallel ranks and stages, as shards of the user's own tensors.
 
 The adapter inside shows what lies here as if it were the whole model; each of its shards is moved to where it lies in
 the tensors of the user's model. A fused projection has several boxes there.
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from booster_core.state.adapter import JSONValue, ParamGroup
     from booster_core.state.shard import Box
+    from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.tensor_parallel.split import Split
 
 
@@ -30,10 +31,21 @@ class HybridStateAdapter(StateAdapter):
         inner: Shows the local model among the ranks that hold the same part of it.
         splits: The split parameters, by name.
         is_first: Whether this is the first of the tensor parallel ranks, which owns what they all have whole.
+        stages: What lies on which rank of a pipeline; ``None`` where there is none.
+        stage: This rank's position in it.
     """
 
-    def __init__(self, inner: StateAdapter, splits: Mapping[str, Split], *, is_first: bool) -> None:
+    def __init__(
+        self,
+        inner: StateAdapter,
+        splits: Mapping[str, Split],
+        *,
+        is_first: bool,
+        stages: StageMap | None = None,
+        stage: int = 0,
+    ) -> None:
         self._inner, self._splits, self._is_first = inner, splits, is_first
+        self._stages, self._stage = stages, stage
 
     def model_shards(self) -> Iterator[TensorShard]:
         return self._moved(self._inner.model_shards())
@@ -42,7 +54,7 @@ class HybridStateAdapter(StateAdapter):
         return self._moved(self._inner.optimizer_shards())
 
     def tied_names(self) -> Mapping[str, str]:
-        return self._inner.tied_names()
+        return self._inner.tied_names() if self._stages is None else self._stages.aliases
 
     def extra_state(self) -> Mapping[str, object]:
         return self._inner.extra_state()
@@ -78,7 +90,10 @@ class HybridStateAdapter(StateAdapter):
         return TensorMeta(shape=split.local_shape, dtype=meta.dtype)
 
     def _moved(self, shards: Iterator[TensorShard]) -> Iterator[TensorShard]:
-        for shard in shards:
+        for held in shards:
+            # Of the stages that hold a tensor, the first one owns what is owned there.
+            is_copy = self._stages is not None and self._stages.owner(held.name) != self._stage
+            shard = replace(held, is_owner=held.is_owner and not is_copy)
             split = self._splits.get(shard.name)
             if split is None or shard.global_shape != split.local_shape:
                 yield replace(shard, is_owner=shard.is_owner and self._is_first)
@@ -97,7 +112,7 @@ class HybridStateAdapter(StateAdapter):
         """Yield what a box of the local tensor is in the whole one, a part for each range that it touches."""
         low, high = box[split.dim]
         position = 0
-        for start, stop in split.ranges:
+        for (start, stop), is_owned in zip(split.ranges, split.owned, strict=True):
             first, last = max(low, position), min(high, position + stop - start)
             if first < last:
                 shift = start - position
@@ -109,6 +124,6 @@ class HybridStateAdapter(StateAdapter):
                     dtype=shard.dtype,
                     box=moved,
                     data=values.narrow(split.dim, first - low, last - first),
-                    is_owner=shard.is_owner,
+                    is_owner=shard.is_owner and is_owned,
                 )
             position += stop - start

@@ -89,17 +89,25 @@ class ZeroOptimizer(ShardedOptimizer):
         """
         # Until the first backward has shown better, that is the reverse order of registration.
         expected = {index: parameters[index] for index in sorted(parameters, reverse=True)}
-        self.layout.add(expected, {index: self._format_of(parameter) for index, parameter in expected.items()})
+        formats = {index: self._format_of(parameter) for index, parameter in expected.items()}
+        # What is held elsewhere too must be laid out as it is there, where other parameters stand beside it.
+        for copies in sorted({format_.copies for format_ in formats.values()}):
+            alike = {index: parameter for index, parameter in expected.items() if formats[index].copies == copies}
+            self.layout.add(alike, {index: formats[index] for index in alike})
 
     def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
-        """Lay the buckets out in the order in which rank 0's backward produced gradients.
+        """Lay the buckets out in the order in which the first rank's backward produced gradients.
 
-        Collective: every rank of the world.
+        Collective: every rank that holds the same parameters.
         """
-        first = dict.fromkeys(collectives.all_gather_object(order)[0])
+        first = dict.fromkeys(collectives.all_gather_object(order, self.ranks.holders)[0])
         repeated = super().agree_on_record(order, late)
         every = [slot.index for bucket in self.layout.buckets for slot in bucket.plan.slots]
-        new = [*first, *(index for index in every if index not in first)]
+        # What has copies elsewhere comes last, and in an order that all places know.
+        apart = {index for index in every if self.layout.format_of(index).copies}
+        first = dict.fromkeys(index for index in first if index not in apart)
+        rest = [index for index in every if index not in first and index not in apart]
+        new = [*first, *rest, *sorted(apart, reverse=True)]
         if new != every:
             self.lay_out_anew(new)
         return repeated

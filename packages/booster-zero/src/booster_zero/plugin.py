@@ -162,6 +162,8 @@ class LowLevelZeroPlugin(Plugin):
         context: BoostContext,
         ranks: ShardingRanks,
         optimizer_class: type[ZeroOptimizer] = ZeroOptimizer,
+        model_class: type[ZeroModel] = ZeroModel,
+        copies: Mapping[int, tuple[int, ...]] | None = None,
     ) -> Boosted:
         """Shard a model that is on its device already, over ranks that were given the same values of it.
 
@@ -172,6 +174,8 @@ class LowLevelZeroPlugin(Plugin):
             context: As for `configure`.
             ranks: The ranks that share the state.
             optimizer_class: What steps the shards.
+            model_class: What runs the model.
+            copies: For parameters of which other places hold a copy, by ``id``: `Format.copies`.
 
         Raises:
             ConfigError: As for `configure`.
@@ -179,7 +183,9 @@ class LowLevelZeroPlugin(Plugin):
 
         Collective: every rank of the world.
         """
-        return self._shard(objects, context, ranks, self._room(context), optimizer_class)
+        return self._shard(
+            objects, context, ranks, self._room(context), optimizer_class, model_class=model_class, copies=copies
+        )
 
     def _shard(
         self,
@@ -188,9 +194,12 @@ class LowLevelZeroPlugin(Plugin):
         ranks: ShardingRanks,
         room: Room,
         optimizer_class: type[ZeroOptimizer] = ZeroOptimizer,
+        *,
+        model_class: type[ZeroModel] = ZeroModel,
+        copies: Mapping[int, tuple[int, ...]] | None = None,
     ) -> Boosted:
         model = objects.model
-        format_of = self._formats(model, context)
+        format_of = self._formats(model, context, copies or {})
         optimizer = None
         if objects.optimizer is not None:
             optimizer = optimizer_class(
@@ -208,7 +217,7 @@ class LowLevelZeroPlugin(Plugin):
             parameter.data = parameter.data.to(format_of(parameter).working)
         if self.config.overlap_allgather and optimizer is not None:
             optimizer.gathers.watch(model)
-        wrapped = ZeroModel(model, precision=context.precision, optimizer=optimizer)
+        wrapped = model_class(model, precision=context.precision, optimizer=optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
@@ -259,7 +268,9 @@ class LowLevelZeroPlugin(Plugin):
         context.coordinator.raise_together(error, name="boost")
         return Room(folder)
 
-    def _formats(self, model: nn.Module, context: BoostContext) -> Callable[[nn.Parameter], Format]:
+    def _formats(
+        self, model: nn.Module, context: BoostContext, copies: Mapping[int, tuple[int, ...]]
+    ) -> Callable[[nn.Parameter], Format]:
         policy, device = context.precision, context.device
         kept = kept_as_they_are(model)
         asked = self.config.wire_dtype or (policy.reduce_dtype if policy.reduce_dtype != torch.float32 else None)
@@ -277,6 +288,7 @@ class LowLevelZeroPlugin(Plugin):
                 device=device,
                 home=torch.device("cpu") if self.config.offloads else device,
                 is_trained=parameter.requires_grad,
+                copies=copies.get(id(parameter), ()),
             )
 
         return format_of

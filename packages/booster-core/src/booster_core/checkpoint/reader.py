@@ -57,7 +57,7 @@ class ShardReader:
         self._source = source
         self._stage_bytes = max(bucket_bytes // num_threads, 16)
         self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
+        self._pool = ThreadPoolExecutor(num_threads, "checkpoint reader") if num_threads > 1 else None
         self._stages: list[torch.Tensor] = []
         self._progress = progress
 

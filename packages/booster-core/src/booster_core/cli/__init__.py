@@ -1,4 +1,4 @@
-"""The ``booster`` command: one module of this package for each verb.
+"""The ``booster`` command: one module of this package for each verb, and those that other distributions bring.
 
 A verb's module defines ``command`` and says in the first line of its docstring what it does. It is imported only when
 its verb runs, so that ``booster --help`` and light verbs stay quick; modules whose names start with ``_`` are no verbs.
@@ -12,21 +12,25 @@ import pkgutil
 
 import click
 
+from booster_core.cli import _installed
+
 
 class _Verbs(click.Group):
-    """A group whose commands are the modules of this package."""
+    """A group whose commands are the modules of this package, and those of the group ``booster.commands``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the verbs, without importing them."""
         del ctx
-        return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+        return sorted({*_own_verbs(), *_installed.installed_verbs()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the module of a verb and return its command."""
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        command: click.Command = importlib.import_module(f"{__name__}.{cmd_name}").command
-        return command
+        """Import the module of a verb and return its command; core's own verbs are nobody else's to replace."""
+        del ctx
+        if cmd_name in _own_verbs():
+            command: click.Command = importlib.import_module(f"{__name__}.{cmd_name}").command
+            return command
+        entries = _installed.installed_verbs().get(cmd_name)
+        return None if entries is None else _installed.load(cmd_name, entries)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs with the first lines of their modules' docstrings, read without importing them."""
@@ -34,7 +38,13 @@ class _Verbs(click.Group):
             formatter.write_dl([(name, _summary(name)) for name in self.list_commands(ctx)])
 
 
+def _own_verbs() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
+
+
 def _summary(verb: str) -> str:
+    if verb not in _own_verbs():
+        return _installed.summary(_installed.installed_verbs()[verb])
     text = pkgutil.get_data(__name__, f"{verb}.py") or b""
     return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 

@@ -23,6 +23,7 @@ from booster_core.collectives.direct.operations import (
     SMALL_BYTES,
     SUMMED,
     AllGather,
+    AllToAll,
     Broadcast,
     LargeAllReduce,
     ReduceScatter,
@@ -42,12 +43,13 @@ __all__ = [
     "all_gather",
     "all_gather_object",
     "all_reduce",
+    "all_to_all",
     "broadcast",
     "reduce_scatter",
     "reduce_scatter_parts",
 ]
 
-_REDUCE_TAG, _GATHER_TAG = 7001, 7002
+_REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 7001, 7002, 7003
 """Tags of messages between two ranks, apart from the default 0 of what users send."""
 
 
@@ -204,6 +206,53 @@ def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None
         if own.numel():
             works.append(dist.isend(own, group=group, group_dst=receiver, tag=_GATHER_TAG))
     return Pending(works, keep=buffer)
+
+
+def all_to_all(
+    source: Tensor,
+    sent: Sequence[int],
+    out: Tensor,
+    received: Sequence[int],
+    group: ProcessGroup | None = None,
+) -> Pending:
+    """Start sending each rank its slice of a flat buffer, and receiving every rank's slice for this one.
+
+    Between ranks that have nothing for each other nothing travels, so this is also the way to pass something on to
+    one neighbour.
+
+    Args:
+        source: Shape ``(sent[-1],)``, contiguous, any dtype.
+        sent: Where the slice for each rank begins and ends in ``source``, one entry more than ranks.
+        out: Shape ``(received[-1],)``, contiguous, of the same dtype; apart from ``source``.
+        received: Where the slice of each rank begins and ends in ``out``; as long as that rank's ``sent`` says.
+        group: The ranks that take part; ``None`` for all.
+
+    Returns:
+        What to wait for before ``out`` is read and ``source`` is written.
+
+    Collective: every rank of ``group``, in the same order among calls of this module.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if source.device.type != "cpu" and size > 1:
+        return native.all_to_all(source, sent, out, received, group)
+    slices = [source[sent[peer] : sent[peer + 1]] for peer in range(size)]
+    outs = [out[received[peer] : received[peer + 1]] for peer in range(size)]
+    outs[rank].copy_(slices[rank])
+    if size == 1:
+        return Pending()
+    channel = channel_of(group)
+    if channel is not None:
+        exchanged = AllToAll(slices, outs)
+        channel.start(exchanged)
+        return Pending([exchanged])
+    works: list[Any] = []
+    for distance in range(1, size):
+        sender, receiver = (rank - distance) % size, (rank + distance) % size
+        if outs[sender].numel():
+            works.append(dist.irecv(outs[sender], group=group, group_src=sender, tag=_EXCHANGE_TAG))
+        if slices[receiver].numel():
+            works.append(dist.isend(slices[receiver], group=group, group_dst=receiver, tag=_EXCHANGE_TAG))
+    return Pending(works, keep=(source, out))
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: ProcessGroup | None = None) -> Pending:

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather by torch's own collectives, for devices whose backend has them."""
+"""Reduce-scatter, all-gather and all-to-all by torch's own collectives, for devices whose backend has them."""
 
 from __future__ import annotations
 
@@ -49,3 +49,12 @@ def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None
         slices = [buffer[start:stop] for start, stop in pairwise(bounds)]
         work = dist.all_gather(slices, own, group=group, async_op=True)
     return Pending([work], keep=buffer)
+
+
+def all_to_all(
+    source: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int], group: ProcessGroup | None
+) -> Pending:
+    """Start exchanging slices of flat buffers; see `booster_core.collectives.all_to_all`."""
+    out_lengths, source_lengths = ([stop - start for start, stop in pairwise(bounds)] for bounds in (received, sent))
+    work = dist.all_to_all_single(out, source, out_lengths, source_lengths, group=group, async_op=True)
+    return Pending([work], keep=(source, out))

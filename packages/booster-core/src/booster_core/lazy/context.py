@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +15,10 @@ from booster_core.lazy.substitutes import substitutes
 from booster_core.lazy.tensor import LazyTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
+    from torch import nn
     from typing_extensions import Self
 
 _OPEN: list[Recorder] = []
@@ -87,6 +89,31 @@ class LazyInitContext:
     ) -> None:
         self._stack.close()
         self.recorder.is_open = False
+
+
+@contextmanager
+def continued(model: nn.Module) -> Iterator[None]:
+    """Record what is added to a lazy model within the body, as if its context were open; for any other do nothing.
+
+    Collective: none.
+    """
+    recorders = {
+        id(tensor.lazy_recorder): tensor.lazy_recorder
+        for tensor in model.parameters()
+        if isinstance(tensor, LazyTensor)
+    }
+    if _OPEN or len(recorders) != 1:
+        yield
+        return
+    (recorder,) = recorders.values()
+    recorder.is_open = True
+    _OPEN.append(recorder)
+    try:
+        with substitutes(recorder), lazy_files(recorder), _Mode(recorder):
+            yield
+    finally:
+        _OPEN.clear()
+        recorder.is_open = False
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]

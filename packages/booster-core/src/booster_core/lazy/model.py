@@ -61,10 +61,15 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     return model
 
 
-def take_recording(model: nn.Module) -> Recording:
+def take_recording(model: nn.Module, device: torch.device | str = "meta") -> Recording:
     """Take a lazy model's recording out of it, for a strategy that decides itself where values go.
 
     Afterwards the model's lazy tensors are plain meta tensors, in the same objects.
+
+    Args:
+        model: The model.
+        device: Put them on another device than meta, with one element of memory each, for a strategy that keeps the
+            objects and changes their memory: meta tensors can't take other memory in place.
 
     Raises:
         LazyInitError: If the context is still open.
@@ -72,7 +77,7 @@ def take_recording(model: nn.Module) -> Recording:
     Collective: none.
     """
     recording = Recording(model)
-    recording.hollow()
+    recording.hollow(device)
     return recording
 
 
@@ -117,12 +122,16 @@ class Recording:
                 counts[name] += count
         return dict(counts)
 
-    def hollow(self) -> None:
-        """Turn the lazy tensors into meta tensors."""
+    def hollow(self, device: torch.device | str = "meta") -> None:
+        """Turn the lazy tensors into meta tensors, or into ones of a device with one element of memory each."""
         with loosened(self._model):
             for holder in self._holders:
                 ref = holder.ref
-                self._become(holder, torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype, device="meta"))
+                if torch.device(device).type == "meta":
+                    hollow = torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype, device="meta")
+                else:
+                    hollow = torch.zeros(1, dtype=ref.dtype, device=device).expand(ref.size)
+                self._become(holder, hollow)
 
     def place(
         self,
@@ -150,12 +159,20 @@ class Recording:
             with loosened(self._model):
                 recorder.finish([slot for owner, slot in by_slot if owner == key], hand_over)
 
-    def fill(self, shards: Iterable[TensorShard], device: torch.device | str | None = None) -> None:
+    def fill(
+        self,
+        shards: Iterable[TensorShard],
+        device: torch.device | str | None = None,
+        *,
+        at_hand: Callable[[TensorShard], None] | None = None,
+    ) -> None:
         """Write to each shard its part of the tensor that it names; give all others their values on a device.
 
         Args:
             shards: What this rank keeps; a tensor may have several shards. ``data`` may lie anywhere.
             device: Where all other lazy tensors of the model get their memory.
+            at_hand: Called before a shard is written to, for a strategy that has few shards in memory at a time: from
+                then until the next call, or the end, the shard's ``data`` must have its memory.
 
         Collective: none.
         """
@@ -165,16 +182,20 @@ class Recording:
 
         def write(name: str, value: Tensor) -> None:
             for shard in by_name[name]:
+                if at_hand is not None:
+                    at_hand(shard)
                 part = value[slices_of(shard.box)]
                 if shard.flat is None:
                     shard.data.detach().copy_(part)
                 else:
                     pack(part, *shard.flat, shard.data.detach())
 
-        self._read_directly(by_name)
+        self._read_directly(by_name, at_hand)
         self.place(write, by_name.keys(), device)
 
-    def _read_directly(self, by_name: dict[str, list[TensorShard]]) -> None:
+    def _read_directly(
+        self, by_name: dict[str, list[TensorShard]], at_hand: Callable[[TensorShard], None] | None
+    ) -> None:
         """Fill the shards of tensors that are a file's from their ranges of it, and take them off the lists."""
         for key, recorder in self._recorders.items():
             holders = [holder for holder in self._holders if id(holder.recorder) == key]
@@ -186,6 +207,8 @@ class Recording:
                     if name is not None and read is not None and _can_read(holder, read, by_name[name]):
                         with ShardReader(read.source(), _BUCKET_BYTES) as reader:
                             for shard in by_name.pop(name):
+                                if at_hand is not None:
+                                    at_hand(shard)
                                 reader.fill(shard, read.key)
                         self._holders.remove(holder)
 
@@ -221,5 +244,6 @@ class Recording:
 def _can_read(holder: Holder, read: FileRead, shards: list[TensorShard]) -> bool:
     """Return whether a tensor is a file's tensor as a whole, so that converting its parts converts it."""
     ref = holder.ref
-    is_whole = ref.size == read.meta.shape and ref.offset == 0 and holder.tensor.is_contiguous()
+    geometry = torch.empty_strided(ref.size, ref.stride, device="meta")
+    is_whole = ref.size == read.meta.shape and ref.offset == 0 and geometry.is_contiguous()
     return is_whole and all(ref.dtype in (read.meta.dtype, shard.dtype) for shard in shards)

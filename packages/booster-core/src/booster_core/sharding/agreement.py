@@ -10,6 +10,7 @@ from booster_core import collectives
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed import ProcessGroup
 
 
 def agree_on_values(model: nn.Module) -> None:
@@ -21,13 +22,13 @@ def agree_on_values(model: nn.Module) -> None:
         send_first(tensor.data)
 
 
-def send_first(tensor: torch.Tensor) -> None:
-    """Give every rank the first rank's values of a tensor of any strides.
+def send_first(tensor: torch.Tensor, group: ProcessGroup | None = None) -> None:
+    """Give every rank of a group (``None`` for all) the first rank's values of a tensor of any strides.
 
-    Collective: every rank of the world.
+    Collective: every rank of the group.
     """
     dense = tensor.contiguous()
     # Backends move numbers; truth values are bytes to them.
-    collectives.broadcast(dense.view(torch.uint8) if dense.dtype == torch.bool else dense).wait()
+    collectives.broadcast(dense.view(torch.uint8) if dense.dtype == torch.bool else dense, group).wait()
     if dense is not tensor:
         tensor.copy_(dense)

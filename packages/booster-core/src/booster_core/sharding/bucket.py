@@ -47,6 +47,8 @@ class Format:
         device: Where forward runs.
         home: Where the optimizer steps.
         is_trained: Whether the parameter required a gradient when it was laid out.
+        copies: The places of the model (stages of a pipeline) that hold a copy of the parameter each; empty where one
+            place has it. Buckets of the same copies must be laid out alike at each of the places.
     """
 
     working: torch.dtype
@@ -55,6 +57,7 @@ class Format:
     device: torch.device
     home: torch.device
     is_trained: bool
+    copies: tuple[int, ...] = ()
 
     @property
     def has_copy(self) -> bool:

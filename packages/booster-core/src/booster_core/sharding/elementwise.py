@@ -100,7 +100,8 @@ def _probed(optimizer: Optimizer) -> str:
     if not (torch.equal(together[0], alone) and torch.equal(together[1], also_alone)):
         msg = (
             f"The optimizer {type(optimizer).__qualname__} lets one parameter influence the update of another, "
-            "which needs all of them on every rank. Use plugin='ddp'."
+            "which needs all of them on every rank. If that is a clipping of its own, switch it off and let the plugin "
+            "clip (`max_norm`); else use plugin='ddp'."
         )
         raise ConfigError(msg)
     try:

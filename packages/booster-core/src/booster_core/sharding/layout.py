@@ -78,6 +78,10 @@ class Layout(Generic[BucketT]):
         """Return the bucket in which a parameter lies."""
         return next(bucket for bucket in self.buckets for slot in bucket.plan.slots if slot.index == index)
 
+    def format_of(self, index: int) -> Format:
+        """Return the format of a parameter."""
+        return self._formats[index]
+
     def rebuild(self, order: Sequence[int], states: Mapping[int, State]) -> dict[int, State]:
         """Lay all parameters out anew, and move values, gradients and optimizer state to their new owners.
 

@@ -176,10 +176,10 @@ class ShardedOptimizer(OptimizerWrapper):
             order: The parameters, in the order in which this rank's backward produced gradients.
             late: Those whose gradients came again after their bucket had left.
 
-        Collective: every rank of the shard group.
+        Collective: every rank that holds the same parameters.
         """
         del order
-        return {index for of_rank in collectives.all_gather_object(late) for index in of_rank}
+        return {index for of_rank in collectives.all_gather_object(late, self.ranks.holders) for index in of_rank}
 
     def lay_out_anew(self, order: Sequence[int]) -> None:
         """Move everything to the places that it has when parameters lie in another order.
@@ -215,15 +215,27 @@ class ShardedOptimizer(OptimizerWrapper):
             self._raise_for_unused([index for index, is_used in zip(indices, used, strict=True) if not is_used])
         changed = self._buffers.changed() if self._broadcast_buffers else []
         flags = torch.tensor([*used, *changed], dtype=torch.uint8, device=self._device())
-        flagged = collectives.all_reduce(flags, dist.ReduceOp.MAX)
+        flagged = collectives.all_reduce(flags, dist.ReduceOp.MAX, self.ranks.holders)
         if self.ranks.replica_group is not None:
             self._average_over_replicas(self.ranks.replica_group)
         flagged.wait()
         anywhere = flags.bool().tolist()
-        self._agreed = dict(zip(indices, anywhere[: len(indices)], strict=True))
+        self._agreed = self.join_copies(dict(zip(indices, anywhere[: len(indices)], strict=True)))
         self._changed_buffers = anywhere[len(indices) :]
         for bucket in self.layout.buckets:
             bucket.show_gradient(self._agreed)
+
+    def join_copies(self, used: dict[int, bool]) -> dict[int, bool]:
+        """Add up what other ranks than the holders have of the gradients, and return which parameters were used.
+
+        There are none, unless a strategy keeps copies of a parameter at several places of one model.
+
+        Args:
+            used: By parameter, whether any of its holders used it.
+
+        Collective: every rank of the strategy's mesh.
+        """
+        return used
 
     def _average_over_replicas(self, group: ProcessGroup) -> None:
         with contextlib.ExitStack() as stack:
@@ -374,7 +386,7 @@ class ShardedOptimizer(OptimizerWrapper):
             return
         for buffer, has_changed in zip(self._buffers.buffers().values(), self._changed_buffers, strict=True):
             if has_changed:
-                send_first(buffer)
+                send_first(buffer, self.ranks.holders)
         self._changed_buffers = []
         self._buffers.forget()
 

@@ -23,6 +23,8 @@ class ShardingRanks:
         shard_size: Their number.
         replica_group: The ranks that hold the same shard; ``None`` where there is one replica.
         replica_rank: This rank's index among them.
+        holders: The ranks that hold the same parameters, of all replicas; ``None`` for all ranks. Others may hold other
+            parameters, and reduce them at other times.
     """
 
     shard_group: ProcessGroup | None
@@ -30,6 +32,7 @@ class ShardingRanks:
     shard_size: int
     replica_group: ProcessGroup | None = None
     replica_rank: int = 0
+    holders: ProcessGroup | None = None
 
 
 def sharding_groups(world_size: int, replica_size: int) -> tuple[list[list[int]], list[list[int]]]:

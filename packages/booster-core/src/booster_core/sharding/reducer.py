@@ -116,8 +116,11 @@ class Reducer:
     # ---- rounds
 
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guarded(self, *, ends: bool = True) -> Iterator[None]:
         """Run one backward inside; it is a round unless paused, also where no gradient comes of it on this rank.
+
+        Args:
+            ends: Wait for the round. ``False`` leaves it open until `finish` is called.
 
         Collective: every rank of the shard group, unless paused.
         """
@@ -130,7 +133,7 @@ class Reducer:
             self._is_guarded = False
         if self.is_paused:
             self._has_local = True
-        else:
+        elif ends:
             self.finish()
 
     def settle(self) -> None:

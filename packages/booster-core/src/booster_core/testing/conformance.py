@@ -212,6 +212,11 @@ class PluginConformance:
             ConfigError, "not the model's", runs.boost_with_foreign_optimizer, self.world_size, self.training()
         )
 
+    def test_refuses_gradients_from_before_boost(self) -> None:
+        expect_on_ranks(
+            ConfigError, "gradients from before `boost`", runs.boost_with_gradients, self.world_size, self.training()
+        )
+
     def test_refuses_a_loss_that_is_no_scalar(self) -> None:
         expect_on_ranks(GradientError, "scalar", runs.backward_of_a_vector, self.world_size, self.training())
 

@@ -205,6 +205,15 @@ def boost_with_foreign_optimizer(training: Training) -> None:
     training.make_booster().boost(training.make_model(), training.make_optimizer(training.make_model()))
 
 
+def boost_with_gradients(training: Training) -> None:
+    """Boost a model between backward and step, on the last rank."""
+    booster, model = training.make_booster(), training.make_model()
+    optimizer = training.make_optimizer(model)
+    if DistCoordinator().is_last_process():
+        model(_tokens()).square().mean().backward()
+    booster.boost(model, optimizer)
+
+
 def backward_of_a_vector(training: Training) -> None:
     """Run backward from per-sample losses."""
     booster, model, optimizer = _boost(training)

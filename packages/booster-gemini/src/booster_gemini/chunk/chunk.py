@@ -24,7 +24,7 @@ from booster_gemini.chunk.state import ChunkState, check_transition
 from booster_gemini.memory.home import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
     from torch import Tensor, nn
 
@@ -46,7 +46,7 @@ class Chunk(HousedBucket):
         ranks: The ranks that share the chunk.
         pool: Lends memory for the whole.
         home: Keeps this rank's part.
-        takes_values: Take values from the parameters; without, all are zero at first.
+        valued: Numbers of the parameters whose values are taken; the others are zero at first.
 
     Attributes:
         pins: How many users there are that need the parameters to stay.
@@ -64,9 +64,9 @@ class Chunk(HousedBucket):
         *,
         pool: BufferPool,
         home: Home,
-        takes_values: bool,
+        valued: Container[int],
     ) -> None:
-        super().__init__(plan, parameters, format, ranks, home=home, takes_values=takes_values)
+        super().__init__(plan, parameters, format, ranks, home=home, valued=valued)
         self.state = ChunkState.SHARDED
         self.pins = 0
         self.stays = False

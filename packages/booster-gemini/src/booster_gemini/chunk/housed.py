@@ -15,10 +15,11 @@ import torch
 from booster_core.collectives import Pending
 from booster_core.sharding.bucket import ShardedBucket
 from booster_core.sharding.hosting import is_cut
+from booster_gemini.memory.disk import aligned_buffer
 from booster_gemini.memory.home import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Container, Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -41,7 +42,7 @@ class HousedBucket(ShardedBucket):
         format: Formats and places.
         ranks: The ranks that share the chunk.
         home: Keeps the blocks.
-        takes_values: Take values from the parameters; without, all are zero at first.
+        valued: Numbers of the parameters whose values are taken; the others are zero at first.
 
     Attributes:
         shard: This rank's slice in the working format; ``values`` itself where the optimizer updates that.
@@ -57,11 +58,11 @@ class HousedBucket(ShardedBucket):
         ranks: ShardingRanks,
         *,
         home: Home,
-        takes_values: bool,
+        valued: Container[int],
     ) -> None:
         length = plan.bounds[ranks.shard_rank + 1] - plan.bounds[ranks.shard_rank]
-        self.shard = torch.zeros(length, dtype=format.working, device=format.device)
-        values = torch.zeros(length, dtype=format.master, device=format.device) if format.has_copy else self.shard
+        self.shard = _zeros(length, format.working, format.device)
+        values = _zeros(length, format.master, format.device) if format.has_copy else self.shard
         super().__init__(plan, parameters, format, ranks, values)
         self.home = home
         self._number = next(_numbers)
@@ -72,10 +73,11 @@ class HousedBucket(ShardedBucket):
         self._packed: list[tuple[int, str, Tensor]] = []
         self._states: dict[int, State] = {}
         self._optim: Tensor | None = None
-        if takes_values:
-            for piece in self.pieces:
-                part = piece.parameter.data.reshape(-1)[piece.start : piece.stop]
-                piece.values.data.copy_(part.view(piece.values.shape))
+        taken = [piece for piece in self.pieces if piece.index in valued]
+        for piece in taken:
+            part = piece.parameter.data.reshape(-1)[piece.start : piece.stop]
+            piece.values.data.copy_(part.view(piece.values.shape))
+        if taken:
             self.take_up_values()
         self._add(Role.PARAM, self.shard)
         if format.has_copy and home.moves:
@@ -167,7 +169,7 @@ class HousedBucket(ShardedBucket):
 
     def make_gradient(self) -> Tensor:
         if self.gradient is None:
-            self.gradient = torch.zeros(self.values.numel(), dtype=self.format.master, device=self.format.device)
+            self.gradient = _zeros(self.values.numel(), self.format.master, self.format.device)
             self._add(Role.GRAD, self.gradient)
         self.has_gradient = True
         return self.gradient
@@ -256,7 +258,7 @@ class HousedBucket(ShardedBucket):
         starts = list(itertools.accumulate((_aligned(tensor) for tensor in tensors), initial=0))
         if not starts[-1]:
             return
-        block = torch.empty(starts[-1], dtype=torch.uint8, device=tensors[0].device)
+        block = _zeros(starts[-1], torch.uint8, tensors[0].device)
         for tensor, start in zip(tensors, starts, strict=False):
             _view(block, tensor, start).copy_(tensor)
         if Role.OPTIM in self._roles:
@@ -276,6 +278,14 @@ class HousedBucket(ShardedBucket):
             self._point(_placeholder(self.values) if flat is None else _view(flat, self.values, 0))
         for tensor, start in self._views:
             tensor.data = _placeholder(tensor) if flat is None else _view(flat, tensor, start)
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros whose memory goes back to the system as soon as they are gone, which a C library's heap may keep."""
+    if device.type != "cpu" or not numel:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    num_bytes = numel * dtype.itemsize
+    return aligned_buffer(num_bytes)[:num_bytes].view(dtype)
 
 
 def _aligned(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from booster_gemini.chunk.state import ChunkState
 from booster_gemini.chunk.timeline import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -38,6 +38,7 @@ class ChunkManager:
         max_prefetch: How many chunks are gathered ahead of their use.
         shard_param_frac: Fraction of the parameters whose chunks are released after use.
         home: Keeps the chunks' blocks.
+        lazy: Numbers of parameters that have no values yet.
 
     Attributes:
         parameters: By number.
@@ -57,6 +58,7 @@ class ChunkManager:
         max_prefetch: int,
         shard_param_frac: float,
         home: Home,
+        lazy: Container[int] = (),
     ) -> None:
         self.ranks = ranks
         self.home = home
@@ -77,8 +79,9 @@ class ChunkManager:
         self._ahead: dict[int, Chunk] = {}
         self._chunk_of: dict[int, Chunk] = {}
         self._number_of: dict[Chunk, int] = {}
+        valued = [index for index in self.parameters if index not in lazy]
         self.layout: Layout[Chunk] = Layout(
-            ranks, partial(self._make, takes_values=True), kind=kind, bucket_bytes=chunk_bytes
+            ranks, partial(self._make, valued=frozenset(valued)), kind=kind, bucket_bytes=chunk_bytes
         )
         self.layout.add(self.parameters, {i: format_of(parameter) for i, parameter in self.parameters.items()})
         self._enumerate()
@@ -90,7 +93,7 @@ class ChunkManager:
         format_: Format,
         ranks: ShardingRanks,
         *,
-        takes_values: bool,
+        valued: Container[int],
     ) -> Chunk:
         return Chunk(
             plan,
@@ -99,7 +102,7 @@ class ChunkManager:
             ranks,
             pool=self._pool,
             home=self.home,
-            takes_values=takes_values and not self._number_of,
+            valued=() if self._number_of else valued,  # chunks that are laid out anew are written to by the layout
         )
 
     def _enumerate(self) -> None:

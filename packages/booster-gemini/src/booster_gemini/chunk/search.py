@@ -23,13 +23,14 @@ _TOLERATED = 0.02
 """The part of all elements that may be wasted without looking for a larger size: larger chunks take more at once."""
 
 
-def search_chunk_numel(numels: Sequence[int], world_size: int, min_numel: int) -> int:
+def search_chunk_numel(numels: Sequence[int], world_size: int, min_numel: int, max_numel: int | None = None) -> int:
     """Return the number of elements per chunk that wastes least.
 
     Args:
         numels: Elements of each parameter, in the order in which they are to lie.
         world_size: Ranks that share each chunk.
         min_numel: The smallest chunk; the largest that is tried has four times as many.
+        max_numel: Nothing larger is tried, where memory allows no more; it comes before ``min_numel``.
 
     Returns:
         The smallest size that wastes next to nothing; where there is none, the one that wastes least.
@@ -37,6 +38,9 @@ def search_chunk_numel(numels: Sequence[int], world_size: int, min_numel: int) -
     Collective: none.
     """
     span = (_LARGEST - 1) * min_numel
+    if max_numel is not None:
+        min_numel = min(min_numel, max_numel)
+        span = min(span, max_numel - min_numel)
     sizes = sorted({min_numel + span * step // _CANDIDATES for step in range(_CANDIDATES + 1)})
     wasted = {size: wasted_numel(numels, world_size, size) for size in sizes}
     good = [size for size in sizes if wasted[size] <= _TOLERATED * sum(numels)]

@@ -177,6 +177,8 @@ class DiskStore:
         return Transfer([self._pool.submit(part, start) for start in starts], keep=buffer)
 
     def _write(self, offset: int, view: memoryview) -> None:
+        if hasattr(os, "posix_fallocate") and os.fstat(self._file).st_size < offset + len(view):
+            raise OffloadError(self._cut("written", offset, len(view)))  # it would be long again, and empty
         position = 0
         while position < len(view):
             try:
@@ -197,12 +199,14 @@ class DiskStore:
             except OSError as cause:
                 raise OffloadError(self._trouble("read", offset, len(view), cause.strerror)) from cause
             if count == 0:
-                size = os.fstat(self._file).st_size
-                reason = f"the file ends at byte {size}, so somebody has cut it"
-                raise OffloadError(self._trouble("read", offset, len(view), reason))
+                raise OffloadError(self._cut("read", offset, len(view)))
             position += count
         with self._lock:
             self.bytes_read += len(view)
+
+    def _cut(self, what: str, offset: int, length: int) -> str:
+        reason = f"the file ends at byte {os.fstat(self._file).st_size}, so somebody has cut it"
+        return self._trouble(what, offset, length, reason)
 
     def _trouble(self, what: str, offset: int, length: int, reason: str | None) -> str:
         return (

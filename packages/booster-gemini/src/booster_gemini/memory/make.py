@@ -17,9 +17,18 @@ from booster_gemini.placement.policy import PlacementPolicy
 from booster_gemini.placement.static import StaticPlacement
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from booster_core.plugin import BoostContext
+    from booster_core.sharding.bucket import Format
     from booster_gemini.config import GeminiConfig
     from booster_gemini.memory.home import Home
+
+_CHUNKS_AT_ONCE = 3
+"""One that is computed with, one that comes, one that goes."""
+
+_STATES = 2
+"""Elementwise states that an optimizer is taken to keep of each element, as Adam does."""
 
 
 def make_home(config: GeminiConfig, context: BoostContext) -> Home:
@@ -44,6 +53,34 @@ def make_home(config: GeminiConfig, context: BoostContext) -> Home:
     context.coordinator.raise_together(error)
     assert home is not None, "what was not made has raised"
     return home
+
+
+def most_chunk_numel(config: GeminiConfig, formats: Iterable[Format], shard_size: int) -> int | None:
+    """Return how many elements a chunk may have so that a budget holds what moving beside computing needs.
+
+    That is the state of three chunks, one that is stepped on, one that comes and one that goes, and three whole ones.
+
+    Args:
+        config: Options.
+        formats: Formats of the model's parameters.
+        shard_size: Ranks that share each chunk.
+
+    Returns:
+        ``None`` where no budget was given.
+
+    Collective: none.
+    """
+    budget = config.memory_budget_bytes
+    if budget is None:
+        return None
+    needed = 1
+    for format_ in formats:
+        working, master = format_.working.itemsize, format_.master.itemsize
+        state = working + (master if format_.has_copy else 0)
+        if format_.is_trained:
+            state += (1 + _STATES) * master
+        needed = max(needed, -(-state // shard_size) + (working if shard_size > 1 else 0))
+    return max(budget // (_CHUNKS_AT_ONCE * needed), 1)
 
 
 def _make(config: GeminiConfig, context: BoostContext) -> Home:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from booster_gemini.placement.policy import Moves, PlacementPolicy
 
 
+_MOST_LEAVING = 4
+"""Blocks that are being written out at once where no budget says how much memory they may go on taking."""
+
+
 @dataclass(eq=False)
 class _Block:
     """One block.
@@ -334,6 +338,8 @@ class TieredHome:
         lower = self.rooms[1] if len(self.rooms) > 1 and block.room is self.rooms[0] else None
         if lower is None and self.store is None:
             return
+        if block.room.budget_bytes is None:
+            self._bound_leaving(_MOST_LEAVING - 1)
         self._unbind(block)
         if not block.has_values or block.is_saved:
             self._drop(block)
@@ -377,6 +383,12 @@ class TieredHome:
         block.is_saved = True
         self._drop(block)
 
+    def _bound_leaving(self, most: int) -> None:
+        """Wait until at most so many blocks are leaving, the least recently used first."""
+        leaving = [block for block in self._blocks.values() if block.going is not None]
+        for block in sorted(leaving, key=lambda block: block.last_use)[: max(len(leaving) - most, 0)]:
+            self._finish_leaving(block)
+
     def _collect(self) -> None:
         """Take the memory of blocks that have left."""
         for block in self._blocks.values():
@@ -403,6 +415,19 @@ class TieredHome:
             self._send_away(block)
             if block.going is not None:
                 self._finish_leaving(block)
+        early = [b for b in self._blocks.values() if b.room is room and b.coming is not None and not b.users]
+        for block in sorted(early, key=self._recorder.soonness(lambda block: block.last_use)):
+            if room.has(num_bytes):
+                return
+            self._turn_back(block)
+
+    def _turn_back(self, block: _Block) -> None:
+        """Give up a read that was begun early; the disk still has the values."""
+        assert block.coming is not None, "asked for one that is being read"
+        coming, block.coming = block.coming, None
+        coming.abandon()
+        self._unbind(block)
+        self._drop(block)
 
     def _empty(self, block: _Block) -> None:
         """Give up a block's buffers."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.trace import named_arguments
+from booster_hybrid.pipeline.trace import call_with, named_arguments, taken_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,6 +90,39 @@ def share_layers(num_layers: int, num_stages: int, asked: Sequence[int] | None =
     return [StageRange(stage, edges[stage], edges[stage + 1], num_layers) for stage in range(num_stages)]
 
 
+def held_modules(modules: Mapping[str, nn.Module], trace: Trace, stages: Sequence[StageRange]) -> set[str]:
+    """Return the names of the modules whose own parameters are needed in some stages.
+
+    Args:
+        modules: The model's modules by name.
+        trace: What a dry run of it has seen; a module that was not called is needed everywhere.
+        stages: The stages.
+
+    Collective: none.
+    """
+    elsewhere = {
+        layer.name
+        for position, layer in enumerate(trace.layers)
+        if not any(stage.first <= position < stage.last for stage in stages)
+    }
+    held = set()
+    for name in modules:
+        uses = trace.uses.get(name)
+        if uses is not None:
+            if not uses or any(stage.uses(uses) for stage in stages):
+                held.add(name)
+        elif not any(part in elsewhere for part in _prefixes(name)):
+            held.add(name)
+    return held
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield a module's name and those of the modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
 class _StageEndError(Exception):
     """Ends a forward at the first layer after a stage, with what the stage sends."""
 
@@ -109,10 +142,12 @@ class StagedModel:
 
     Attributes:
         hollow: Names of the parameters that are not here.
+        forward: What runs the model: itself, unless something is set that puts its number formats around it.
     """
 
     def __init__(self, model: nn.Module, trace: Trace, stages: Sequence[StageRange]) -> None:
         self._model = model
+        self.forward: Callable[..., Any] = model
         self._trace = trace
         self._active: StageRange | None = None
         self._received: Mapping[str, Tensor] = {}
@@ -130,33 +165,15 @@ class StagedModel:
 
     def _hollow(self, modules: Mapping[str, nn.Module]) -> list[str]:
         """Give back the memory of parameters that no stage here uses, and return their names."""
-        elsewhere = [layer.name for position, layer in enumerate(self._trace.layers) if not self._holds(position)]
-        elsewhere += [
-            name
-            for name, uses in self._trace.uses.items()
-            if uses and not any(stage.uses(uses) for stage in self.stages.values())
-        ]
-        kept: set[int] = set()
+        held = held_modules(modules, self._trace, [*self.stages.values()])
+        kept = {id(parameter) for name in held for parameter in modules[name].parameters(recurse=False)}
         gone = []
-        layer_names = {layer.name for layer in self._trace.layers}
-        owners = [
-            (name, module) for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))
-        ]
-
-        def is_elsewhere(name: str) -> bool:
-            if name in self._trace.uses:
-                return name in elsewhere
-            return any(name == each or name.startswith(f"{each}.") for each in elsewhere if each in layer_names)
-
-        for name, module in owners:
-            if not is_elsewhere(name):
-                kept.update(id(parameter) for parameter in module.parameters(recurse=False))
-        for name, module in owners:
-            if is_elsewhere(name):
+        for name, module in modules.items():
+            if name not in held:
                 for key, parameter in list(module.named_parameters(recurse=False)):
                     if id(parameter) in kept:
                         continue
-                    gone.append(f"{name}.{key}")
+                    gone.append(f"{name}.{key}" if name else key)
                     empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
                     del module._parameters[key]  # noqa: SLF001 - the only way to leave a plain tensor in its place
                     object.__setattr__(module, key, empty)
@@ -177,11 +194,11 @@ class StagedModel:
         finally:
             self._active, self._received = before
 
-    def run(self, batch: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    def run(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
         """Run the active stage.
 
         Args:
-            batch: Keyword arguments of the model's forward.
+            batch: As the data loader yields it; see `call_with` and `taken_by` in `booster_hybrid.pipeline.trace`.
 
         Returns:
             The model's outputs on the last stage, else ``None``; and what the next stage has to get, by name.
@@ -189,17 +206,28 @@ class StagedModel:
         Collective: as the model's own forward.
         """
         try:
-            return self._model(**batch), {}
+            return call_with(self.forward, taken_by(self._model, batch)), {}
         except _StageEndError as end:
             return None, end.payload
 
     def call_layer(
         self, forward: Callable[..., Any], position: int, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Do what a layer does in the active stage; without one, what it always does."""
+        """Do what a layer does in the active stage.
+
+        Raises:
+            ConfigError: If no stage is active, and this rank lacks some of the layers.
+        """
         stage = self._active
         if stage is None:
-            return forward(*args, **kwargs)
+            if not self.hollow:
+                return forward(*args, **kwargs)
+            msg = (
+                f"{type(self._model).__name__} is cut into pipeline stages, of which this rank has only some, so that "
+                "it can't be called by itself. Run batches through `booster.execute_pipeline`; it evaluates where it "
+                "is given no optimizer."
+            )
+            raise ConfigError(msg)
         if position < stage.first:
             first = args[0] if args else next(iter(kwargs.values()))
             return first if layer.returned is None else (first, *(None for _ in range(layer.returned - 1)))

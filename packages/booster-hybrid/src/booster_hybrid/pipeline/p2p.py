@@ -4,6 +4,8 @@ Each message is a header that says which tensors follow, with their shapes, and 
 arrive in the order in which they were sent, which both know from the schedule; so a rank asks for them in that order,
 one ahead of what it needs, and nothing has to be labelled. Each direction has a process group of its own: on devices a
 group works off its messages one by one, and two ranks that send to each other through one would wait for each other.
+
+A rank that has failed sends headers that say so in place of what it owes, so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,36 @@ if TYPE_CHECKING:
 _MOST_DIMS = 8
 _FIELDS = 4 + _MOST_DIMS
 """Header entries for each tensor: present, differentiable, dtype, number of dimensions, sizes."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.complex64,
+)
+
+
+class Sent:
+    """A message on its way; `Link.release` lets go of it.
+
+    Args:
+        parts: What to wait for, with the tensor that it reads.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Any, Tensor]]) -> None:
+        self._parts: deque[tuple[Any, Tensor]] = deque(parts)
+
+    def finish(self) -> None:
+        """Return once the message has left, and keep its tensors alive no longer.
+
+        Collective: none.
+        """
+        while self._parts:
+            work, _ = self._parts.popleft()
+            work.wait()
 
 
 class Link:
@@ -49,40 +80,51 @@ class Link:
     ) -> None:
         self._names, self._ranks, self._index, self._device = list(names), ranks, index, device
         self._upward, self._downward = upward, downward
-        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._sent: dict[Sent, None] = {}
         self._headers: dict[int, deque[tuple[Any, Tensor]]] = {}
 
-    def send(self, tensors: Mapping[str, Tensor], to: int) -> None:
-        """Start sending tensors; they must not be changed before `finish`.
+    def send(self, tensors: Mapping[str, Tensor] | None, to: int) -> Sent:
+        """Start sending tensors; they must not be changed before `release` or `finish`.
 
         Args:
-            tensors: By name; of each, whether it requires a gradient is told as well.
+            tensors: By name; of each, whether it requires a gradient is told as well. ``None`` tells that this rank
+                has failed.
             to: Position of the receiver.
 
         Collective: the receiver must `receive`.
         """
-        header = torch.zeros(len(self._names), _FIELDS, dtype=torch.int64)
-        for row, name in zip(header, self._names, strict=True):
-            tensor = tensors.get(name)
+        given = tensors or {}
+        header = torch.zeros(1 + len(self._names), _FIELDS, dtype=torch.int64)
+        header[0, 0] = tensors is None
+        for row, name in zip(header[1:], self._names, strict=True):
+            tensor = given.get(name)
             if tensor is not None:
                 row[0], row[1], row[2], row[3] = 1, tensor.requires_grad, _DTYPES.index(tensor.dtype), tensor.dim()
                 row[4 : 4 + tensor.dim()] = torch.tensor(tensor.shape)
-        self._start(header.to(self._device), to)
-        for name in self._names:
-            if name in tensors and tensors[name].numel():
-                self._start(tensors[name].detach().contiguous(), to)
+        parts = [self._start(header.to(self._device), to)]
+        parts += [
+            self._start(given[name].detach().contiguous(), to)
+            for name in self._names
+            if name in given and given[name].numel()
+        ]
+        sent = Sent(parts)
+        self._sent[sent] = None
+        return sent
 
     def expect(self, sender: int) -> None:
         """Ask for the header of the next message from a rank, so that it travels while something else is done.
 
         Collective: none.
         """
-        header = torch.empty(len(self._names), _FIELDS, dtype=torch.int64, device=self._device)
+        header = torch.empty(1 + len(self._names), _FIELDS, dtype=torch.int64, device=self._device)
         work = dist.irecv(header, src=self._ranks[sender], group=self._group(sender, self._index))
         self._headers.setdefault(sender, deque()).append((work, header))
 
-    def receive(self, sender: int) -> dict[str, Tensor]:
+    def receive(self, sender: int) -> dict[str, Tensor] | None:
         """Return the next message from a rank; differentiable tensors come as leaves that require a gradient.
+
+        Returns:
+            The tensors by name; ``None`` where the sender, or a rank that it waits for, has failed.
 
         Collective: the sender must `send`.
         """
@@ -90,11 +132,12 @@ class Link:
             self.expect(sender)
         work, header = self._headers[sender].popleft()
         work.wait()
+        (has_failed, *_), *rows = header.tolist()
+        if has_failed:
+            return None
         tensors: dict[str, tuple[Tensor, bool]] = {}
         works: list[Any] = []
-        for name, (is_present, is_differentiable, dtype, num_dims, *sizes) in zip(
-            self._names, header.tolist(), strict=True
-        ):
+        for name, (is_present, is_differentiable, dtype, num_dims, *sizes) in zip(self._names, rows, strict=True):
             if is_present:
                 tensor = torch.empty(sizes[:num_dims], dtype=_DTYPES[dtype], device=self._device)
                 if tensor.numel():
@@ -105,18 +148,25 @@ class Link:
             each.wait()
         return {name: tensor.requires_grad_(needs) for name, (tensor, needs) in tensors.items()}
 
+    def release(self, sent: Sent) -> None:
+        """Return once a message has left, and keep its tensors alive no longer.
+
+        Collective: none.
+        """
+        self._sent.pop(sent, None)
+        sent.finish()
+
     def finish(self) -> None:
         """Return once everything that was sent has left.
 
         Collective: none.
         """
-        while self._sent:
-            work, _ = self._sent.popleft()
-            work.wait()
+        for sent in [*self._sent]:
+            self.release(sent)
 
-    def _start(self, tensor: Tensor, to: int) -> None:
+    def _start(self, tensor: Tensor, to: int) -> tuple[Any, Tensor]:
         group = self._group(self._index, to)
-        self._sent.append((dist.isend(tensor, dst=self._ranks[to], group=group), tensor))
+        return dist.isend(tensor, dst=self._ranks[to], group=group), tensor
 
     def _group(self, sender: int, receiver: int) -> ProcessGroup:
         return self._upward if sender < receiver else self._downward

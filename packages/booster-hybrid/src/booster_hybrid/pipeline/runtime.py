@@ -11,13 +11,14 @@ from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.schedule import Action, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.p2p import Link
     from booster_hybrid.pipeline.schedule import Schedule
+    from booster_hybrid.pipeline.weight_gradients import PendingGradients, SplitBackward
 
 
 class PipelineRun:
@@ -34,10 +35,12 @@ class PipelineRun:
         backward: Called with tensors, their gradients (``None`` for a loss), and whether this is the rank's last
             backward of the batch; ``None`` evaluates.
         keeps_outputs: Whether the outputs of the last stage are kept.
+        split: Lets weight gradients wait where the schedule splits backward; ``None`` computes them with the inputs'.
 
     Attributes:
         losses: The weighted loss of each microbatch, on the rank of the last stage.
         outputs: The outputs of each microbatch, there.
+        peak_live: The largest number of forwards whose activations were kept for backward at one time.
     """
 
     def __init__(
@@ -52,17 +55,21 @@ class PipelineRun:
         backward: Callable[[Sequence[Tensor], Sequence[Tensor | None], bool], None] | None,
         *,
         keeps_outputs: bool = False,
+        split: SplitBackward | None = None,
     ) -> None:
         self._staged, self._schedule, self._index, self._link = staged, schedule, index, link
         self._microbatches, self._weights, self._criterion = microbatches, weights, criterion
         self._backward, self._keeps_outputs = backward, keeps_outputs
+        self._split = split if backward is not None and schedule.is_split else None
         self._received: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._produced: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._local: dict[tuple[Work, int, int], dict[str, Tensor]] = {}
         self._inbox = {sender: self._messages_from(sender) for sender in range(schedule.placement.num_ranks)}
         self._arrived: dict[tuple[Work, int, int], dict[str, Tensor]] = {}
+        self._pending: dict[tuple[int, int], PendingGradients] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
+        self.peak_live = 0
 
     def run(self) -> None:
         """Do this rank's part of the batch.
@@ -74,11 +81,15 @@ class PipelineRun:
         for action in actions:
             if action.work is Work.FORWARD:
                 self._run_forward(action)
+            elif action.work is Work.BACKWARD_WEIGHT:
+                self._run_weights(action, is_last=action == backwards[-1])
             else:
                 self._run_backward(action, is_last=action == backwards[-1])
         self._link.finish()
 
     def _is_due(self, action: Action) -> bool:
+        if action.work is Work.BACKWARD_WEIGHT and self._split is None:
+            return False
         return self._backward is not None or action.work is Work.FORWARD
 
     def _run_forward(self, action: Action) -> None:
@@ -87,7 +98,9 @@ class PipelineRun:
         batch = self._microbatches[microbatch]
         received = {} if stage == 0 else self._take(Work.FORWARD, stage - 1, microbatch)
         context = torch.no_grad() if self._backward is None else contextlib.nullcontext()
-        with context, self._staged.activated(stage, received):
+        if self._split is not None:
+            self._pending[key] = self._split.begin(stage)
+        with context, self._acting_for(key, received):
             outputs, payload = self._staged.run(batch)
             if stage == self._schedule.placement.num_stages - 1:
                 loss = self._checked(self._criterion(outputs, batch)) * self._weights[microbatch]
@@ -97,8 +110,18 @@ class PipelineRun:
                     self.outputs[microbatch] = outputs
         if self._backward is not None:
             self._received[key], self._produced[key] = received, payload
+            self.peak_live = max(self.peak_live, len(self._produced.keys() | self._pending.keys()))
         if stage < self._schedule.placement.num_stages - 1:
             self._give(Work.FORWARD, stage, microbatch, stage + 1, payload)
+
+    @contextlib.contextmanager
+    def _acting_for(self, key: tuple[int, int], received: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model act for a stage and a microbatch, in forward and where backward computes layers anew."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._staged.activated(key[0], received))
+            if self._split is not None and key in self._pending:
+                stack.enter_context(self._split.using(self._pending[key]))
+            yield
 
     def _run_backward(self, action: Action, *, is_last: bool) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -112,11 +135,17 @@ class PipelineRun:
             tensors = [produced[name] for name in names]
             gradients = [arrived[name] for name in names]  # type: ignore[misc]
         if self._backward is not None:
-            with self._staged.activated(stage, received):  # layers that are computed anew ask for what was received
+            pending = self._pending.get(key)
+            with self._acting_for(key, received), contextlib.nullcontext() if pending is None else pending.opened():
                 self._backward(tensors, gradients, is_last)
         if stage > 0:
             answer = {name: tensor.grad for name, tensor in received.items() if tensor.grad is not None}
             self._give(Work.BACKWARD, stage, microbatch, stage - 1, answer)
+
+    def _run_weights(self, action: Action, *, is_last: bool) -> None:
+        roots = self._pending.pop((action.stage, action.microbatch)).roots()
+        if self._backward is not None:
+            self._backward(roots, [torch.zeros_like(root) for root in roots], is_last)
 
     def _give(self, work: Work, stage: int, microbatch: int, to_stage: int, tensors: Mapping[str, Tensor]) -> None:
         to = self._schedule.placement.rank_of(to_stage)

@@ -116,6 +116,11 @@ class Schedule:
         return [event.action for event in self.events[rank]]
 
     @property
+    def is_split(self) -> bool:
+        """Whether gradients of weights are computed apart from those of inputs."""
+        return any(event.action.work is Work.BACKWARD_WEIGHT for event in self.events[0])
+
+    @property
     def duration(self) -> float:
         """Time of the batch, in the time of one stage's forward."""
         return max(event.stop for events in self.events for event in events)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,49 @@ def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: M
     return named
 
 
+def call_with(function: Callable[..., Any], batch: Any) -> Any:
+    """Call a model with a batch as its data loader yields it.
+
+    Args:
+        function: The model, or its forward.
+        batch: A mapping becomes keyword arguments, a list or tuple positional ones; anything else is the one argument.
+
+    Collective: as the function.
+    """
+    if isinstance(batch, Mapping):
+        return function(**batch)
+    if isinstance(batch, (list, tuple)):
+        return function(*batch)
+    return function(batch)
+
+
+def taken_by(model: nn.Module, batch: Any) -> Any:
+    """Return a batch without the entries that a model's forward does not take: those are for the criterion alone.
+
+    Args:
+        model: The user's model.
+        batch: A batch; only mappings have entries that may be left out.
+    """
+    if not isinstance(batch, Mapping):
+        return batch
+    parameters = inspect.signature(model.forward).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return batch
+    return {name: value for name, value in batch.items() if name in parameters}
+
+
 def is_carried(value: Any) -> bool:
     """Return whether an argument has to come from the stage before: it has a gradient."""
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def trace_layers(model: nn.Module, lists: Sequence[str], batch: Mapping[str, Any]) -> Trace:
+def trace_layers(model: nn.Module, lists: Sequence[str], batch: Any) -> Trace:
     """Run a model dry.
 
     Args:
         model: The whole model.
         lists: Names of its lists of layers; those that it lacks are passed over.
-        batch: Keyword arguments of its forward.
+        batch: As its data loader yields it; see `call_with` and `taken_by`.
 
     Raises:
         ConfigError: If there is no list of layers, or a layer is called more than once.
@@ -100,7 +132,7 @@ def trace_layers(model: nn.Module, lists: Sequence[str], batch: Mapping[str, Any
     recorder = _Recorder(modules, layers, found)
     recorder.watch()
     try:
-        _run_dry(model, batch, recorder)
+        _run_dry(model, taken_by(model, batch), recorder)
     finally:
         recorder.close()
     return recorder.trace()
@@ -170,15 +202,20 @@ class _Recorder:
         self._uses[name].append(len(self._calls))
 
 
-def _run_dry(model: nn.Module, batch: Mapping[str, Any], recorder: _Recorder) -> None:
+def _run_dry(model: nn.Module, batch: Any, recorder: _Recorder) -> None:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
             with FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
-                arguments = pytree.tree_map_only(torch.Tensor, mode.from_tensor, dict(batch))
-                torch.func.functional_call(model, _stand_ins(model, mode.from_tensor), kwargs=arguments)
+                arguments = pytree.tree_map_only(torch.Tensor, mode.from_tensor, batch)
+                call_with(_with_stand_ins(model, mode.from_tensor), arguments)
         except Exception:  # noqa: BLE001 - a value was asked for, which only a real run has
             recorder.restart()
-            torch.func.functional_call(model, _stand_ins(model, torch.Tensor.detach), kwargs=dict(batch))
+            call_with(_with_stand_ins(model, torch.Tensor.detach), batch)
+
+
+def _with_stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    tensors = _stand_ins(model, make)
+    return lambda *args, **kwargs: torch.func.functional_call(model, tensors, args, kwargs)
 
 
 def _stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -27,14 +27,18 @@ def matches(pattern: str, name: str) -> bool:
     """Return whether a dotted name fits a rule's pattern.
 
     Args:
-        pattern: Such as ``"layers.*.mlp"`` or ``"**.mlp"``.
+        pattern: Such as ``"layers.*.mlp"``, ``"**.mlp"`` or ``"language_model.**.mlp"``.
         name: Such as ``"layers.3.mlp"``.
     """
-    ours, theirs = pattern.split("."), name.split(".")
+    return _fits(pattern.split("."), name.split("."))
+
+
+def _fits(ours: list[str], theirs: list[str]) -> bool:
+    if not ours:
+        return not theirs
     if ours[0] == "**":
-        ours = ours[1:]
-        theirs = theirs[max(len(theirs) - len(ours), 0) :]
-    return len(ours) == len(theirs) and all(one in ("*", other) for one, other in zip(ours, theirs, strict=True))
+        return any(_fits(ours[1:], theirs[start:]) for start in range(len(theirs) + 1))
+    return bool(theirs) and ours[0] in ("*", theirs[0]) and _fits(ours[1:], theirs[1:])
 
 
 class Style(enum.Enum):
@@ -58,6 +62,8 @@ class Style(enum.Enum):
     """A module or parameter is whole on every rank, but works on split activations: its gradients are summed."""
     PARAMETER = "parameter"
     """A parameter outside of a linear layer is cut along the rule's ``dim``; nothing is communicated."""
+    ARGUMENT = "argument"
+    """A module is called with tensors that have a part for each unit (head), named by the rule: it gets its own."""
 
 
 @dataclass(frozen=True)
@@ -65,28 +71,46 @@ class ModuleRule:
     """How the modules (or parameters) of a pattern are split.
 
     Args:
-        pattern: Name of a module or parameter; ``*`` stands for one component, such as a layer's number, and a leading
-            ``**`` for any number of them.
+        pattern: Name of a module or parameter; ``*`` stands for one component, such as a layer's number, and ``**``
+            for any number of them.
         style: How it is split.
         units: Where the split dimension must not be cut: the name of a field of the model's configuration, or of an
             attribute of the module's parent, that holds the number of its indivisible parts (heads), or that number.
             ``None`` cuts anywhere.
+        groups: What counts the groups of units that need the same key/value head, as ``units`` does; ``None`` where
+            each unit is a group. A group is left on one rank where there are as many groups as ranks, else the units of
+            a group go to several.
+        is_shared: The units may lie on several ranks, where there are fewer groups than ranks: keys and values. Their
+            gradients are summed.
         num_blocks: Equal blocks of which the split dimension consists, such as 3 for fused q/k/v.
+        blocks: The units of each block, where they differ: queries first, and then keys and values, which are shared
+            as ``is_shared`` says. Stands for ``units`` and ``num_blocks``.
         scaled: Attributes of the module's parent that count what is split (``"num_heads"``), to be set to what is
             here.
+        dividing: Such attributes by which the parent's forward divides a whole width to find that of one unit, which
+            must not change.
+        per_group: Attributes of the module's parent, if it has them, that count the units of a group.
         shares_input: Whether the layer may read the same input as its column-parallel siblings, and share a sum.
         is_optional: Whether a model without such a module is fine.
         dim: For `Style.PARAMETER`: the dimension to cut, which may be negative.
+        arguments: For `Style.ARGUMENT`: names of the tensors, whose second dimension counts units, or the first of a
+            three-dimensional one with all samples' units in a row.
     """
 
     pattern: str
     style: Style
     units: str | int | None = None
+    groups: str | int | None = None
+    is_shared: bool = False
     num_blocks: int = 1
+    blocks: tuple[str | int, ...] = ()
     scaled: tuple[str, ...] = ()
+    dividing: tuple[str, ...] = ()
+    per_group: tuple[str, ...] = ()
     shares_input: bool = True
     is_optional: bool = False
     dim: int = 0
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

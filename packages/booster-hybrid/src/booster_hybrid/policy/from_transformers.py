@@ -24,6 +24,7 @@ _STYLES = {
     "embedding_rowwise": Style.VOCABULARY,
 }
 _ATTENTION = ("attn", "attention")
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
 
 
 def read_plan(model: nn.Module) -> ShardingPolicy | None:
@@ -39,7 +40,7 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
     if not plan or not any("layers" in pattern or "." in pattern for pattern in plan):
         return None
     config: Any = getattr(model, "config", None)
-    heads = "num_key_value_heads" if getattr(config, "num_key_value_heads", None) else "num_attention_heads"
+    has_groups = bool(getattr(config, "num_key_value_heads", None))
     parameters = {name for name, _ in model.named_parameters()}
     rules = vocabulary_rules(model, Style.HEAD)
     for pattern, text in plan.items():
@@ -56,11 +57,21 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
         dim = -1 if style is Style.ROW else -2
         if is_parameter:  # (experts, outputs, inputs)
             style = Style.PARAMETER
+        counts: dict[str, Any] = {}
+        if in_attention and style in (Style.COLUMN, Style.ROW):
+            name = pattern.rpartition(".")[2]
+            is_shared = has_groups and name in _KEYS_AND_VALUES
+            counts = {
+                "units": "num_key_value_heads" if is_shared else "num_attention_heads",
+                "groups": "num_key_value_heads" if has_groups else None,
+                "is_shared": is_shared,
+                "per_group": () if is_shared or not has_groups else ("num_key_value_groups",),
+            }
         rules.append(
             ModuleRule(
                 pattern,
                 style,
-                units=heads if in_attention and style is not Style.SUMMED_GRADIENT else None,
+                **counts,
                 num_blocks=2 if text == "packed_colwise" else 1,
                 is_optional=True,  # one plan serves all heads and depths of a family
                 dim=dim,

@@ -6,16 +6,17 @@ Families without a plan have a small module here, named after transformers' ``mo
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
-from booster_hybrid.policy.base import ShardingPolicy
+from booster_hybrid.policy.base import ModuleRule, ShardingPolicy
 from booster_hybrid.policy.from_transformers import read_plan, vocabulary_rules
 
 if TYPE_CHECKING:
     from torch import nn
 
-FAMILIES = ("bert", "gpt2", "gptj", "opt", "sam", "t5", "vit", "whisper")
+FAMILIES = ("bert", "blip_2", "bloom", "falcon", "gpt2", "gptj", "opt", "sam", "t5", "vit", "whisper")
 
 
 def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, hooks: Any = None) -> ShardingPolicy:
@@ -49,8 +50,28 @@ def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, ho
 
 
 def _own(model: nn.Module) -> ShardingPolicy | None:
-    family = getattr(getattr(model, "config", None), "model_type", None)
+    """Return the policy of a family that has a module here; ``None`` for others."""
+    config: Any = getattr(model, "config", None)
+    family = str(getattr(config, "model_type", None)).replace("-", "_")
     if family not in FAMILIES:
         return None
-    module = importlib.import_module(f"booster_hybrid.policy.{family}")
-    return ShardingPolicy(rules=(*vocabulary_rules(model, module.HEAD), *module.RULES), layers=module.LAYERS)
+    module: Any = importlib.import_module(f"booster_hybrid.policy.{family}")
+    rules: tuple[ModuleRule, ...] = module.make_rules(config) if hasattr(module, "make_rules") else module.RULES
+    layers: tuple[str, ...] = module.LAYERS
+    parts = [(name, model.get_submodule(name)) for name in getattr(module, "PARTS", ()) if hasattr(model, name)]
+    if not parts:
+        return ShardingPolicy(rules=(*vocabulary_rules(model, module.HEAD), *rules), layers=layers)
+    for name, part in parts:
+        inner = policy_for(part)
+        rules += tuple(rule for each in inner.rules for rule in _inside(name, part, each))
+        layers += tuple(f"{name}.{each}" for each in inner.layers)
+    return ShardingPolicy(rules=rules, layers=layers)
+
+
+def _inside(name: str, part: nn.Module, rule: ModuleRule) -> list[ModuleRule]:
+    """Return a rule of a part of a model as rules of the model: as seen from the part, or from its base model."""
+    prefixes = (name, f"{name}.{base}") if (base := getattr(part, "base_model_prefix", "")) else (name,)
+    if rule.pattern.startswith("**."):
+        prefixes = (name,)
+    is_optional = rule.is_optional or len(prefixes) > 1
+    return [replace(rule, pattern=f"{prefix}.{rule.pattern}", is_optional=is_optional) for prefix in prefixes]

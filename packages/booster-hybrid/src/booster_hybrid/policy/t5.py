@@ -7,7 +7,14 @@ LAYERS = ("encoder.block", "decoder.block")
 _SCALED = ("n_heads", "inner_dim")
 RULES = (
     *(
-        ModuleRule(f"**.{kind}.{name}", style, "num_heads", scaled=_SCALED, is_optional=kind == "EncDecAttention")
+        ModuleRule(
+            f"**.{kind}.{name}",
+            style,
+            "num_heads",
+            scaled=_SCALED,
+            shares_input=not (kind == "EncDecAttention" and name == "q"),  # keys and values read the encoder
+            is_optional=kind == "EncDecAttention",
+        )
         for kind in ("SelfAttention", "EncDecAttention")
         for name, style in (("q", Style.COLUMN), ("k", Style.COLUMN), ("v", Style.COLUMN), ("o", Style.ROW))
     ),

@@ -6,7 +6,14 @@ HEAD = Style.COLUMN_GATHER
 LAYERS = ("model.encoder.layers", "model.decoder.layers", "encoder.layers", "decoder.layers")
 RULES = (
     *(
-        ModuleRule(f"**.{kind}.{name}", style, "num_heads", scaled=("num_heads",), is_optional=True)
+        ModuleRule(
+            f"**.{kind}.{name}",
+            style,
+            "num_heads",
+            scaled=("num_heads",),
+            shares_input=not (kind == "encoder_attn" and name == "q_proj"),  # keys and values read the encoder
+            is_optional=True,
+        )
         for kind in ("self_attn", "encoder_attn")
         for name, style in (
             ("q_proj", Style.COLUMN),

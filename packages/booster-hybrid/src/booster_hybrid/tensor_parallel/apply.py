@@ -11,13 +11,16 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
-from booster_hybrid.tensor_parallel.collectives import enter, leave
+from booster_hybrid.tensor_parallel.arguments import cut_arguments
+from booster_hybrid.tensor_parallel.collectives import enter, leave, summed
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
+from booster_hybrid.tensor_parallel.heads import LocalCount
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_linear, is_transposed
 from booster_hybrid.tensor_parallel.loss import CausalLoss
-from booster_hybrid.tensor_parallel.split import Split, cut_units, split_dimension
+from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +79,7 @@ class _Applier:
         for name, parameter in self._parameters.items():
             self._names_of[id(parameter)].append(name)
         self._done: dict[int, Split] = {}
-        self._known_units: dict[tuple[str, str], int] = {}
+        self._counts: dict[tuple[str, str], int] = {}
         self._scaled: set[tuple[int, str]] = set()
         self._result = TensorParallelModel()
 
@@ -88,8 +91,8 @@ class _Applier:
             if name in taken:
                 continue
             taken.add(name)
-            if isinstance(rule.units, str):
-                self._units(rule, name, 0)  # before attributes that count heads are scaled
+            for counted in (rule.units, rule.groups, *rule.blocks):
+                self._count(counted, name)  # before attributes that count heads are scaled
             if rule.style in (*_COLUMNS, *_ROWS):
                 self._check_linear(name)
             if rule.style in _COLUMNS:
@@ -127,7 +130,10 @@ class _Applier:
             self._sum_gradients(name)
             return
         module = self._modules[name]
-        if rule.style in _ROWS:
+        if rule.style is Style.ARGUMENT:
+            blocks = self._blocks(rule, name, 0)
+            cut_arguments(module, rule.arguments, self._cuts(blocks[0]), self._group.rank)
+        elif rule.style in _ROWS:
             self._apply_row(rule, name, module)
         elif rule.style is Style.VOCABULARY:
             self._apply_vocabulary(rule, name, module)
@@ -181,8 +187,6 @@ class _Applier:
     def _sum_gradients(self, name: str) -> None:
         parameter = self._parameters.get(name)
         held = self._modules[name].parameters() if parameter is None else [parameter]
-        from booster_hybrid.tensor_parallel.collectives import summed
-
         for parameter in held:
             if parameter.requires_grad:
                 parameter.register_hook(lambda gradient: summed(gradient, self._group))
@@ -194,41 +198,57 @@ class _Applier:
         if known is not None:
             return known
         shape = tuple(parameter.shape)
-        units = self._units(rule, name, shape[dim] // rule.num_blocks)
+        blocks = self._blocks(rule, name, shape[dim] // rule.num_blocks)
         try:
-            split = split_dimension(
-                shape,
-                dim,
-                rank=self._group.rank,
-                size=self._group.size,
-                num_units=units,
-                num_blocks=rule.num_blocks,
-            )
+            split = split_dimension(shape, dim, blocks, rank=self._group.rank, size=self._group.size)
         except ConfigError as error:
-            msg = f"'{name}' of {type(self._model).__name__} ({rule.units or 'its length'}={units}): {error}"
+            units = rule.units or " + ".join(map(str, rule.blocks)) or "its length"
+            number = " + ".join(str(block.num_units) for block in (blocks if rule.blocks else blocks[:1]))
+            msg = f"'{name}' of {type(self._model).__name__} ({units}={number}): {error}"
             raise ConfigError(msg) from None
         parameter.data = split.take(parameter.data)
+        if split.is_shared and parameter.requires_grad:
+            parameter.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: _summed_shares(gradient, split, self._group)
+            )
         self._done[id(parameter)] = split
         for each in self._names_of[id(parameter)]:
             self._result.splits[each] = split
         return split
 
     def _lengths(self, split: Split, rule: ModuleRule, name: str) -> list[int]:
+        """Return how much of a dimension in one block each rank has."""
         length = split.global_shape[split.dim]
-        units = self._units(rule, name, length)
-        return [(stop - start) * (length // units) for start, stop in cut_units(units, self._group.size)]
+        block, *others = self._blocks(rule, name, length)
+        if others:
+            msg = f"'{name}' of {type(self._model).__name__} is put together after it was split, which needs one block."
+            raise ConfigError(msg)
+        return [(stop - start) * (length // block.num_units) for start, stop in self._cuts(block)]
 
-    def _units(self, rule: ModuleRule, name: str, length: int) -> int:
-        if rule.units is None:
+    def _cuts(self, block: Block) -> list[tuple[int, int]]:
+        return cut_groups(block.num_units, block.num_groups, self._group.size, is_shared=block.is_shared)
+
+    def _blocks(self, rule: ModuleRule, name: str, length: int) -> list[Block]:
+        """Return what a dimension consists of whose blocks, if they are equal, have a length."""
+        groups = self._count(rule.groups, name)
+        if rule.blocks:
+            numbers = [self._count(units, name) or 0 for units in rule.blocks]
+            return [Block(number, groups or number, is_shared=index > 0) for index, number in enumerate(numbers)]
+        number = self._count(rule.units, name)
+        if number is None:
             # Kernels of grouped products want rows of 16 bytes.
-            return length // math.gcd(length, _ALIGNMENT) if rule.style is Style.PARAMETER else length
-        if isinstance(rule.units, int):
-            return rule.units
-        if (name, rule.units) not in self._known_units:
-            self._known_units[name, rule.units] = self._looked_up_units(rule.units, name)
-        return self._known_units[name, rule.units]
+            number = length // math.gcd(length, _ALIGNMENT) if rule.style is Style.PARAMETER else length
+        return [Block(number, groups or number, rule.is_shared)] * rule.num_blocks
 
-    def _looked_up_units(self, field_name: str, name: str) -> int:
+    def _count(self, what: str | int | None, name: str) -> int | None:
+        """Return a number that a rule gives or names."""
+        if not isinstance(what, str):
+            return what
+        if (name, what) not in self._counts:
+            self._counts[name, what] = self._looked_up(what, name)
+        return self._counts[name, what]
+
+    def _looked_up(self, field_name: str, name: str) -> int:
         owner = name.rpartition(".")[0]
         places: list[Any] = [self._modules[owner]]
         while True:  # the nearest configuration first: a composed model has one for each part
@@ -248,15 +268,23 @@ class _Applier:
         raise ConfigError(msg)
 
     def _scale(self, rule: ModuleRule, name: str) -> None:
-        if not rule.scaled:
+        """Let the parent of a split layer count what is here."""
+        if not (rule.scaled or rule.dividing or rule.per_group):
             return
         parent = self._parent(name)
-        units = self._units(rule, name, 1)
-        first, last = cut_units(units, self._group.size)[self._group.rank]
-        for attribute in rule.scaled:
-            if (id(parent), attribute) not in self._scaled:  # siblings may name the same one
-                self._scaled.add((id(parent), attribute))
-                setattr(parent, attribute, getattr(parent, attribute) * (last - first) // units)
+        block = self._blocks(rule, name, 1)[0]
+        first, last = self._cuts(block)[self._group.rank]
+        for attribute in (*rule.scaled, *rule.dividing, *rule.per_group):
+            before: Any = getattr(parent, attribute, None)
+            if (id(parent), attribute) in self._scaled or (before is None and attribute in rule.per_group):
+                continue  # siblings may name the same one
+            self._scaled.add((id(parent), attribute))
+            if attribute in rule.per_group:
+                per_group = block.num_units // block.num_groups
+                here: int = min(per_group, last - first)
+            else:
+                here = before * (last - first) // block.num_units
+            setattr(parent, attribute, LocalCount(here, before) if attribute in rule.dividing else here)
 
     def _parent(self, name: str) -> nn.Module:
         parent: nn.Module = self._modules[name.rpartition(".")[0]]
@@ -269,6 +297,18 @@ def _set_size(module: Any, *, inputs: int | None = None, outputs: int | None = N
         for name in names:
             if size is not None and hasattr(module, name):
                 setattr(module, name, size)
+
+
+def _summed_shares(gradient: Tensor, split: Split, group: TensorGroup) -> Tensor:
+    """Return the gradient of a tensor of which ranks share parts, summed over these.
+
+    All ranks reduce the whole tensor, which is small, instead of each set of sharers its part in a group of its own.
+
+    Collective: the group.
+    """
+    total = split.spread(gradient, owned_only=False)
+    collectives.all_reduce(total, group=group.group).wait()
+    return split.take(total)
 
 
 def _experts_forward(forward: Callable[..., Tensor], group: TensorGroup) -> Callable[..., Tensor]:

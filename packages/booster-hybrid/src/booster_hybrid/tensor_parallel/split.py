@@ -1,8 +1,10 @@
 """Which indices of a dimension lie on which tensor parallel rank: pure arithmetic.
 
-A dimension consists of one or more equal blocks (a fused q/k/v projection has three), each of which is cut between
-units that must stay whole (attention heads with the key/value head that they share). Where the number of units is no
-multiple of the number of ranks, the first ranks have one unit more.
+A dimension consists of one or more blocks (a fused q/k/v projection has three), each of which is cut between units that
+must stay whole (attention heads). Units come in groups (the queries that use one key/value head): where there are at
+least as many groups as ranks, groups stay whole; where there are fewer, the ranks are shared out among the groups, the
+units of a group among its ranks, and blocks that are shared (keys and values) lie on each of these. What does not
+divide goes to the first.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import torch
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from booster_core.state.shard import Box
@@ -28,11 +32,19 @@ class Split:
         global_shape: Shape of the whole tensor.
         dim: The dimension that is cut.
         ranges: The half-open index ranges of that dimension held here, in their order in the local tensor.
+        owned: For each range whether this is the first rank that holds it; all are where it is empty.
+        is_shared: Whether some ranks hold the same indices, so that gradients are summed.
     """
 
     global_shape: tuple[int, ...]
     dim: int
     ranges: tuple[tuple[int, int], ...]
+    owned: tuple[bool, ...] = ()
+    is_shared: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.owned:
+            object.__setattr__(self, "owned", (True,) * len(self.ranges))
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -59,6 +71,33 @@ class Split:
             position += stop - start
         return views
 
+    def spread(self, local: Tensor, *, owned_only: bool) -> Tensor:
+        """Return a tensor of the whole shape that holds the local values in their places, and zeros elsewhere.
+
+        Args:
+            local: This rank's part.
+            owned_only: Leave out what this rank is not the first to hold.
+        """
+        whole = torch.zeros(self.global_shape, dtype=local.dtype, device=local.device)
+        for (start, stop), is_owned, part in zip(self.ranges, self.owned, self.parts(local), strict=True):
+            if is_owned or not owned_only:
+                whole.narrow(self.dim, start, stop - start).copy_(part)
+        return whole
+
+    def counted(self, values: Tensor, start: int) -> Tensor:
+        """Return those of a flat range of the local tensor that this rank is the first to hold.
+
+        Args:
+            values: The range's values, in any shape.
+            start: Index of the first in the flattened local tensor.
+        """
+        if all(self.owned):
+            return values
+        mask = torch.zeros(self.local_shape, dtype=torch.bool, device=values.device)
+        for is_owned, part in zip(self.owned, self.parts(mask), strict=True):
+            part.fill_(is_owned)
+        return values.reshape(-1)[mask.view(-1)[start : start + values.numel()]]
+
 
 def cut_units(num_units: int, size: int) -> list[tuple[int, int]]:
     """Return the range of units of each rank; the first ``num_units % size`` ranks have one more.
@@ -72,36 +111,74 @@ def cut_units(num_units: int, size: int) -> list[tuple[int, int]]:
     return [(starts[rank], starts[rank + 1]) for rank in range(size)]
 
 
-def split_dimension(
-    shape: tuple[int, ...], dim: int, *, rank: int, size: int, num_units: int, num_blocks: int = 1
-) -> Split:
+def cut_groups(num_units: int, num_groups: int, size: int, *, is_shared: bool = False) -> list[tuple[int, int]]:
+    """Return the range of units of each rank, where units come in equal groups.
+
+    Args:
+        num_units: Number of units.
+        num_groups: Number of groups of consecutive units.
+        size: Number of ranks.
+        is_shared: Where there are fewer groups than ranks, give each of a group's ranks all of its units.
+
+    Raises:
+        ConfigError: If the groups are not equal, or there are too few units.
+    """
+    if num_units % num_groups:
+        msg = f"{num_units} units are no multiple of {num_groups} groups, so the policy does not describe this model."
+        raise ConfigError(msg)
+    per_group = num_units // num_groups
+    if num_groups >= size:
+        return [(first * per_group, last * per_group) for first, last in cut_units(num_groups, size)]
+    if num_units < size and not is_shared:
+        msg = f"{num_units} units can't be split over {size} ranks. Use a tensor parallel size of at most {num_units}."
+        raise ConfigError(msg)
+    ranges = []
+    for group, (first, last) in enumerate(cut_units(size, num_groups)):
+        own = [(0, per_group)] * (last - first) if is_shared else cut_units(per_group, last - first)
+        ranges += [(group * per_group + start, group * per_group + stop) for start, stop in own]
+    return ranges
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a dimension that is cut by itself.
+
+    Args:
+        num_units: Parts that must stay whole.
+        num_groups: Groups that these make up.
+        is_shared: Whether ranks may hold the same units.
+    """
+
+    num_units: int
+    num_groups: int
+    is_shared: bool = False
+
+
+def split_dimension(shape: tuple[int, ...], dim: int, blocks: Sequence[Block], *, rank: int, size: int) -> Split:
     """Return the part of a tensor that a rank holds.
 
     Args:
         shape: Shape of the whole tensor.
         dim: The dimension to cut.
+        blocks: What the dimension consists of; units of all blocks are equally long.
         rank: The rank.
         size: Number of ranks.
-        num_units: Parts of each block that must stay whole; divides the block's length.
-        num_blocks: Equal blocks of which the dimension consists.
 
     Raises:
         ConfigError: If there are fewer units than ranks, or the dimension is no multiple of them.
     """
-    length = shape[dim] // num_blocks
-    if num_units < size:
-        msg = f"{num_units} units can't be split over {size} ranks. Use a tensor parallel size of at most {num_units}."
+    total = sum(block.num_units for block in blocks)
+    if shape[dim] % total:
+        listed = " + ".join(str(block.num_units) for block in blocks)
+        msg = f"Dimension {dim} of shape {shape} is no multiple of {listed} units, so the policy does not describe it."
         raise ConfigError(msg)
-    if shape[dim] % num_blocks or length % num_units:
-        msg = (
-            f"Dimension {dim} of shape {shape} is no multiple of {num_blocks} blocks of {num_units} units, so the "
-            "policy does not describe this model."
-        )
-        raise ConfigError(msg)
-    unit = length // num_units
-    first, last = cut_units(num_units, size)[rank]
-    return Split(
-        shape,
-        dim,
-        tuple((block * length + first * unit, block * length + last * unit) for block in range(num_blocks)),
-    )
+    unit = shape[dim] // total
+    ranges, owned, is_shared, begin = [], [], False, 0
+    for block in blocks:
+        cuts = cut_groups(block.num_units, block.num_groups, size, is_shared=block.is_shared)
+        first, last = cuts[rank]
+        ranges.append((begin + first * unit, begin + last * unit))
+        owned.append(cuts.index(cuts[rank]) == rank)
+        is_shared = is_shared or len(set(cuts)) < size
+        begin += block.num_units * unit
+    return Split(shape, dim, tuple(ranges), tuple(owned), is_shared)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 SMALL_BYTES = 1 << 15
 """Tensors up to this size are combined by every rank alone, larger ones in slices, one for each rank."""
 
+_UNEVEN = -1
+"""Stands for the number of bytes where each rank has its own."""
+
 
 class Operation(ABC):
     """One collective, from its start until nobody reads its tensors any more.
@@ -150,6 +153,24 @@ class AllGather(Operation):
         for peer in self._channel.peers:
             low, high = self._bounds[peer.rank], self._bounds[peer.rank + 1]
             peer.read(self.address(peer) + low * buffer.element_size(), buffer[low:high])
+        return True
+
+
+class AllToAll(Operation):
+    """Gives each rank the slices that the others have for it.
+
+    Args:
+        slices: This rank's slice for each rank of the group, each contiguous; their lengths are theirs alone.
+        outs: Where each rank's slice for this one goes.
+    """
+
+    def __init__(self, slices: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        super().__init__(slices, _UNEVEN)
+        self._outs = outs
+
+    def read(self) -> bool:
+        for peer in self._channel.peers:
+            peer.read(self.address(peer, self._channel.rank), self._outs[peer.rank])
         return True
 
 

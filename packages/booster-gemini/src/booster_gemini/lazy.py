@@ -1,0 +1,109 @@
+"""Lazy models: chunks are laid out for tensors without values, and each rank then fills its slices of them alone."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_core.lazy import take_recording
+from booster_core.replicated import place_model, rebind
+from booster_core.sharding.agreement import send_first
+from booster_core.state.shard import TensorShard, full_box
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from booster_core.lazy import Recording
+    from booster_core.plugin import BoostContext
+    from booster_core.precision import PrecisionPolicy
+    from booster_gemini.chunk.chunk import Chunk
+    from booster_gemini.chunk.manager import ChunkManager
+
+
+def hollow_model(
+    model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy
+) -> tuple[Recording, set[int]]:
+    """Take the recording out of a lazy model, and bring what has values already to the device.
+
+    Args:
+        model: The model; its lazy tensors become tensors of the device with one element of memory each.
+        optimizer: Its optimizer.
+        device: Where the model will run.
+        policy: Precision of the run; formats are left as they are.
+
+    Returns:
+        How the model's values are made, and the numbers of the parameters that have none.
+
+    Collective: every rank of the world, where the model has tensors with values.
+    """
+    recording = take_recording(model, device)
+    if optimizer is not None:
+        rebind(optimizer, recording.replaced)
+    lazy = set(recording.names)
+    place_model(model, optimizer, device, policy)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in lazy:
+            send_first(tensor.data)
+    return recording, {index for index, (name, _) in enumerate(model.named_parameters()) if name in lazy}
+
+
+def fill_chunks(model: nn.Module, recording: Recording, manager: ChunkManager, context: BoostContext) -> None:
+    """Give a model in chunks its values: this rank's slices of parameters, wherever they lie, and all buffers.
+
+    One chunk is in memory at a time besides those that stay there.
+
+    Args:
+        model: The user's model.
+        recording: How its values are made.
+        manager: Its chunks.
+        context: Device and ranks.
+
+    Raises:
+        CheckpointError: If a file that values come from can't be read.
+
+    Collective: every rank of the world: an error on one is raised on all.
+    """
+    chunk_of: dict[str, Chunk] = {}
+    pieces = manager.layout.pieces()
+    shards = []
+    lazy = set(recording.names)
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        if name not in lazy:
+            continue
+        chunk_of[name] = chunk = manager.chunk_of(index)
+        piece = pieces.get(index)
+        shape = tuple(parameter.shape)
+        flat: tuple[int, int] | None = (0, 0)
+        data = torch.empty(0, dtype=chunk.format.master)
+        if piece is not None:
+            flat = None if piece.is_whole else (piece.start, piece.stop)
+            data = piece.values
+        shards.append(
+            TensorShard(name=name, global_shape=shape, dtype=data.dtype, box=full_box(shape), flat=flat, data=data)
+        )
+    error: Exception | None = None
+    try:
+        with _Present() as present:
+            recording.fill(shards, context.device, at_hand=lambda shard: present.come(chunk_of[shard.name]))
+    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+        error = caught
+    context.coordinator.raise_together(error)
+
+
+class _Present(contextlib.ExitStack):
+    """Has one chunk at hand to be written to: the one that came last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chunk: Chunk | None = None
+
+    def come(self, chunk: Chunk) -> None:
+        """Have this chunk at hand, and no other."""
+        if chunk is not self._chunk:
+            self.close()
+            self.enter_context(chunk.at_hand(changes=True))
+            self.callback(chunk.take_up_values)
+            self._chunk = chunk

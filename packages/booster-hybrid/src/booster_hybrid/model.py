@@ -1,0 +1,50 @@
+"""`HybridModel`: the user's model, of which this rank may hold some layers, and some of each layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from booster_core.errors import ConfigError
+from booster_zero.model import ZeroModel
+
+if TYPE_CHECKING:
+    from booster_hybrid.optimizer import ModelPlace
+    from booster_hybrid.pipeline.engine import PipelineEngine
+    from booster_hybrid.pipeline.stages import StageMap
+
+
+class HybridModel(ZeroModel):
+    """The user's model, whose parameters are views of buckets; see `ZeroModel`.
+
+    Attributes:
+        place: What of the model lies here; the plugin sets this and the following.
+        engine: Takes batches through the pipeline; ``None`` where there is none.
+        stages: What lies on which rank of the pipeline; ``None`` likewise.
+    """
+
+    place: ModelPlace
+    engine: PipelineEngine | None = None
+    stages: StageMap | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``.
+
+        Raises:
+            ConfigError: If the model is cut into pipeline stages.
+
+        Collective: the tensor parallel ranks.
+        """
+        if self.engine is not None:
+            msg = (
+                "The model is cut into pipeline stages, so that it can't be called by itself. Run batches through "
+                "`booster.execute_pipeline(data_iter, model, criterion, optimizer)`; without an optimizer it evaluates."
+            )
+            raise ConfigError(msg)
+        return super().forward(*args, **kwargs)
+
+    def run_stage(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the active stage in the run's number formats.
+
+        Collective: the tensor parallel ranks.
+        """
+        return self._run(*args, **kwargs)

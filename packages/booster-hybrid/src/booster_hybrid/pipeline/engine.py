@@ -1,0 +1,183 @@
+"""`PipelineEngine`: takes batches through a pipeline, and lets every rank know when something went wrong on one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from booster_core import collectives
+from booster_core.errors import ConfigError
+from booster_core.liveness import naming_missing_ranks
+from booster_hybrid.pipeline.example import to_device
+from booster_hybrid.pipeline.microbatches import join_outputs, num_samples, share_samples, split_batch
+from booster_hybrid.pipeline.runtime import PipelineRun
+from booster_hybrid.pipeline.schedule import Work, make_schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from booster_core.coordinator import DistCoordinator
+    from booster_hybrid.config import PipelineConfig
+    from booster_hybrid.optimizer import HybridOptimizer
+    from booster_hybrid.pipeline.cut import StagedModel
+    from booster_hybrid.pipeline.p2p import Link
+    from booster_hybrid.pipeline.schedule import Schedule
+
+
+class PipelineEngine:
+    """Forward and backward of whole batches.
+
+    Args:
+        staged: The model, cut into stages.
+        config: How batches are cut, and in which order their parts are worked off.
+        index: This rank's position in the pipeline.
+        link: Messages to the others.
+        replica: The ranks that get the same batches: those of the pipeline, and of what else splits the model.
+        coordinator: Carries errors to all ranks.
+        device: Where batches are to lie.
+        run_options: Further arguments of each `PipelineRun`.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        config: PipelineConfig,
+        index: int,
+        link: Link,
+        *,
+        replica: ProcessGroup,
+        coordinator: DistCoordinator,
+        device: torch.device,
+        run_options: dict[str, Any] | None = None,
+    ) -> None:
+        self.staged = staged
+        self._config, self._index, self._link = config, index, link
+        self._replica, self._coordinator, self._device = replica, coordinator, device
+        self._run_options = run_options or {}
+        self._schedules: dict[int, Schedule] = {}
+        self._has_warned = False
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return who does what in a batch of so many microbatches."""
+        known = self._schedules.get(num_microbatches)
+        if known is None:
+            config = self._config
+            known = make_schedule(config.style, config.size, num_microbatches, config.num_chunks)
+            self._schedules[num_microbatches] = known
+        return known
+
+    def execute(
+        self,
+        batch: Any,
+        criterion: Callable[[Any, Any], Tensor],
+        optimizer: HybridOptimizer | None,
+        *,
+        return_loss: bool,
+        return_outputs: bool,
+    ) -> dict[str, Any]:
+        """Take a batch forward and, with an optimizer, back; see `PipelinePlugin.execute_pipeline`.
+
+        Raises:
+            ConfigError: If the batch can't be split, or ranks that need the same have other numbers of samples.
+            Exception: What the model or the criterion raised on any rank.
+
+        Collective: every rank of the world.
+        """
+        with naming_missing_ranks("execute_pipeline"):
+            parts, sizes, most = self._split_together(batch)
+            schedule = self.schedule(len(parts))
+            self._warn_if_idle(schedule)
+            run = PipelineRun(
+                self.staged,
+                schedule,
+                self._index,
+                self._link,
+                parts,
+                [size / sum(sizes) for size in sizes],
+                criterion,
+                None if optimizer is None else _Backward(optimizer),
+                keeps_outputs=return_outputs,
+                **self._run_options,
+            )
+            if optimizer is not None:
+                optimizer.begin_batch()
+            run.run()
+            if optimizer is not None:
+                backwards = [each for each in schedule.actions(self._index) if each.work is not Work.FORWARD]
+                optimizer.finish_batch(missing_rounds=(most - len(parts)) * (len(backwards) // len(parts)))
+            self._raise_together(getattr(run, "error", None), optimizer)
+        result: dict[str, Any] = {}
+        if return_loss:
+            result["loss"] = torch.stack([*run.losses.values()]).sum() if run.losses else None
+        if return_outputs:
+            ordered = [run.outputs[index] for index in range(len(parts))] if run.outputs else []
+            result["outputs"] = join_outputs(ordered, sizes) if ordered else None
+        return result
+
+    def _split_together(self, batch: Any) -> tuple[list[Any], list[int], int]:
+        """Return the microbatches, their sizes, and the largest number of microbatches on any rank."""
+        error: Exception | None = None
+        parts: list[Any] = []
+        sizes: list[int] = []
+        config = self._config
+        try:
+            batch = to_device(batch, self._device)
+            count = config.num_microbatches if config.microbatch_size is None else None
+            if config.microbatch_size is None and count is None:
+                count = config.size
+            sizes = share_samples(num_samples(batch), count, config.microbatch_size)
+            parts = split_batch(batch, sizes)
+        except Exception as caught:  # noqa: BLE001 - carried to every rank below
+            error = caught
+        counts = torch.tensor([error is not None, len(parts), -len(parts)], device=self._device)
+        collectives.all_reduce(counts, dist.ReduceOp.MAX).wait()
+        has_failed, most, least = counts.tolist()
+        if not has_failed and most != -least:
+            # Data parallel ranks may differ, those that work on the same batch may not.
+            here = collectives.all_gather_object(len(parts), self._replica)
+            if len(set(here)) > 1:
+                error = ConfigError(
+                    f"The ranks of one pipeline were given batches that make {sorted(set(here))} microbatches. All of "
+                    "them must get the same batch: use the data loader that `boost` or `prepare_dataloader` returned."
+                )
+            has_failed = True
+        if has_failed:
+            self._coordinator.raise_together(error, name="execute_pipeline")
+        return parts, sizes, most
+
+    def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
+        flag = torch.tensor([error is not None], dtype=torch.uint8, device=self._device)
+        collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
+        if flag.item():
+            if optimizer is not None:
+                optimizer.zero_grad()  # of a part of the batch, and of some ranks only
+            self._coordinator.raise_together(error, name="execute_pipeline")
+
+    def _warn_if_idle(self, schedule: Schedule) -> None:
+        size = self._config.size
+        if self._has_warned or schedule.num_microbatches >= size:
+            return
+        self._has_warned = True
+        if self._coordinator.rank == 0:
+            idle = sum(schedule.idle_share(rank) for rank in range(size)) / size
+            msg = (
+                f"{schedule.num_microbatches} microbatch(es) leave each of the {size} ranks of the pipeline idle for "
+                f"{idle:.0%} of a step. Use at least {size}, better {4 * size}."
+            )
+            warnings.warn(msg, stacklevel=4)
+
+
+class _Backward:
+    """Runs backward of a stage for `PipelineRun`."""
+
+    def __init__(self, optimizer: HybridOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def __call__(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], is_last: bool) -> None:  # noqa: FBT001 - as the runtime calls
+        self._optimizer.backward_stage(tensors, gradients, is_last=is_last)

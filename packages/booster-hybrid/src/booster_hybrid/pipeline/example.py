@@ -1,0 +1,75 @@
+"""A batch for the dry run of a model: from the data loader that it will be trained with, or the model's own dummy."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset
+
+from booster_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+_SAMPLES = 2
+
+
+def example_batch(model: nn.Module, dataloader: DataLoader[Any] | None, given: Any = None) -> Any:
+    """Return a batch that a model's forward takes.
+
+    Args:
+        model: The user's model.
+        dataloader: Where batches come from; nothing is taken out of it: the first samples of its data set are read
+            beside it. One over an iterable data set is left alone.
+        given: A batch that the user has given for this, which wins.
+
+    Raises:
+        ConfigError: If there is none.
+
+    Collective: none.
+    """
+    if given is not None:
+        return given
+    dataset = None if dataloader is None else dataloader.dataset
+    if dataloader is not None and not isinstance(dataset, IterableDataset) and len(dataset):  # type: ignore[arg-type]
+        # Reading a sample may draw random numbers, which the run must not notice.
+        before = random.getstate()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                samples = [dataset[index] for index in range(min(_SAMPLES, len(dataset)))]  # type: ignore[index,arg-type]
+                return dataloader.collate_fn(samples) if dataloader.batch_size is not None else samples[0]
+        finally:
+            random.setstate(before)
+    dummy = getattr(model, "dummy_inputs", None)
+    if dummy is not None and getattr(model, "main_input_name", "input_ids") in dummy:
+        return dummy
+    image = _dummy_image(model)
+    if image is not None:
+        return image
+    msg = (
+        f"Cutting {type(model).__name__} into pipeline stages needs an example of what its forward takes. Pass the "
+        "data loader to `boost`, or `HybridParallelPlugin(example_batch=...)`."
+    )
+    raise ConfigError(msg)
+
+
+def _dummy_image(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """Return an image of the size that a vision model of transformers is configured for."""
+    config = getattr(model, "config", None)
+    size = getattr(config, "image_size", None)
+    if getattr(model, "main_input_name", None) != "pixel_values" or size is None:
+        return None
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return {"pixel_values": torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), height, width)}
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch whose tensors lie on a device.
+
+    Collective: none.
+    """
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -1,0 +1,146 @@
+"""What lies on which rank of a pipeline: layers, and parameters and buffers around them, some of them several times.
+
+All of it follows from the dry run, so that every rank knows it of every other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from booster_core.state.naming import NamedTensors
+from booster_hybrid.pipeline.cut import StagedModel, held_modules, share_layers
+from booster_hybrid.pipeline.schedule import make_schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from booster_hybrid.config import PipelineConfig
+    from booster_hybrid.pipeline.cut import StageRange
+    from booster_hybrid.pipeline.schedule import Placement
+    from booster_hybrid.pipeline.trace import Trace
+
+
+@dataclass(frozen=True)
+class StageMap:
+    """Where a model's tensors lie along the pipeline.
+
+    Args:
+        ranges: The layers of each stage.
+        holders: For each parameter and persistent buffer, by its first name: the positions in the pipeline that need
+            it, in ascending order. A buffer is everywhere, and is true where its module is needed.
+        aliases: For each further name of a tied tensor, its first name, in the whole model.
+        paths: For each name, the path to the tensor in the whole model.
+        parameter_names: First names of the parameters.
+    """
+
+    ranges: tuple[StageRange, ...]
+    holders: Mapping[str, tuple[int, ...]] = field(repr=False)
+    aliases: Mapping[str, str] = field(repr=False)
+    paths: Mapping[str, str] = field(repr=False)
+    parameter_names: frozenset[str] = field(repr=False)
+
+    @classmethod
+    def of(cls, model: nn.Module, trace: Trace, placement: Placement, asked: Sequence[int] | None) -> StageMap:
+        """Return where the tensors of a model will lie.
+
+        Args:
+            model: The user's model, whole.
+            trace: What a dry run of it has seen.
+            placement: Which stages lie on which rank.
+            asked: Number of layers of each stage; ``None`` shares them out.
+
+        Raises:
+            ConfigError: If the layers can't be shared out so.
+
+        Collective: none.
+        """
+        ranges = share_layers(len(trace.layers), placement.num_stages, asked)
+        modules = dict(model.named_modules())
+        named = NamedTensors.of(model)
+        found: dict[str, set[int]] = {name: set() for name in named.tensors}
+        for rank in range(placement.num_ranks):
+            for name in held_modules(modules, trace, [ranges[stage] for stage in placement.stages_of(rank)]):
+                module = modules[name]
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    first = named.name_of.get(id(tensor))  # buffers that are not persistent have no name
+                    if first is not None:
+                        found[first].add(rank)
+        return cls(
+            tuple(ranges),
+            {name: tuple(sorted(ranks)) for name, ranks in found.items()},
+            named.aliases,
+            named.paths,
+            frozenset(name for name, tensor in named.tensors.items() if isinstance(tensor, nn.Parameter)),
+        )
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """All names of parameters."""
+        return self.parameter_names | {name for name, first in self.aliases.items() if first in self.parameter_names}
+
+    def name_at(self, path: str) -> str:
+        """Return the first name of the tensor at a path."""
+        name = next(name for name, each in self.paths.items() if each == path)
+        return self.aliases.get(name, name)
+
+    def owner(self, name: str) -> int:
+        """Return the first position that holds a tensor; the first of all where no module needs it."""
+        holders = self.holders.get(self.aliases.get(name, name), ())
+        return holders[0] if holders else 0
+
+    def shared(self) -> list[tuple[int, ...]]:
+        """Return the sets of positions that hold a tensor each, of those with more than one, in a fixed order."""
+        return sorted({holders for holders in self.holders.values() if len(holders) > 1})
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """How a model is cut; made of the whole model, carried out when its layers have been split.
+
+    Args:
+        trace: What a dry run of the model has seen.
+        placement: Which stages lie on which rank.
+        stages: What lies where.
+    """
+
+    trace: Trace
+    placement: Placement
+    stages: StageMap
+
+    @classmethod
+    def of(cls, model: nn.Module, trace: Trace, config: PipelineConfig) -> StagePlan:
+        """Return how a model is to be cut.
+
+        Raises:
+            ConfigError: If the layers can't be shared out so.
+
+        Collective: none.
+        """
+        placement = make_schedule(config.style, config.size, 1, config.num_chunks).placement
+        return cls(trace, placement, StageMap.of(model, trace, placement, config.num_layers_per_stage))
+
+    @property
+    def sent_names(self) -> list[str]:
+        """Names of all that stages send to each other."""
+        return sorted({name for layer in self.trace.layers for name in layer.carried})
+
+    def copies(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
+        """Return for each parameter that several ranks hold, by ``id``, which ones they are."""
+        name_of = NamedTensors.of(model).name_of
+        held = {id(parameter): self.stages.holders[name_of[id(parameter)]] for parameter in model.parameters()}
+        return {key: ranks for key, ranks in held.items() if len(ranks) > 1}
+
+    def cut(self, model: nn.Module, index: int) -> StagedModel:
+        """Cut a model, in place; of its parameters those stay that a rank's stages need.
+
+        Args:
+            model: The user's model.
+            index: The rank's position in the pipeline.
+
+        Collective: none.
+        """
+        ranges = [self.stages.ranges[stage] for stage in self.placement.stages_of(index)]
+        return StagedModel(model, self.trace, ranges)

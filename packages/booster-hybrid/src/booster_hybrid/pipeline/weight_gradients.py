@@ -1,0 +1,257 @@
+"""Splitting backward: input gradients now, weight gradients later, on unmodified models.
+
+The weights of linear layers, where nearly all of the time goes, are left out of a microbatch's autograd graph. Their
+layers' backward passes on the input's gradient, and keeps the two factors of the weight's gradient. Later each product
+is computed by a small graph of its own, through which it reaches the parameter as any gradient does: every hook of the
+parameter runs, once. All other parameters (norms, embeddings, biases of other layers) have small gradients and get them
+in the first phase. Nothing is computed twice, and of a microbatch's activations only the factors outlive that phase.
+
+Reference: Qi et al. 2024, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 3, for the idea of the split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from booster_hybrid.tensor_parallel.linear import is_linear, is_transposed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+
+class PendingGradients:
+    """Weight gradients of one microbatch in one stage, to be computed when there is time.
+
+    Args:
+        stage: Number of the stage.
+        whole: Parameters whose gradients are not to wait.
+
+    Attributes:
+        accepted: The parameters whose layers leave them out of the microbatch's graph.
+    """
+
+    def __init__(self, stage: int, whole: frozenset[nn.Parameter]) -> None:
+        self.stage = stage
+        self._whole = whole
+        self._products: list[tuple[nn.Parameter, Callable[[], Tensor]]] = []
+        self._is_open = False
+        self.accepted: set[nn.Parameter] = set()
+
+    def may_wait(self, parameter: nn.Parameter) -> bool:
+        """Return whether the gradient of a parameter may be left out of the microbatch's own graph."""
+        # A tensor hook sees the sum of all that reaches a parameter, so that must come at once.
+        has_hooks = bool(parameter._backward_hooks)  # noqa: SLF001 - torch tells it nowhere else
+        return parameter not in self._whole and not has_hooks
+
+    def defer(self, parameter: nn.Parameter, product: Callable[[], Tensor]) -> None:
+        """Leave a part of a parameter's gradient for later; called in backward.
+
+        Args:
+            parameter: A parameter that was accepted in forward.
+            product: Computes the part, in the parameter's shape and dtype.
+        """
+        if self._is_open:
+            self._products.append((parameter, product))
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Keep what is deferred in this context; another backward, inside of a forward, wants no weight's gradient."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def take(self, parameter: nn.Parameter) -> list[Callable[[], Tensor]]:
+        """Return what waits for one parameter, which then waits no longer."""
+        taken = [product for each, product in self._products if each is parameter]
+        if taken:
+            self._products = [(each, product) for each, product in self._products if each is not parameter]
+        return taken
+
+    def roots(self) -> list[Tensor]:
+        """Return tensors whose backward computes all that waits, one product after the other, and accumulates it.
+
+        Returns:
+            Scalars, at least one; what gradients they are given does not matter.
+        """
+        products, self._products = self._products, []
+        roots = [_Delivery.apply(*each) for each in reversed(products)]  # type: ignore[no-untyped-call]
+        return roots or [torch.zeros((), requires_grad=True)]
+
+
+@runtime_checkable
+class SplitsItself(Protocol):
+    """The forward of a layer that defers its weights' gradients by itself, if it is given `weight_gradients`."""
+
+    weight_gradients: SplitBackward | None
+
+
+class SplitBackward:
+    """A model whose linear layers can leave their weights' gradients for later.
+
+    Make it before anything else replaces the layers' forwards. Layers whose forward was replaced take part if it is a
+    `SplitsItself`; all others, and linear layers outside of `using`, do what they always do.
+
+    Args:
+        model: The model; the forwards of its linear layers are replaced.
+
+    A parameter that is used by other means as well (a tied embedding in the same stage) is found out in the first
+    backward of a stage, and does not wait from then on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._pending: PendingGradients | None = None
+        self._watched: dict[nn.Parameter, tuple[Any, Any]] = {}
+        self._whole: dict[int, frozenset[nn.Parameter]] = {}
+        for module in model.modules():
+            forward: Any = module.__dict__.get("forward")
+            if isinstance(forward, SplitsItself):
+                forward.weight_gradients = self
+            elif forward is None and is_linear(module):
+                module.forward = _SplitForward(module, self)
+
+    def begin(self, stage: int) -> PendingGradients:
+        """Return an empty store for a microbatch in a stage."""
+        return PendingGradients(stage, self._whole.get(stage, frozenset()))
+
+    @contextlib.contextmanager
+    def using(self, pending: PendingGradients) -> Iterator[None]:
+        """Let the layers leave gradients in a store, in forward and where backward computes layers anew."""
+        before, self._pending = self._pending, pending
+        try:
+            yield
+        finally:
+            self._pending = before
+
+    def pending_for(self, *parameters: Tensor | None) -> PendingGradients | None:
+        """Return where a layer may leave the gradients of its parameters; ``None`` has it compute them at once."""
+        pending = self._pending
+        if pending is None or not torch.is_grad_enabled():
+            return None
+        trained: list[nn.Parameter] = []
+        for each in parameters:
+            if each is not None and each.requires_grad:
+                if type(each) is not nn.Parameter or not pending.may_wait(each):
+                    return None
+                trained.append(each)
+        for parameter in trained:
+            self._watch(parameter)
+        pending.accepted.update(trained)
+        return pending if trained else None
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """Find out when something else than a linear layer contributes to a parameter's gradient."""
+        node = get_gradient_edge(parameter).node
+        known, handle = self._watched.get(parameter, (None, None))
+        if known is node:
+            return
+        if handle is not None:
+            handle.remove()
+
+        def on_accumulate(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+            return self._complete(parameter, gradients)
+
+        self._watched[parameter] = (node, node.register_prehook(on_accumulate))
+
+    def _complete(
+        self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...] | None:
+        """Add what waits for a parameter to a gradient that reaches it in the first phase, so that it gets it once."""
+        pending = self._pending
+        if pending is None or parameter not in pending.accepted:
+            return None
+        self._whole[pending.stage] = self._whole.get(pending.stage, frozenset()) | {parameter}
+        total = gradients[0]
+        for product in pending.take(parameter):
+            total = product() if total is None else total + product()
+        return (total,)
+
+
+class _SplitForward:
+    """The forward of a linear layer whose weight's gradient may wait."""
+
+    def __init__(self, module: nn.Module, split: SplitBackward) -> None:
+        self._module, self._split = module, split
+        self._original = module.forward
+        self._is_transposed = is_transposed(module)
+
+    def __call__(self, source: Tensor) -> Tensor:
+        module: Any = self._module
+        if not source.requires_grad:
+            return self._original(source)  # type: ignore[no-any-return]
+        pending = self._split.pending_for(module.weight, module.bias)
+        if pending is None:
+            return self._original(source)  # type: ignore[no-any-return]
+        outputs: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+            source, pending, _Parameters(module.weight, module.bias), self._is_transposed
+        )
+        return outputs
+
+
+class _Parameters:
+    """Hides parameters from autograd, which looks for tensors among a function's arguments."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        self.weight, self.bias = weight, bias
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map whose backward computes its input's gradient, and leaves its parameters' for later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: Tensor,
+        pending: PendingGradients,
+        parameters: _Parameters,
+        transposed: bool,  # noqa: FBT001 - autograd functions take no keywords
+    ) -> Tensor:
+        ctx.pending, ctx.parameters, ctx.transposed, ctx.dtype = pending, parameters, transposed, source.dtype
+        weight: Tensor = parameters.weight
+        bias: Tensor | None = parameters.bias
+        device_type = source.device.type
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            source, weight = source.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        ctx.save_for_backward(source, parameters.weight)
+        with torch.autocast(device_type, enabled=False):
+            return nn.functional.linear(source, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        source, weight = ctx.saved_tensors
+        weight = weight.to(source.dtype)
+        parameters: _Parameters = ctx.parameters
+        rows, flat = gradient.reshape(-1, gradient.shape[-1]), source.reshape(-1, source.shape[-1])
+        left, right = (flat, rows) if ctx.transposed else (rows, flat)
+        if parameters.weight.requires_grad:
+            dtype = parameters.weight.dtype
+            ctx.pending.defer(parameters.weight, lambda: (left.t() @ right).to(dtype))
+        if parameters.bias is not None and parameters.bias.requires_grad:
+            bias_dtype = parameters.bias.dtype
+            ctx.pending.defer(parameters.bias, lambda: rows.sum(0).to(bias_dtype))
+        of_source = (rows @ (weight.t() if ctx.transposed else weight)).view(source.shape).to(ctx.dtype)
+        return of_source, None, None, None
+
+
+class _Delivery(torch.autograd.Function):
+    """Computes a part of a parameter's gradient when backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, product: Callable[[], Tensor]) -> Tensor:
+        ctx.product = product
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        product, ctx.product = ctx.product, None
+        return product(), None

@@ -1,0 +1,1 @@
+"""Sequence parallelism: the layers of unmodified models work on a part of each sequence."""

@@ -1,0 +1,150 @@
+"""Differentiable collectives along a sequence, each with its exact transpose as backward.
+
+Every rank of the sequence axis computes a loss, and what is trained is their mean: gradients are averaged over data and
+sequence parallel ranks alike. With exact transposes that holds whatever a rank does with whole outputs: where all ranks
+compute the same loss, the sum over ranks that a transpose takes and the mean over ranks cancel each other.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core import collectives
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from booster_hybrid.sequence_parallel.layout import SequenceLayout
+    from booster_hybrid.tensor_parallel.group import TensorGroup
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchanged(source, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(gradient.contiguous(), ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+        ctx.layout, ctx.group = layout, group
+        return gathered(local, layout, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scattered(gradient, ctx.layout, ctx.group), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return _summed(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+def exchange(parts: Sequence[Tensor], received: Sequence[int], group: TensorGroup) -> list[Tensor]:
+    """Send each rank a tensor, and return what every rank has sent to this one.
+
+    Args:
+        parts: 1-D, for each rank; all of one dtype.
+        received: Length of what comes from each rank.
+        group: The ranks.
+
+    Collective: the group, also in backward.
+    """
+    sent_bounds = [0, *accumulate(part.numel() for part in parts)]
+    received_bounds = [0, *accumulate(received)]
+    flat: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+        torch.cat(list(parts)), sent_bounds, received_bounds, group
+    )
+    return list(torch.split(flat, list(received)))
+
+
+def gather_sequence(local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+    """Return the whole sequences of which each rank has a part.
+
+    Args:
+        local: Shape ``(batch, local positions, ...)``.
+        layout: How they are split.
+        group: The ranks.
+
+    Returns:
+        Shape ``(batch, positions, ...)``, positions in their own order.
+
+    Collective: the group, also in backward.
+    """
+    result: Tensor = _Gather.apply(local, layout, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def sum_over_ranks(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """Return the sum over ranks of a tensor, whose gradient is the sum over ranks of its gradients.
+
+    Collective: the group, also in backward.
+    """
+    result: Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gathered(local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+    """Return the whole sequences, outside of autograd; see `gather_sequence`.
+
+    Collective: the group.
+    """
+    bounds, shapes = _parts(local.shape, layout)
+    buffer = local.new_empty(bounds[-1])
+    buffer[bounds[group.rank] : bounds[group.rank + 1]].view(shapes[group.rank]).copy_(local)
+    collectives.all_gather(buffer, bounds, group.group).wait()
+    parts = [buffer[bounds[rank] : bounds[rank + 1]].view(shape) for rank, shape in enumerate(shapes)]
+    return layout.put_together(parts, 1)
+
+
+def reduce_scattered(whole: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+    """Return this rank's part of the sum over ranks of whole sequences, outside of autograd.
+
+    Args:
+        whole: Shape ``(batch, positions, ...)``.
+        layout: How sequences are split.
+        group: The ranks.
+
+    Collective: the group.
+    """
+    bounds, shapes = _parts(whole.shape, layout)
+    source = whole.new_empty(bounds[-1])
+    for rank, shape in enumerate(shapes):
+        source[bounds[rank] : bounds[rank + 1]].view(shape).copy_(layout.take(whole, 1, rank))
+    own = whole.new_empty(shapes[group.rank])
+    collectives.reduce_scatter(source, bounds, own.view(-1), group.group).wait()
+    return own
+
+
+def _parts(shape: Sequence[int], layout: SequenceLayout) -> tuple[list[int], list[torch.Size]]:
+    """Return where each rank's part lies in a flat buffer, and its shape."""
+    shapes = [torch.Size((shape[0], length, *shape[2:])) for length in layout.lengths]
+    return [0, *accumulate(each.numel() for each in shapes)], shapes
+
+
+def _exchanged(source: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup) -> Tensor:
+    out = source.new_empty(received[-1])
+    collectives.all_to_all(source, sent, out, received, group.group).wait()
+    return out
+
+
+def _summed(tensor: Tensor, group: TensorGroup) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    collectives.all_reduce(total, group=group.group).wait()
+    return total

@@ -1,0 +1,81 @@
+"""The loss of causal language models over logits of which each rank has those of its positions.
+
+Labels are shifted before they are split, so that the last position of a part predicts the first of the next one. All
+ranks know all labels, so that they agree on how many count without asking; one sum over ranks of a number is all that
+travels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster_hybrid.sequence_parallel.exchange import sum_over_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from booster_hybrid.sequence_parallel.layout import SequenceLayout
+    from booster_hybrid.tensor_parallel.group import TensorGroup
+
+
+class SequenceLoss:
+    """The loss of transformers' causal language models over this rank's positions, with its arguments.
+
+    Args:
+        layout_for: Returns how a sequence of a length is split.
+        group: The sequence parallel ranks.
+        inner: The loss of split vocabularies, where logits are split so as well: called with logits, labels that are
+            shifted already, and a number to divide their sum by.
+    """
+
+    def __init__(
+        self,
+        layout_for: Callable[[int], SequenceLayout],
+        group: TensorGroup,
+        inner: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self._layout_for, self._group, self._inner = layout_for, group, inner
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Return the mean over the counted tokens of whole sequences, or their sum over ``num_items_in_batch``.
+
+        Args:
+            logits: Shape ``(batch, local positions, vocabulary)``.
+            labels: Shape ``(batch, positions)``, for whole sequences.
+            vocab_size: What transformers passes; the logits know it.
+            num_items_in_batch: What to divide the sum by.
+            ignore_index: Label of tokens that don't count.
+            shift_labels: The labels in the places of the tokens that predict them, for whole sequences.
+
+        Collective: the sequence parallel ranks, and those of the split vocabulary.
+        """
+        del vocab_size
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
+        shift_labels = shift_labels.to(logits.device)
+        count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        local = self._layout_for(shift_labels.shape[1]).take(shift_labels, 1, self._group.rank)
+        if self._inner is not None:
+            total = self._inner(
+                logits=logits, labels=None, shift_labels=local, num_items_in_batch=1, ignore_index=ignore_index
+            )
+        else:
+            total = nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), local.flatten(), ignore_index=ignore_index, reduction="sum"
+            )
+        count = count.to(total.device) if isinstance(count, torch.Tensor) else count
+        return sum_over_ranks(total, self._group) / count

@@ -1,0 +1,183 @@
+"""`SequenceMask`: who may attend to whom in the whole sequence, as transformers' models say it, before it is a tensor.
+
+transformers' models make their masks through one interface, by the name of the attention that is to use them. Ours
+keeps the rule (causal, sliding, packed, padded, ...) instead of a tensor, so that each rank makes what it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+
+@dataclass(eq=False)
+class SequenceMask:
+    """Who may attend to whom in a batch of whole sequences.
+
+    Args:
+        batch_size: Number of sequences.
+        length: Number of positions.
+        rule: Whether a query may see a key, of broadcast indices ``(batch, head, query, key)``.
+        padding: Positions that may be seen, shape ``(batch, length)``, bool; ``None`` for all.
+        arguments: What else the model asked of the mask.
+    """
+
+    batch_size: int
+    length: int
+    rule: Callable[..., Tensor]
+    padding: Tensor | None
+    arguments: Mapping[str, Any]
+    _whole: tuple[Tensor | None] | None = field(default=None, repr=False)
+    _states: dict[tuple[tuple[int, int], tuple[int, int]], str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+        if self.padding is not None and bool(self.padding.all()):
+            self.padding = None
+        self.is_causal = self.rule is causal_mask_function
+        """Whether no query sees a later key; ``False`` may mean that it is not known."""
+        self.is_plain = self.padding is None and self.rule in (causal_mask_function, bidirectional_mask_function)
+        """Whether that is all that there is to it."""
+
+    def whole(self) -> Tensor | None:
+        """Return the mask of the whole sequences, shape ``(batch, 1, length, length)``.
+
+        ``None`` where it is plainly causal, or hides nothing. Made once for all layers.
+        """
+        if self._whole is None:
+            self._whole = (self._made((0, self.length), (0, self.length), {}),)
+        return self._whole[0]
+
+    def part(self, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+        """Return the mask of a range of queries and one of keys, shape ``(batch, 1, queries, keys)``."""
+        made = self._made(queries, keys, {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+        assert made is not None, "a mask that may not be left out is there"
+        return made
+
+    def state(self, queries: tuple[int, int], keys: tuple[int, int]) -> str:
+        """Return whether ``"all"``, ``"some"`` or ``"none"`` of the keys of a range may be seen; kept for all layers."""
+        known = self._states.get((queries, keys))
+        if known is None:
+            part = self.part(queries, keys)
+            known = "all" if bool(part.all()) else "some" if bool(part.any()) else "none"
+            self._states[queries, keys] = known
+        return known
+
+    def _made(self, queries: tuple[int, int], keys: tuple[int, int], asked: Mapping[str, Any]) -> Tensor | None:
+        from transformers.masking_utils import sdpa_mask
+
+        arguments = {
+            "batch_size": self.batch_size,
+            "q_length": queries[1] - queries[0],
+            "kv_length": keys[1] - keys[0],
+            "q_offset": queries[0],
+            "kv_offset": keys[0],
+            "mask_function": self.rule,
+            "attention_mask": self.padding,
+            **self.arguments,
+            **asked,
+        }
+        made: Tensor | None = sdpa_mask(**arguments)
+        return made
+
+
+class Visibility:
+    """Who may attend to whom, asked for parts of a sequence at a time.
+
+    Args:
+        mask: What a layer was given: a `SequenceMask`, a tensor of the user's own for the whole sequence, or ``None``.
+        is_causal: Whether no query sees a later key, where there is no mask.
+    """
+
+    def __init__(self, mask: SequenceMask | Tensor | None, *, is_causal: bool) -> None:
+        self._mask = mask
+        self._is_causal = is_causal and mask is None
+        self._is_plain = mask is None
+        if isinstance(mask, SequenceMask):
+            self._is_causal, self._is_plain = mask.is_causal, mask.is_plain
+
+    def is_any(self, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
+        """Return whether any query of a range may see any key of another; may say so where none does."""
+        if self._is_causal and keys[0] >= queries[1]:
+            return False
+        return self._is_plain or not isinstance(self._mask, SequenceMask) or self._mask.state(queries, keys) != "none"
+
+    def mask(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor | None:
+        """Return who may see whom, in a shape that broadcasts to ``(batch, heads, queries, keys)``.
+
+        ``None`` where every query may see every key.
+        """
+        if self._is_plain:
+            if not self._is_causal or keys[1] - 1 <= queries[0]:
+                return None
+            rows = torch.arange(*queries, device=device)
+            return torch.arange(*keys, device=device) <= rows.unsqueeze(-1)
+        if isinstance(self._mask, SequenceMask):
+            return None if self._mask.state(queries, keys) == "all" else self._mask.part(queries, keys)
+        return None if self._mask is None else self._mask[..., slice(*queries), slice(*keys)]
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    **arguments: Any,
+) -> SequenceMask:
+    """Return the mask that a transformers model asks for; see transformers' ``AttentionMaskInterface``.
+
+    Raises:
+        ConfigError: If queries and keys are not the same positions, as with a cache of keys or across two sequences.
+
+    Collective: none.
+    """
+    if q_length != kv_length or int(q_offset) or int(kv_offset):
+        msg = (
+            f"Attention from {q_length} positions to {kv_length} is not attention within one sequence, which is all "
+            "that sequence parallelism splits. Pass no `past_key_values`, and generate without sequence parallelism."
+        )
+        raise ConfigError(msg)
+    from transformers.masking_utils import causal_mask_function
+
+    rule: Any = causal_mask_function if mask_function is None else mask_function
+    return SequenceMask(batch_size, q_length, rule, attention_mask, arguments)
+
+
+def checked(mask: Any, length: int) -> SequenceMask | Tensor | None:
+    """Return what a layer was given as its mask.
+
+    Args:
+        mask: A `SequenceMask`, ``None``, or a tensor of the user's own, shape
+            ``(batch, 1 or heads, length, length)``.
+        length: Number of positions of the whole sequence.
+
+    Raises:
+        ConfigError: If a tensor is not for the whole sequence.
+    """
+    if isinstance(mask, torch.Tensor) and (mask.dim() != 4 or tuple(mask.shape[-2:]) != (length, length)):
+        msg = (
+            f"An attention mask of shape {tuple(mask.shape)} does not fit a sequence of {length} positions. Pass one "
+            f"of shape (batch, 1 or heads, {length}, {length}), or one of shape (batch, {length}) to the model."
+        )
+        raise ConfigError(msg)
+    found: SequenceMask | Tensor | None = mask
+    return found
+
+
+def whole_mask(mask: Any, length: int) -> Tensor | None:
+    """Return the tensor that a layer's mask stands for, for the whole sequence; see `checked`."""
+    found = checked(mask, length)
+    return found.whole() if isinstance(found, SequenceMask) else found

@@ -1,0 +1,149 @@
+"""Attention by exchanging positions for heads: each rank attends with some heads over the whole sequence.
+
+One all-to-all brings queries, keys and values, another brings the outputs back; in between the kernel is torch's own.
+Reference: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from booster_core.errors import ConfigError
+from booster_hybrid.sequence_parallel.exchange import exchange
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from booster_hybrid.sequence_parallel.layout import SequenceLayout
+    from booster_hybrid.tensor_parallel.group import TensorGroup
+
+
+def head_ranges(num_heads: int, num_key_value_heads: int, size: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return for each rank the ranges of its query heads and of the key/value heads that these attend to.
+
+    Ranks share a key/value head where there are fewer of them than ranks.
+
+    Args:
+        num_heads: Query heads.
+        num_key_value_heads: Key/value heads; divides the former.
+        size: Number of ranks.
+
+    Raises:
+        ConfigError: If the ranks can't have equally many query heads.
+    """
+    if num_heads % size:
+        fitting = [each for each in range(1, num_heads + 1) if num_heads % each == 0]
+        msg = (
+            f"'all_to_all' gives each rank as many heads as any other, but {num_heads} heads are no multiple of "
+            f"{size} ranks. Use `sp_size` of {', '.join(map(str, fitting))}, or 'ring_attn', which splits no heads."
+        )
+        raise ConfigError(msg)
+    share, per_head = num_heads // size, num_heads // num_key_value_heads
+    ranges = []
+    for rank in range(size):
+        first, last = rank * share, (rank + 1) * share
+        ranges.append(((first, last), (first // per_head, (last - 1) // per_head + 1)))
+    return ranges
+
+
+def all_to_all_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    layout: SequenceLayout,
+    group: TensorGroup,
+    *,
+    is_causal: bool,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return what this rank's queries find among the keys of all ranks.
+
+    Args:
+        query: Shape ``(batch, heads, local positions, size)``.
+        key: Shape ``(batch, key/value heads, local positions, size)``.
+        value: Likewise.
+        mask: For the whole sequence, as torch's attention takes it; ``None`` for a causal one or none.
+        layout: How the sequence is split.
+        group: The ranks.
+        is_causal: Whether no query sees a later key, where there is no mask.
+        scaling: Multiplies the products; ``None`` for one over the root of the size.
+        dropout: Probability of dropping an attention weight.
+
+    Returns:
+        Shape ``(batch, heads, local positions, value size)``.
+
+    Raises:
+        ConfigError: If the ranks can't have equally many heads.
+
+    Collective: the group, also in backward.
+    """
+    batch, num_heads = query.shape[:2]
+    heads = head_ranges(num_heads, key.shape[1], group.size)
+    (first, last), (first_kv, last_kv) = heads[group.rank]
+    sizes = [query.shape[-1], key.shape[-1], value.shape[-1]]
+    counts = [last - first, last_kv - first_kv, last_kv - first_kv]
+    parts = [
+        torch.cat([query[:, q0:q1].flatten(), key[:, k0:k1].flatten(), value[:, k0:k1].flatten()])
+        for (q0, q1), (k0, k1) in heads
+    ]
+    per_position = [batch * count * size for count, size in zip(counts, sizes, strict=True)]
+    found = exchange(parts, [sum(per_position) * length for length in layout.lengths], group)
+    pieces = [
+        torch.split(part, [each * length for each in per_position])
+        for part, length in zip(found, layout.lengths, strict=True)
+    ]
+    query, key, value = (
+        layout.put_together(
+            [
+                piece[which].view(batch, counts[which], length, sizes[which])
+                for piece, length in zip(pieces, layout.lengths, strict=True)
+            ],
+            2,
+        )
+        for which in range(3)
+    )
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask[:, first:last]
+    key, value, shares_keys = _aligned(key, value, heads, num_heads, mask, group.rank)
+    outputs = nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        scale=scaling,
+        is_causal=is_causal and mask is None,
+        enable_gqa=shares_keys,
+    )
+    returned = [layout.take(outputs, 2, rank).flatten() for rank in range(group.size)]
+    size, length = outputs.shape[-1], layout.lengths[group.rank]
+    found = exchange(returned, [batch * (q1 - q0) * length * size for (q0, q1), _ in heads], group)
+    return torch.cat(
+        [part.view(batch, q1 - q0, length, size) for part, ((q0, q1), _) in zip(found, heads, strict=True)], 1
+    )
+
+
+def _aligned(
+    key: Tensor,
+    value: Tensor,
+    heads: list[tuple[tuple[int, int], tuple[int, int]]],
+    num_heads: int,
+    mask: Tensor | None,
+    rank: int,
+) -> tuple[Tensor, Tensor, bool]:
+    """Return keys and values as torch's attention takes them, and whether several query heads share one."""
+    (first, last), (first_kv, last_kv) = heads[rank]
+    share, held = last - first, last_kv - first_kv
+    if share == held:
+        return key, value, False
+    per_head = num_heads // heads[-1][1][1]
+    is_even = first % per_head == 0 and last % per_head == 0
+    if (is_even or held == 1) and mask is None:
+        return key, value, True
+    index = torch.arange(first, last, device=key.device) // per_head - first_kv
+    return key[:, index], value[:, index], False

@@ -1,0 +1,115 @@
+"""Adapters over a base in 8 or 4 bits, on the kernels that bitsandbytes has for the CPU.
+
+The product refuses this elsewhere than on CUDA, where those kernels are made for; the tests take that one check away.
+"""
+
+import pytest
+import torch
+from apart import FOLDER, import_quietly, missing_libraries, use_libraries_apart
+
+from booster_core import Booster, LazyInitContext, quantization
+from booster_core.errors import ConfigError
+from booster_core.single import SingleDevicePlugin
+from booster_core.testing import close_ranks, run_on_ranks
+from booster_core.testing.models import tiny_llama
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_zero import LowLevelZeroPlugin
+
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+transformers = pytest.importorskip("transformers", reason="the models are transformers'")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft 0.21
+    pytest.mark.skipif(
+        bool(missing_libraries(["bitsandbytes"])), reason=f"bitsandbytes not installed, nor in {FOLDER}"
+    ),
+]
+
+RUNS = {
+    "ddp": (TorchDDPPlugin, {}),
+    "fsdp": (TorchFSDPPlugin, {}),
+    "zero1": (LowLevelZeroPlugin, {"stage": 1}),
+    "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}),
+    "gemini": (GeminiPlugin, {"min_chunk_bytes": 4096}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_workers():
+    yield
+    close_ranks()  # these workers have imported what other tests must not see
+
+
+def bits(number):
+    if number == 4:
+        return transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )
+    return transformers.BitsAndBytesConfig(load_in_8bit=True)
+
+
+def enabled(booster, number, *, lazy=False):
+    """Return a model with adapters whose linear layers are packed."""
+    use_libraries_apart()
+    import_quietly(["bitsandbytes"])
+    torch.manual_seed(3)
+    if lazy:
+        with LazyInitContext():
+            model = tiny_llama()
+    else:
+        model = tiny_llama()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantization, "check_quantization", lambda config, device: config)
+        return booster.enable_lora(model, lora_config=config, bnb_quantization_config=bits(number))
+
+
+def train(number, plugin_class, options):
+    """Return the losses of a few steps on samples that are the same on every rank."""
+    booster = Booster("cpu", plugin=plugin_class(**options))
+    model = enabled(booster, number)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    losses, packed = [], []
+    for step in range(4):
+        tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        packed.append([p.clone() for p in model.unwrap().parameters() if not p.is_floating_point()])
+    assert len(packed[0]) == 2 * 7, "the linear layers of both blocks, and not the head"
+    assert all(map(torch.equal, packed[0], packed[-1]))
+    return losses
+
+
+def save(number, plugin_class, options, folder):
+    booster = Booster("cpu", plugin=plugin_class(**options))
+    model, *_ = booster.boost(enabled(booster, number))
+    booster.save_lora_as_pretrained(model, folder)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("number", [4, 8])
+def test_adapters_over_a_packed_base_train_as_in_one_process(run, number):
+    (expected,) = run_on_ranks(train, 1, number, SingleDevicePlugin, {})
+    assert expected[-1] != expected[0]
+    for losses in run_on_ranks(train, 2, number, *RUNS[run]):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_adapters_of_a_packed_base_load_in_stock_peft(tmp_path):
+    run_on_ranks(save, 2, 4, *RUNS["zero2"], str(tmp_path))
+    model = peft.PeftModel.from_pretrained(tiny_llama(), str(tmp_path))
+    assert any("lora_A" in name for name, _ in model.named_parameters())
+
+
+def refuse_lazy():
+    with pytest.raises(ConfigError, match="A lazy model has no values to quantise"):
+        enabled(Booster("cpu"), 4, lazy=True)
+
+
+def test_a_lazy_base_is_refused():
+    run_on_ranks(refuse_lazy, 1)

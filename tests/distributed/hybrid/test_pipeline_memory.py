@@ -1,0 +1,119 @@
+"""A pipeline keeps as many activations at a time as its schedule promises, and none longer than it needs them."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core.testing import run_on_ranks
+from booster_hybrid.pipeline.cut import StagedModel, share_layers
+from booster_hybrid.pipeline.p2p import Link
+from booster_hybrid.pipeline.runtime import PipelineRun
+from booster_hybrid.pipeline.schedule import make_schedule
+from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.weight_gradients import SplitBackward
+
+
+class Kept:
+    """Counts the activations that are alive."""
+
+    live = peak = 0
+
+    def add(self, tensor):
+        self.live += 1
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(tensor, self.remove)
+
+    def remove(self):
+        self.live -= 1
+
+
+class Keep(torch.autograd.Function):
+    """Keeps an activation for backward."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        saved = x.clone()
+        kept.add(saved)
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert ctx.saved_tensors
+        return gradient, None
+
+
+class Layer(nn.Module):
+    def __init__(self, kept):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kept = kept
+
+    def forward(self, x):
+        return Keep.apply(self.linear(x), self.kept)
+
+
+class Layers(nn.Module):
+    def __init__(self, num_layers, kept):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(kept) for _ in range(num_layers)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def train(style, num_chunks, num_microbatches):
+    """Return the activations that were alive at one time, what the run counted, and what is left at its end."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    kept = Kept()
+    schedule = make_schedule(style, size, num_microbatches, num_chunks)
+    model = Layers(schedule.placement.num_stages, kept)
+    parts = [{"x": torch.ones(2, 4)} for _ in range(num_microbatches)]
+    split = SplitBackward(model)
+    trace = trace_layers(model, ["layers"], parts[0])
+    ranges = share_layers(len(trace.layers), schedule.placement.num_stages)
+    stages = StagedModel(model, trace, [ranges[stage] for stage in schedule.placement.stages_of(rank)])
+    link = Link(["x"], range(size), rank, dist.new_group(), dist.new_group(), torch.device("cpu"))
+    kept.peak = kept.live = 0
+    weights = [1 / num_microbatches] * num_microbatches
+
+    def backward(tensors, gradients, is_last):
+        del is_last
+        torch.autograd.backward(tensors, gradients)
+
+    run = PipelineRun(
+        stages, schedule, rank, link, parts, weights, lambda outputs, _: outputs.sum(), backward, split=split
+    )
+    run.run()
+    return kept.peak, run.peak_live, kept.live
+
+
+@pytest.mark.parametrize(
+    ("style", "num_chunks", "num_microbatches", "promised"),
+    [
+        ("gpipe", 1, 6, [6, 6, 6, 6]),
+        ("1f1b", 1, 6, [4, 3, 2, 1]),
+        ("1f1b", 1, 3, [3, 3, 2, 1]),
+        ("interleaved", 2, 8, [11, 9, 7, 5]),
+    ],
+)
+def test_as_many_activations_live_as_promised(style, num_chunks, num_microbatches, promised):
+    of_ranks = run_on_ranks(train, 4, style, num_chunks, num_microbatches)
+    assert [peak for peak, _, _ in of_ranks] == promised
+    assert [counted for _, counted, _ in of_ranks] == promised
+    assert [left for _, _, left in of_ranks] == [0, 0, 0, 0]
+
+
+def test_the_zero_bubble_v_keeps_as_much_as_1f1b_s_first_rank_on_each_rank():
+    of_ranks = run_on_ranks(train, 4, "zbv", 2, 10)
+    # Chunks are half as large as 1F1B's stages. What no weight needs is freed before the weights' turn.
+    assert max(counted for _, counted, _ in of_ranks) <= 8
+    assert all(peak <= counted for peak, counted, _ in of_ranks)
+    assert [left for _, _, left in of_ranks] == [0, 0, 0, 0]
