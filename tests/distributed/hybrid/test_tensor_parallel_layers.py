@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import time
+import warnings
 import weakref
 from types import SimpleNamespace
 
@@ -119,7 +120,7 @@ def same_gradients(whole, model, splits, **tolerance):
 
 
 class Calls:
-    """Counts collectives of split layers while it is entered, and may change what they do."""
+    """Counts sums of split linear layers while it is entered, and may change what they do."""
 
     def __init__(self, around=None):
         self.numels, self._around = [], around
@@ -171,13 +172,14 @@ def under_autocast(kind, dtype):
         assert model.blocks[0].attention.out(other[..., : WIDTH // 2]).dtype == dtype
     expected.square().sum().backward()
     found.square().sum().backward()
-    # Two roundings where one process has one: 3 * 2**-8 of the largest value in bf16, 3 * 2**-11 in fp16.
+    # Two roundings where one process has one: a few units in the last place of the largest gradient.
     steps = 3 * torch.finfo(dtype).eps
+    largest = max(float(parameter.grad.abs().max()) for parameter in whole.parameters())
     for name, parameter in model.named_parameters():
         assert parameter.grad.dtype == torch.float32
         gradient = whole.get_parameter(name).grad
         part = splits[name].take(gradient) if name in splits else gradient
-        assert float((parameter.grad - part).abs().max()) <= steps * float(gradient.abs().max()), name
+        assert float((parameter.grad - part).abs().max()) <= steps * largest, name
     assert other.grad.dtype == torch.float32
     assert float((other.grad - source.grad).abs().max()) <= steps * float(source.grad.abs().max())
 
@@ -216,6 +218,8 @@ def test_layers_may_be_computed_anew_in_backward(way):
 def compiled():
     import torch._dynamo
 
+    # The compiler looks at every tensor's `grad` after a graph break.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     whole, model, splits = make()
     for block in model.blocks:
         block.compile(backend="aot_eager")
@@ -232,7 +236,6 @@ def compiled():
         torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_compiled_layers_compute_the_same():
     run_on_ranks(compiled, 2, timeout_seconds=120)
 
