@@ -88,6 +88,8 @@ MESHES = {
     "pp2dp2zero2": (4, {"pp_size": 2, "zero_stage": 2}),
     "tp2pp2": (4, {"pp_size": 2, "tp_size": 2}),
     "sp2pp2": (4, {"pp_size": 2, "sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
+    "ring2pp2": (4, {"pp_size": 2, "sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
+    "split2pp2": (4, {"pp_size": 2, "tp_size": 2, "sequence_parallelism_mode": "split_gather"}),
 }
 
 

@@ -26,6 +26,19 @@ def test_a_wrong_option_is_refused_at_once(options, message):
         LowLevelZeroPlugin(**options)
 
 
+@pytest.mark.parametrize(
+    ("asked", "gradient_bytes", "expected"),
+    [
+        (None, 2**30, 25 * 2**20),
+        (None, 48 * 2**20, 6 * 2**20),
+        (None, 1000, 2**20),
+        (77, 2**30, 77),
+    ],
+)
+def test_small_models_have_smaller_buckets(asked, gradient_bytes, expected):
+    assert LowLevelZeroPlugin(bucket_bytes=asked).config.bucket_bytes_for(gradient_bytes) == expected
+
+
 def test_a_narrow_precision_has_fp32_masters():
     policy = LowLevelZeroPlugin().resolve_precision(PrecisionPolicy.parse("bf16"))
     assert (policy.param_dtype, policy.master_dtype) == (torch.bfloat16, torch.float32)

@@ -54,6 +54,9 @@ class GeminiConfig:
             ``"auto"`` does what the optimizer's class needs, see `booster_core.sharding.elementwise`.
         unused: ``"zero"`` lets a parameter that took no part in backward on this rank count as zero, and skips those
             that took none on any rank; ``"raise"`` raises at the step, naming them for each rank.
+        debug: Look for parameters that are changed by hand, whose new values would be lost, and raise at the next
+            forward, backward or step, naming them. Takes the time to read all parameters whenever they are gathered
+            and released.
         broadcast_buffers: Give every rank, after each step, rank 0's values of buffers that forward changes, such as
             running statistics.
 
@@ -79,6 +82,7 @@ class GeminiConfig:
     replica_size: int = 1
     partition: str = "auto"
     unused: str = "zero"
+    debug: bool = False
     broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:

@@ -93,11 +93,13 @@ class ParameterHooks:
     def _hook(self, module: nn.Module, own: list[int], name: str) -> None:
         hooks = weakref.ref(self)  # a module must not keep alive what belongs to another run
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, _: Any) -> None:
             owner = hooks()
             if owner is not None:
                 owner.enter(module, own, name)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(module: nn.Module, *_: Any) -> None:
             owner = hooks()
             if owner is not None:

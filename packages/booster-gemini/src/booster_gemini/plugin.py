@@ -61,6 +61,7 @@ class GeminiPlugin(Plugin):
         replica_size: Number of replicas of the sharded state.
         partition: Cut parameters anywhere, or leave them whole.
         unused: What to do about parameters that took no part in backward.
+        debug: Look for parameters that are changed by hand.
         broadcast_buffers: Keep buffers that forward changes equal on all ranks.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
@@ -109,6 +110,7 @@ class GeminiPlugin(Plugin):
         replica_size: int = 1,
         partition: str = "auto",
         unused: str = "zero",
+        debug: bool = False,
         broadcast_buffers: bool = True,
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
@@ -131,6 +133,7 @@ class GeminiPlugin(Plugin):
             replica_size=replica_size,
             partition=partition,
             unused=unused,
+            debug=debug,
             broadcast_buffers=broadcast_buffers,
         )
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
@@ -186,6 +189,7 @@ class GeminiPlugin(Plugin):
             shard_param_frac=self.config.shard_param_frac,
             home=make_home(self.config, context),
             lazy=lazy,
+            debug=self.config.debug,
         )
         if recording is not None:
             fill_chunks(model, recording, manager, context)
@@ -199,6 +203,7 @@ class GeminiPlugin(Plugin):
                 precision=context.precision,
                 after_step=context.after_step,
             )
+        context.coordinator.raise_together(manager.home.problem())
         wrapped = GeminiModel(model, manager, precision=context.precision, optimizer=optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
 

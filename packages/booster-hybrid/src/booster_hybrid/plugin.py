@@ -28,8 +28,10 @@ from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
+from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.stages import StagePlan
 from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.state import HybridStateAdapter
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
@@ -38,6 +40,7 @@ from booster_zero import LowLevelZeroPlugin, ZeroConfig
 from booster_zero.state import ZeroStateAdapter
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
@@ -58,7 +61,7 @@ class HybridParallelPlugin(PipelinePlugin):
     Args:
         tp_size: Ranks over which each layer is split.
         pp_size: Ranks over which the layers are spread; batches then run through `execute_pipeline`.
-        sp_size: Ranks over which each sequence is split; this version trains with 1.
+        sp_size: Ranks over which each sequence is split, for ``"all_to_all"`` and ``"ring_attn"``.
         num_microbatches: See `PipelineConfig`, as for the following four.
         microbatch_size: Samples in each part of a batch.
         pp_style: Order of the parts' forwards and backwards.
@@ -75,6 +78,7 @@ class HybridParallelPlugin(PipelinePlugin):
             `booster_hybrid.policy.base.ShardingPolicy`.
         max_norm: Clip gradients by this global norm in each step; 0 does not.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
+        pipeline_record: A folder where each rank of a pipeline writes down when it did what, for ``booster pipeline``.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
@@ -114,6 +118,7 @@ class HybridParallelPlugin(PipelinePlugin):
         custom_policy: ShardingPolicy | None = None,
         max_norm: float = 0.0,
         precision: PrecisionPolicy | str | None = None,
+        pipeline_record: str | os.PathLike[str] | None = None,
     ) -> None:
         self.config = HybridConfig(
             tensor=TensorConfig(size=tp_size),
@@ -131,6 +136,10 @@ class HybridParallelPlugin(PipelinePlugin):
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
         self.example_batch = example_batch
+        self.pipeline_record = pipeline_record
+        if pipeline_record is not None and pp_size == 1:
+            msg = "`pipeline_record` writes down what a pipeline does, and `pp_size=1` makes none. Pass `pp_size`."
+            raise ConfigError(msg)
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
         self._zero = LowLevelZeroPlugin(stage=max(zero_stage, 1), max_norm=max_norm, precision=precision)
         self._axes: tuple[Any, dict[tuple[str, ...], Axis]] | None = None
@@ -167,13 +176,15 @@ class HybridParallelPlugin(PipelinePlugin):
             split = parallelize(model, policy, group, parallel_output=self.parallel_output)
             _cut_state(model, objects.optimizer, split)
         if self.config.sequence.mode is not None:
-            _split_sequences(model, self, axes, context)
+            _split_sequences(model, self, axes, context, split)
         copies: dict[int, tuple[int, ...]] = {}
         place = ModelPlace(tensor_group=group, splits=split.splits)
-        staged = None
+        staged, split_backward = None, None
         if plan is not None:
             place = self._place_of(plan, place, axes)
             copies = plan.copies(model)
+            # Layers' forwards that split their backward lie inside of those that stages put around layers.
+            split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
             staged = plan.cut(model, place.stage)
             _leave_out(model, objects.optimizer)
         boosted = self._zero.shard(
@@ -194,8 +205,16 @@ class HybridParallelPlugin(PipelinePlugin):
                 replica=axes["pp", "sp", "tp"].group,
                 coordinator=context.coordinator,
                 device=context.device,
+                run_options={"split": split_backward, "record": self._record(axes, context)},
             )
         return boosted
+
+    def _record(self, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> PipelineRecord | None:
+        if self.pipeline_record is None:
+            return None
+        rank = context.coordinator.rank
+        ranks = axes["pp",].ranks
+        return PipelineRecord(self.pipeline_record, rank, axes["pp",].index, min(ranks), context.device)
 
     def execute_pipeline(
         self,
@@ -401,17 +420,30 @@ def _leave_out(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def _split_sequences(
-    model: nn.Module, plugin: HybridParallelPlugin, axes: Mapping[tuple[str, ...], Axis], context: BoostContext
+    model: nn.Module,
+    plugin: HybridParallelPlugin,
+    axes: Mapping[tuple[str, ...], Axis],
+    context: BoostContext,
+    split: TensorParallelModel,
 ) -> None:
+    """Let the model's layers work on a part of each sequence."""
     from booster_hybrid.sequence_parallel.apply import split_sequences
+    from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
-    policy, sequence = policy_for(model, plugin.custom_policy, context.hooks), axes["sp",]
+    lists = policy_for(model, plugin.custom_policy, context.hooks).layers
+    tensor, sequence = axes["tp",], axes["sp",]
+    mode = str(plugin.config.sequence.mode)
+    if mode == "split_gather":
+        whole = {name for name, _ in model.named_parameters()} - split.splits.keys() - split.summed
+        group = TensorGroup(tensor.group, tensor.index, tensor.size)
+        split_between_blocks(model, lists, group, axes[()].group, whole_parameters=whole)
+        return
     split_sequences(
         model,
-        policy.layers,
-        str(plugin.config.sequence.mode),
+        lists,
+        mode,
         TensorGroup(sequence.group, sequence.index, sequence.size),
-        tensor_size=plugin.config.tensor.size,
+        tensor_size=tensor.size,
         parallel_output=plugin.parallel_output,
     )
 

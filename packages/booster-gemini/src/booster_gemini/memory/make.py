@@ -114,8 +114,8 @@ def _make(config: GeminiConfig, context: BoostContext) -> Home:
         rooms.append(Room(torch.device("cpu"), host_budget, pins=pins))
     record = None
     if config.memory_record is not None:
-        facts: dict[str, Any] = {"device": device.type, "budget_bytes": budget, "policy": config.placement_policy}
-        record = MemoryRecord(config.memory_record, context.coordinator.rank, facts)
+        facts: dict[str, Any] = {"budget_bytes": budget, "policy": config.placement_policy}
+        record = MemoryRecord(config.memory_record, context.coordinator.rank, facts, device)
     store = None if config.offload_dir is None else DiskStore(config.offload_dir)
     return TieredHome(rooms, store, policy, record)
 

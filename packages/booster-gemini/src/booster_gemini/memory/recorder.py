@@ -81,8 +81,8 @@ class StepRecorder:
         return distance
 
     def finish(self) -> Sequence[Moves]:
-        """Return the moves that the plan has left at the end of a step."""
-        return list(self._plan[self._position :])
+        """Return what the plan has left at the end of a step: who leaves; nobody comes for events that did not."""
+        return [Moves(evict=moves.evict) for moves in self._plan[self._position :]]
 
     def end_step(
         self, sizes: Mapping[Key, int], resident: frozenset[Key], away: frozenset[Key], budget_bytes: int | None
