@@ -248,7 +248,7 @@ def without_gradients(mode):
     whole, model, _ = make()
     with Calls() as calls, mode():
         torch.testing.assert_close(model(batch()), whole(batch()))
-        siblings = model.blocks[0].attention.q.forward._siblings
+        siblings = model.blocks[0].attention.q.forward.siblings
         assert not siblings._kept
     assert calls.numels == [2 * 5 * WIDTH] * 2  # the rows' sums alone
     source, other = (batch().requires_grad_() for _ in range(2))
@@ -308,7 +308,7 @@ def input_of_frozen():
     del middle
     gc.collect()
     assert seen() is not None  # v may still ask for it
-    model.blocks[0].attention.v.forward._siblings.forget()
+    model.blocks[0].attention.v.forward.siblings.forget()
     gc.collect()
     assert seen() is None
     sum(each.sum() for each in outputs).backward()
@@ -448,7 +448,7 @@ def test_results_of_weights_that_were_written_to_are_not_handed_out():
 
 def leftovers():
     _, model, _ = make(depth=1)
-    siblings = model.blocks[0].attention.q.forward._siblings
+    siblings = model.blocks[0].attention.q.forward.siblings
     source = batch().requires_grad_()
     middle = source * 1.0
     output = model.blocks[0].attention.q(middle)
