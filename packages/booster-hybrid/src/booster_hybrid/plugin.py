@@ -1,6 +1,6 @@
 """`HybridParallelPlugin`: tensor, pipeline, sequence and data parallelism behind `Booster`; wires their parts together.
 
-This version trains with tensor, pipeline and data parallelism; asking for sequence parallelism raises.
+Each axis is its own package: `tensor_parallel`, `sequence_parallel` and `pipeline`; data parallelism is booster-zero's.
 """
 
 from __future__ import annotations

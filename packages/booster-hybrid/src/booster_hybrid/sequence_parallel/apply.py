@@ -226,6 +226,13 @@ def attention(
             f"`sequence_parallelism_mode={sequence.mode!r}` can't do. Use 'split_gather' with `tp_size`."
         )
         raise ConfigError(msg)
+    if key.shape[2] != query.shape[2]:
+        msg = (
+            f"{sequence.model_name} attends from {query.shape[2]} positions of this rank to {key.shape[2]} others, as "
+            "with a cache of keys or another sequence's states, which is not split. Pass neither `past_key_values` nor "
+            "`encoder_hidden_states`, and generate without sequence parallelism."
+        )
+        raise ConfigError(msg)
     sequence.num_attentions += 1
     layout = sequence.layout_of(query.shape[2], attention_mask)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
