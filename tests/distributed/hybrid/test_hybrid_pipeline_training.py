@@ -183,6 +183,25 @@ def test_calls_accumulate(zero_stage):
             torch.testing.assert_close(found[key], gradient, **TOLERANCE, msg=key)
 
 
+def gradients_of_later_calls(name, options, calls):
+    """Look at the gradients after each call, which brings them together, and go on adding to them."""
+    zoo = get_model(name)
+    booster, model, optimizer = boosted(name, options)
+    for part in parts_of(zoo.share(0, 0, SAMPLES), calls):
+        booster.execute_pipeline(iter([part]), model, lambda outputs, part: zoo.loss(outputs, part) / calls, optimizer)
+        found = {name: booster.full_gradient(model, name) for name in booster.plugin.parameter_paths(model)}
+    return {key: gradient for key, gradient in found.items() if gradient is not None}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_gradients_are_added_to_by_later_calls(zero_stage):
+    name = "transformers/gpt2_lm"  # has a copied parameter
+    expected = run_on_ranks(gradients_of, 1, name, {}, None, 2)[0]
+    found = run_on_ranks(gradients_of_later_calls, 4, name, {"pp_size": 2, "zero_stage": zero_stage}, 2)[0]
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient, **TOLERANCE, msg=key)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "options",
