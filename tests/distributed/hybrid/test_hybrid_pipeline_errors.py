@@ -130,6 +130,15 @@ def test_execute_pipeline_without_a_pipeline_is_refused():
     expect_on_ranks(ConfigError, "`execute_pipeline` needs a pipeline, and `pp_size=1` makes none", without_pipeline, 2)
 
 
+def built_apart():
+    boosted(pp_style="gpipe" if torch.distributed.get_rank() else "1f1b")
+
+
+def test_ranks_with_different_settings_are_named():
+    message = r"different settings: `pipeline.style` is '1f1b' on rank\(s\) 0, 'gpipe' on rank\(s\) 1"
+    expect_on_ranks(ConfigError, message, built_apart, 2)
+
+
 def test_more_stages_than_layers_are_refused():
     expect_on_ranks(
         ConfigError, "4 layers can't fill 8 stages", execute, 4, own_loss, 4, {"pp_size": 4, "pp_style": "zbv"}

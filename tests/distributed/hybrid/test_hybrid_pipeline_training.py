@@ -218,6 +218,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(options):
     run_on_ranks(overflow, 4, options)
 
 
+def put_together(logits):
+    return logits.gather() if hasattr(logits, "gather") and hasattr(logits, "local") else logits
+
+
 def evaluate(options):
     name = "transformers/llama"
     zoo = get_model(name)
@@ -232,7 +236,7 @@ def evaluate(options):
         has_outputs = result["outputs"] is not None
         assert has_outputs == (result["loss"] is not None)
         if has_outputs:
-            torch.testing.assert_close(result["outputs"].logits, expected.logits)
+            torch.testing.assert_close(put_together(result["outputs"].logits), expected.logits)
             torch.testing.assert_close(result["loss"], expected.loss)
             torch.testing.assert_close(result["outputs"].loss, expected.loss)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -242,6 +246,98 @@ def evaluate(options):
 @pytest.mark.parametrize("options", [{}, {"microbatch_size": 3}, {"num_microbatches": 4}])
 def test_evaluation_gives_losses_and_outputs_of_the_whole_batch(options):
     assert run_on_ranks(evaluate, 2, {"pp_size": 2, **options}) == [False, True]
+
+
+def test_split_logits_are_returned_too():
+    found = run_on_ranks(evaluate, 4, {"pp_size": 2, "tp_size": 2, "parallel_output": True})
+    assert found == [False, False, True, True]
+
+
+def lora(options):
+    """Train adapters in stages, and return what one process has of their gradients, too."""
+    import peft
+
+    from booster_hybrid import HybridParallelPlugin
+
+    zoo = get_model("transformers/llama")
+    found = []
+    for plugin in (HybridParallelPlugin(**options), None):
+        booster = Booster(plugin=plugin) if plugin is not None else Booster()
+        torch.manual_seed(5)
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+        model = peft.get_peft_model(zoo.seeded(), config)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        if plugin is None:
+            for part in parts_of(zoo.share(0, 0, SAMPLES), 2):
+                (zoo.loss_of(model, part) / 2).backward()
+            found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        else:
+            model, optimizer, *_ = booster.boost(model, optimizer)
+            booster.execute_pipeline(iter([zoo.share(0, 0, SAMPLES)]), model, zoo.loss, optimizer)
+            gradients = {n: booster.full_gradient(model, n) for n in booster.plugin.parameter_paths(model)}
+            found.append({n: gradient for n, gradient in gradients.items() if gradient is not None})
+    ours, plain = found
+    assert plain
+    for key, gradient in plain.items():
+        torch.testing.assert_close(ours[key], gradient, **TOLERANCE, msg=key)
+
+
+@pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 2, "zero_stage": 2}])
+def test_adapters_train(options):
+    run_on_ranks(lora, 4, options)
+
+
+def checkpointed(options, by_model, before):
+    """Compare activation checkpointing, by Booster or by the model itself, with none."""
+    from booster_core.activation_checkpointing import enable_activation_checkpointing
+    from booster_hybrid import HybridParallelPlugin
+
+    zoo = get_model("transformers/llama")
+    found = []
+    for is_on in (False, True):
+        booster = Booster(plugin=HybridParallelPlugin(**options))
+        model, optimizer = make("transformers/llama")
+        if is_on and by_model:
+            model.gradient_checkpointing_enable()
+        if is_on and before and not by_model:
+            enable_activation_checkpointing(model)
+        model, optimizer, *_ = booster.boost(model, optimizer)
+        if is_on and not before and not by_model:
+            enable_activation_checkpointing(model)
+        booster.execute_pipeline(iter([zoo.share(0, 0, SAMPLES)]), model, zoo.loss, optimizer)
+        found.append({n: booster.full_gradient(model, n) for n in booster.plugin.parameter_paths(model)})
+    for key, gradient in found[0].items():
+        torch.testing.assert_close(found[1][key], gradient, msg=key)
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}], ids=["pp2", "tp2pp2"])
+def test_layers_may_be_computed_anew(options, by_model, before):
+    run_on_ranks(checkpointed, 4, options, by_model, before)
+
+
+def lazily(options):
+    from booster_core.lazy import LazyInitContext
+    from booster_hybrid import HybridParallelPlugin
+
+    zoo = get_model("transformers/llama")
+    found = []
+    for context in (contextlib.nullcontext(), LazyInitContext()):
+        with torch.random.fork_rng(devices=[]), context:
+            torch.manual_seed(11)
+            model = zoo.build().train()
+        booster = Booster(plugin=HybridParallelPlugin(**options))
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        booster.execute_pipeline(iter([zoo.share(0, 0, SAMPLES)]), model, zoo.loss, optimizer)
+        optimizer.step()
+        found.append(whole_model(booster, model))
+    for key, tensor in found[0].items():
+        assert torch.equal(found[1][key], tensor), key
+
+
+def test_a_lazy_model_trains_as_an_eager_one():
+    run_on_ranks(lazily, 2, {"pp_size": 2})
 
 
 def from_a_loader(steps):

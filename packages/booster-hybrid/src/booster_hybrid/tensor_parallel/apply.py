@@ -332,7 +332,8 @@ def _summed_shares(gradient: Tensor, split: Split, group: TensorGroup) -> Tensor
 
 def _experts_forward(forward: Callable[..., Tensor], group: TensorGroup) -> Callable[..., Tensor]:
     def split_forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        partial = forward(enter(hidden_states, group), top_k_index, enter(top_k_weights, group))
+        hidden_states, top_k_weights = enter((hidden_states, top_k_weights), group)
+        partial = forward(hidden_states, top_k_index, top_k_weights)
         return leave(partial, group)
 
     return split_forward
