@@ -139,6 +139,12 @@ def test_every_schedule_trains(name, style):
     run_on_ranks(compare, 2, f"transformers/{name}", {"pp_size": 2, "pp_style": style})
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_state_may_lie_on_the_host(zero_stage):
+    options = {"pp_size": 2, "zero_stage": zero_stage, "cpu_offload": True}
+    run_on_ranks(compare, 4, "transformers/gpt2_lm", options)
+
+
 def test_four_stages_train():
     run_on_ranks(compare, 4, "transformers/t5_generation", {"pp_size": 4})
 
@@ -175,6 +181,25 @@ def test_calls_accumulate(zero_stage):
         assert found.keys() == expected.keys()
         for key, gradient in expected.items():
             torch.testing.assert_close(found[key], gradient, **TOLERANCE, msg=key)
+
+
+def gradients_of_later_calls(name, options, calls):
+    """Look at the gradients after each call, which brings them together, and go on adding to them."""
+    zoo = get_model(name)
+    booster, model, optimizer = boosted(name, options)
+    for part in parts_of(zoo.share(0, 0, SAMPLES), calls):
+        booster.execute_pipeline(iter([part]), model, lambda outputs, part: zoo.loss(outputs, part) / calls, optimizer)
+        found = {name: booster.full_gradient(model, name) for name in booster.plugin.parameter_paths(model)}
+    return {key: gradient for key, gradient in found.items() if gradient is not None}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_gradients_are_added_to_by_later_calls(zero_stage):
+    name = "transformers/gpt2_lm"  # has a copied parameter
+    expected = run_on_ranks(gradients_of, 1, name, {}, None, 2)[0]
+    found = run_on_ranks(gradients_of_later_calls, 4, name, {"pp_size": 2, "zero_stage": zero_stage}, 2)[0]
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient, **TOLERANCE, msg=key)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -265,7 +290,7 @@ def lora(options):
         booster = Booster(plugin=plugin) if plugin is not None else Booster()
         torch.manual_seed(5)
         config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
-        model = peft.get_peft_model(zoo.seeded(), config)
+        model = booster.enable_lora(zoo.seeded(), lora_config=config)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         if plugin is None:
             for part in parts_of(zoo.share(0, 0, SAMPLES), 2):
@@ -287,7 +312,7 @@ def test_adapters_train(options):
     run_on_ranks(lora, 4, options)
 
 
-def checkpointed(options, by_model, before):
+def checkpointed(options, how):
     """Compare activation checkpointing, by Booster or by the model itself, with none."""
     from booster_core.activation_checkpointing import enable_activation_checkpointing
     from booster_hybrid import HybridParallelPlugin
@@ -297,12 +322,12 @@ def checkpointed(options, by_model, before):
     for is_on in (False, True):
         booster = Booster(plugin=HybridParallelPlugin(**options))
         model, optimizer = make("transformers/llama")
-        if is_on and by_model:
-            model.gradient_checkpointing_enable()
-        if is_on and before and not by_model:
+        if is_on and how == "by the model":
+            model.activation_checkpointing_enable()
+        if is_on and how == "before boost":
             enable_activation_checkpointing(model)
         model, optimizer, *_ = booster.boost(model, optimizer)
-        if is_on and not before and not by_model:
+        if is_on and how == "after boost":
             enable_activation_checkpointing(model)
         booster.execute_pipeline(iter([zoo.share(0, 0, SAMPLES)]), model, zoo.loss, optimizer)
         found.append({n: booster.full_gradient(model, n) for n in booster.plugin.parameter_paths(model)})
@@ -310,11 +335,10 @@ def checkpointed(options, by_model, before):
         torch.testing.assert_close(found[1][key], gradient, msg=key)
 
 
-@pytest.mark.parametrize("by_model", [False, True])
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("how", ["before boost", "after boost", "by the model"])
 @pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}], ids=["pp2", "tp2pp2"])
-def test_layers_may_be_computed_anew(options, by_model, before):
-    run_on_ranks(checkpointed, 4, options, by_model, before)
+def test_layers_may_be_computed_anew(options, how):
+    run_on_ranks(checkpointed, 4, options, how)
 
 
 def lazily(options):

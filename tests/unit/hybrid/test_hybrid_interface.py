@@ -4,6 +4,7 @@ import pytest
 
 from booster_core import discovery
 from booster_core.errors import ConfigError
+from booster_core.precision import LossScaleConfig
 from booster_hybrid import HybridParallelPlugin
 
 
@@ -33,6 +34,9 @@ def test_options_reach_the_config():
         ({"sequence_parallelism_mode": "split_gather"}, "over the tensor parallel ranks, but `tp_size=1`"),
         ({"sequence_parallelism_mode": "ring_attn"}, "splits sequences over `sp_size` ranks, which is 1"),
         ({"zero_stage": 3}, "`stage=3` is not one of"),
+        ({"cpu_offload": True}, "`zero_stage=0` shards nothing"),
+        ({"loss_scale": LossScaleConfig()}, "`loss_scale` is about fp16"),
+        ({"precision": "bf16", "loss_scale": LossScaleConfig()}, "fp16"),
     ],
 )
 def test_a_wrong_option_is_refused_at_once(options, message):

@@ -211,9 +211,14 @@ class HybridOptimizer(ZeroOptimizer):
         pending = []
         for bucket, copies in buckets:
             if bucket.has_gradient and bucket.gradient is not None:
-                pending.append(collectives.all_reduce(bucket.gradient, group=place.copy_groups[copies]))
-        for each in pending:
+                summed = bucket.gradient.to(bucket.format.device)  # from the host, where it is offloaded
+                pending.append(
+                    (collectives.all_reduce(summed, group=place.copy_groups[copies]), summed, bucket.gradient)
+                )
+        for each, summed, gradient in pending:
             each.wait()
+            if summed is not gradient:
+                gradient.copy_(summed)
         for bucket, copies in buckets:
             indices = [slot.index for slot in bucket.plan.slots]
             flags = torch.tensor(

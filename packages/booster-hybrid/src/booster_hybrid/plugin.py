@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext
+    from booster_core.precision.loss_scaler import LossScaleConfig
     from booster_core.state.adapter import StateAdapter
     from booster_hybrid.policy.base import ShardingPolicy
 
@@ -79,6 +80,8 @@ class HybridParallelPlugin(PipelinePlugin):
         custom_policy: How the model is split, where it is not one that is known; see
             `booster_hybrid.policy.base.ShardingPolicy`.
         max_norm: Clip gradients by this global norm in each step; 0 does not.
+        cpu_offload: Keep optimizer state and masters on the host, and step there; for ``zero_stage`` 1 and 2.
+        loss_scale: How gradients are scaled under ``precision="fp16"``.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
         pipeline_record: A folder where each rank of a pipeline writes down when it did what, for ``booster pipeline``.
 
@@ -120,6 +123,8 @@ class HybridParallelPlugin(PipelinePlugin):
         parallel_output: bool = False,
         custom_policy: ShardingPolicy | None = None,
         max_norm: float = 0.0,
+        cpu_offload: bool = False,
+        loss_scale: LossScaleConfig | None = None,
         precision: PrecisionPolicy | str | None = None,
         pipeline_record: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -134,7 +139,7 @@ class HybridParallelPlugin(PipelinePlugin):
                 num_layers_per_stage=None if num_layers_per_stage is None else tuple(num_layers_per_stage),
             ),
             sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode),
-            zero=None if zero_stage == 0 else ZeroConfig(stage=zero_stage),
+            zero=None if zero_stage == 0 else ZeroConfig(stage=zero_stage, cpu_offload=cpu_offload),
         )
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
@@ -143,8 +148,16 @@ class HybridParallelPlugin(PipelinePlugin):
         if pipeline_record is not None and pp_size == 1:
             msg = "`pipeline_record` writes down what a pipeline does, and `pp_size=1` makes none. Pass `pp_size`."
             raise ConfigError(msg)
-        self.precision = None if precision is None else PrecisionPolicy.parse(precision)
-        self._zero = LowLevelZeroPlugin(stage=max(zero_stage, 1), max_norm=max_norm, precision=precision)
+        if cpu_offload and zero_stage == 0:
+            msg = "`cpu_offload=True` moves what ZeRO shards, and `zero_stage=0` shards nothing. Use `zero_stage=1`."
+            raise ConfigError(msg)
+        if loss_scale is not None and precision is None:
+            msg = "`loss_scale` is about fp16. Pass `precision='fp16'` beside it, or a PrecisionPolicy to `Booster`."
+            raise ConfigError(msg)
+        self.precision = None if precision is None else PrecisionPolicy.parse(precision, loss_scale=loss_scale)
+        self._zero = LowLevelZeroPlugin(
+            stage=max(zero_stage, 1), max_norm=max_norm, cpu_offload=cpu_offload, precision=self.precision
+        )
         self._axes: tuple[Any, dict[tuple[str, ...], Axis]] | None = None
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from booster_core.sharding.ranks import ShardingRanks
 
 
+_COPIED_BYTES = 25 * 2**20
+"""Size at which a bucket of parameters that are copied elsewhere takes no further one."""
+
 BucketT = TypeVar("BucketT", bound="ShardedBucket")
 
 
@@ -136,7 +139,9 @@ class Layout(Generic[BucketT]):
         place = {index: position for position, index in enumerate(order)}
         plans = []
         for format_, sizes in by_format.items():
-            most = max(self._bucket_bytes // format_.wire.itemsize, 1)
+            # Copies are laid out alike at places whose other parameters may ask for buckets of other sizes.
+            bucket_bytes = _COPIED_BYTES if format_.copies else self._bucket_bytes
+            most = max(bucket_bytes // format_.wire.itemsize, 1)
             made = plan_flat(sizes, size, most) if self._kind == "flat" else plan_whole(sizes, self._owners, size, most)
             plans += [(max(place[slot.index] for slot in plan.slots), format_, plan) for plan in made]
         # A bucket can leave when its last gradient has come.
