@@ -1,10 +1,11 @@
 """A model that is three times as large as the memory it may take: Gemini's step with the rest of its state on a disk.
 
-One process, fp32, AdamW. Three numbers are taken in one run, each in a process of its own: a step with everything in
-RAM, the raw speed of the disk in both directions, and a step with a budget of a third of parameters, gradients and
-optimizer state. Bars: the step takes at most 1.3 times the longer of computing alone and of moving its bytes at the
-disk's raw speed; the peak of RSS above an imported torch is at most 1.1 times the budget, plus activations, which are
-what the run in RAM takes above its state.
+One process, AdamW. Three things are timed in one run, one after the other in each round, so that a machine that is
+busy elsewhere slows all of them: a step with everything in RAM, the raw speed of the disk in both directions, and a
+step with a budget of a third of parameters, gradients and optimizer state. Bars: the step takes at most 1.3 times the
+longer of computing alone and of moving its bytes at the disk's raw speed, as the median over the rounds; the peak of
+RSS above an imported torch is at most 1.1 times the budget, plus activations, which are what the run in RAM takes above
+its state; and of the bytes that lie on the disk between steps at least 0.8 are missing in RAM.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Any
 
 import torch
 
-_BAR_SECONDS, _BAR_MEMORY = 1.3, 1.1
-_BYTES_PER_PARAMETER = 16
+_BAR_SECONDS, _BAR_MEMORY, _BAR_RESIDENT = 1.3, 1.1, 0.8
+_BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 18}
+_WARM = 2
+"""Rounds that are not timed: the first records, the second follows the first plan."""
 
 
 def _status(name: str) -> int:
@@ -47,8 +50,8 @@ def _model(layers: int, hidden: int) -> torch.nn.Module:
     )
 
 
-def _train(options: argparse.Namespace) -> dict[str, Any]:
-    """Train a few steps and return their times, the bytes moved in each, and the peak."""
+def _train(options: argparse.Namespace) -> None:
+    """Train a step for every line of standard input, and print what it took as a line of JSON."""
     import transformers.models.llama  # noqa: F401 - imported before memory is looked at
 
     from booster_core import Booster, launch_from_torch
@@ -58,99 +61,126 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     before = _status("VmRSS")
     model = _model(options.layers, options.hidden)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    budget = _BYTES_PER_PARAMETER * num_parameters // 3
+    budget = _BYTES_PER_PARAMETER[options.precision] * num_parameters // 3
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     where: dict[str, Any] = {}
     if options.folder:
         where = {"placement_policy": "auto", "memory_budget_bytes": budget, "offload_dir": options.folder}
     if options.record:
         where["memory_record"] = options.record
-    booster = Booster(plugin=GeminiPlugin(**where))
+    booster = Booster(mixed_precision=options.precision, plugin=GeminiPlugin(**where))
     boosted, wrapped, *_ = booster.boost(model, optimizer)
     tokens = torch.randint(8000, (options.batch, 128), generator=torch.Generator().manual_seed(0))
-    seconds, moved, losses = [], [], []
     home = boosted.manager.home  # type: ignore[attr-defined]
     store = getattr(home, "store", None)
-    for _ in range(options.steps):
+    for _ in sys.stdin:
         start, bytes_before = time.perf_counter(), (store.bytes_read + store.bytes_written if store else 0)
         loss = boosted(input_ids=tokens, labels=tokens).loss
         booster.backward(loss, wrapped)
         wrapped.step()
         wrapped.zero_grad()
-        seconds.append(time.perf_counter() - start)
-        moved.append((store.bytes_read + store.bytes_written if store else 0) - bytes_before)
-        losses.append(loss.item())
-        print(f"  step {seconds[-1]:.2f} s, {moved[-1] / 1e9:.2f} GB moved", file=sys.stderr, flush=True)
-    return {
-        "parameters": num_parameters,
-        "budget": budget,
-        "seconds": statistics.median(seconds[2:]),
-        "moved": statistics.median(moved[2:]),
-        "peak": _status("VmHWM") - before,
-        "losses": losses,
-    }
+        result = {
+            "seconds": time.perf_counter() - start,
+            "moved": (store.bytes_read + store.bytes_written if store else 0) - bytes_before,
+            "loss": loss.item(),
+            "parameters": num_parameters,
+            "budget": budget,
+            "resident": _status("VmRSS") - before,
+            "on_disk": home.bytes_by_place()["disk"] if store else 0,
+            "peak": _status("VmHWM") - before,
+        }
+        print(json.dumps(result), flush=True)
 
 
-def _disk(folder: str) -> dict[str, float]:
-    """Return the raw speed of the disk in bytes per second, as the median of a few gigabytes each way."""
-    from booster_gemini.memory.disk import DiskStore, aligned_buffer
+class _Disk:
+    """The raw speed of the disk, a gigabyte each way at a time."""
 
-    store = DiskStore(folder)
-    buffers = [aligned_buffer(64 << 20) for _ in range(8)]
-    for buffer in buffers:
-        buffer.fill_(1)
-    offsets = [store.allocate(64 << 20) for _ in range(16)]
-    speeds: dict[str, list[float]] = {"write": [], "read": []}
-    for _ in range(4):
-        for name, move in (("write", store.write), ("read", store.read)):
+    def __init__(self, folder: str) -> None:
+        from booster_gemini.memory.disk import DiskStore, aligned_buffer
+
+        self._store = DiskStore(folder)
+        self._buffers = [aligned_buffer(64 << 20) for _ in range(8)]
+        for buffer in self._buffers:
+            buffer.fill_(1)
+        self._offsets = [self._store.allocate(64 << 20) for _ in range(16)]
+
+    def speeds(self) -> tuple[float, float]:
+        """Return bytes per second when writing, and when reading."""
+        found = []
+        for move in (self._store.write, self._store.read):
             start = time.perf_counter()
             for first in (0, 8):
-                for transfer in [move(offsets[first + i], buffer) for i, buffer in enumerate(buffers)]:
+                for transfer in [move(self._offsets[first + i], buffer) for i, buffer in enumerate(self._buffers)]:
                     transfer.wait()
-            speeds[name].append((1 << 30) / (time.perf_counter() - start))
-    store.close()
-    return {name: statistics.median(each) for name, each in speeds.items()}
+            found.append((1 << 30) / (time.perf_counter() - start))
+        return found[0], found[1]
 
 
-def _child(part: str, options: argparse.Namespace, *more: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--part", part, "--steps", str(options.steps), "--batch", str(options.batch)]
-    command += ["--layers", str(options.layers), "--hidden", str(options.hidden), *more]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603 - this very file
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+class _Trainer:
+    """A process that trains a step when it is asked to."""
+
+    def __init__(self, options: argparse.Namespace, *more: str) -> None:
+        command = [sys.executable, __file__, "--train"]
+        for name in ("batch", "layers", "hidden", "precision"):
+            command += [f"--{name}", str(getattr(options, name))]
+        self._process = subprocess.Popen([*command, *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603 - this very file
+
+    def step(self) -> dict[str, Any]:
+        """Train a step and return what it took."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        result: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return result
+
+    def end(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 def main() -> None:
-    """Run the parts and compare."""
+    """Run the rounds and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=["train", "disk"])
+    parser.add_argument("--train", action="store_true")
     parser.add_argument("--folder", default="")
     parser.add_argument("--record", default="")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
-    if options.part is not None:
-        print(json.dumps(_train(options) if options.part == "train" else _disk(options.folder)))
+    if options.train:
+        _train(options)
         return
+    rounds = []
     with tempfile.TemporaryDirectory(dir=options.folder or None) as folder:
-        alone = _child("train", options)
-        disk = _child("disk", options, "--folder", folder)
-        record = ["--record", options.record] if options.record else []
-        ours = _child("train", options, "--folder", folder, *record)
-    activations = max(alone["peak"] - _BYTES_PER_PARAMETER * alone["parameters"], 0)
-    moving = ours["moved"] / (2 / (1 / disk["write"] + 1 / disk["read"]))
-    limit = max(alone["seconds"], moving)
-    print(f"{ours['parameters'] / 1e6:.0f} M parameters, budget {ours['budget'] / 1e9:.2f} GB")
-    print(f"disk: writes {disk['write'] / 1e9:.2f} GB/s, reads {disk['read'] / 1e9:.2f} GB/s")
-    print(f"step: {ours['seconds']:.2f} s; alone {alone['seconds']:.2f} s; moving {ours['moved'] / 1e9:.2f} GB "
-          f"{moving:.2f} s")  # fmt: skip
-    print(f"step / longer of the two: {ours['seconds'] / limit:.3f}; bar {_BAR_SECONDS}")
-    over = (ours["peak"] - activations) / ours["budget"]
-    print(f"peak {ours['peak'] / 1e9:.2f} GB, activations {activations / 1e9:.2f} GB; (peak - activations) / budget: "
+        disk = _Disk(folder)
+        alone = _Trainer(options)
+        ours = _Trainer(options, "--folder", folder, *(["--record", options.record] if options.record else []))
+        for _ in range(options.steps):
+            still, (write, read), moved = alone.step(), disk.speeds(), ours.step()
+            moving = moved["moved"] / (2 / (1 / write + 1 / read))
+            ratio = moved["seconds"] / max(still["seconds"], moving)
+            rounds.append((still, moved, ratio))
+            print(f"step {moved['seconds']:.2f} s; alone {still['seconds']:.2f}; moving {moved['moved'] / 1e9:.2f} GB "
+                  f"{moving:.2f} s (writes {write / 1e9:.2f} GB/s, reads {read / 1e9:.2f}); step / longer {ratio:.3f}",
+                  flush=True)  # fmt: skip
+        alone.end()
+        ours.end()
+    still, moved, _ = rounds[-1]
+    activations = max(still["peak"] - _BYTES_PER_PARAMETER[options.precision] * still["parameters"], 0)
+    print(f"{moved['parameters'] / 1e6:.0f} M parameters, {options.precision}, budget {moved['budget'] / 1e9:.2f} GB")
+    print(f"step / longer: {statistics.median(ratio for _, _, ratio in rounds[_WARM:]):.3f}; bar {_BAR_SECONDS}")
+    over = (moved["peak"] - activations) / moved["budget"]
+    print(f"peak {moved['peak'] / 1e9:.2f} GB, activations {activations / 1e9:.2f} GB; (peak - activations) / budget: "
           f"{over:.3f}; bar {_BAR_MEMORY}")  # fmt: skip
-    print(f"same losses: {ours['losses'] == alone['losses']}")
+    fallen = (still["resident"] - moved["resident"]) / moved["on_disk"]
+    print(f"fallen RSS / bytes on disk: {fallen:.3f}; bar {_BAR_RESIDENT}")
+    print(f"same losses: {all(one['loss'] == other['loss'] for one, other, _ in rounds)}")
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--overlap-allgather", action="store_true", help="gather while the next forward begins")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--bucket-mib", type=float, default=25, help="size of a bucket")
+    parser.add_argument("--bucket-mib", type=float, help="size of a bucket; the plugin's own choice without")
     parser.add_argument("--only", choices=["times", "memory"], help="measure one of the two")
     options = parser.parse_args()
     dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
@@ -167,7 +167,7 @@ def main() -> None:
     plugin_options = {
         "stage": options.stage,
         "overlap_allgather": options.overlap_allgather,
-        "bucket_bytes": int(options.bucket_mib * 2**20),
+        "bucket_bytes": None if options.bucket_mib is None else int(options.bucket_mib * 2**20),
     }
     case = (options.size, dtype, plugin_options)
     measured = f"{options.ranks} ranks, {options.turns} turns of {STEPS} steps"

@@ -15,6 +15,7 @@ from booster_core.testing.models import tiny_llama
 from booster_core.testing.training import whole_model
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_zero import LowLevelZeroPlugin
 
@@ -24,6 +25,7 @@ RUNS = {
     "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
     "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 2),
+    "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}, 2),
     "hybrid": (HybridParallelPlugin, {"tp_size": 2}, 2),
 }
 HOW = ["before", "method", "blocks", "wrapped-blocks", "after", "after-method", "checkpointed"]

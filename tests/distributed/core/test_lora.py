@@ -148,7 +148,7 @@ def state_of_the_optimizer(plugin_class, options):
     return numel, {shard.name for shard in shards}
 
 
-@pytest.mark.parametrize(("run", "num_states"), [("single", 2), ("ddp", 2), ("zero1", 3), ("zero2", 3)])
+@pytest.mark.parametrize(("run", "num_states"), [("single", 2), ("ddp", 2), ("fsdp", 2), ("zero1", 3), ("zero2", 3)])
 def test_only_adapters_have_optimizer_state_and_masters(run, num_states):
     plugin_class, options, world_size = RUNS[run]
     model = peft.get_peft_model(make_model(), make_config())
@@ -208,7 +208,10 @@ def load_adapters_and_train(plugin_class, options, folder):
     return train(booster, model, optimizer, range(2, 4)), whole_model(booster, model)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("zero2", "single"), ("single", "zero1"), ("ddp", "zero2")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("zero2", "single"), ("single", "zero1"), ("ddp", "zero2"), ("fsdp", "ddp"), ("zero1", "fsdp")],
+)
 def test_training_goes_on_from_a_folder_under_another_plugin(saved, loaded, tmp_path):
     plugin_class, options, world_size = RUNS[saved]
     before = run_on_ranks(save_adapters, world_size, plugin_class, options, str(tmp_path), {}, True)[0][1]
@@ -263,7 +266,15 @@ def load_and_train(plugin_class, options, folder):
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("single", "ddp"), ("ddp", "zero2"), ("zero2", "zero1"), ("zero1", "single"), ("zero1", "zero1")],
+    [
+        ("single", "ddp"),
+        ("ddp", "zero2"),
+        ("zero2", "fsdp"),
+        ("zero2", "zero1"),
+        ("fsdp", "single"),
+        ("zero1", "single"),
+        ("zero1", "zero1"),
+    ],
 )
 def test_a_run_goes_on_under_another_plugin(saved, loaded, tmp_path):
     plugin_class, options, world_size = RUNS[saved]

@@ -68,6 +68,9 @@ class RestlessHome:
     def moment(self, name):
         pass
 
+    def problem(self):
+        return None
+
     def end_step(self):
         assert not any(self.uses.values()), "a block is in use between steps"
 

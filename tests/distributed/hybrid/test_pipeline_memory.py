@@ -48,6 +48,21 @@ class Keep(torch.autograd.Function):
         return gradient, None
 
 
+class CountingLink(Link):
+    """Counts the messages whose tensors are kept alive."""
+
+    kept = peak = 0
+
+    def send(self, tensors, to):
+        self.kept += 1
+        self.peak = max(self.peak, self.kept)
+        return super().send(tensors, to)
+
+    def release(self, sent):
+        self.kept -= 1
+        super().release(sent)
+
+
 class Layer(nn.Module):
     def __init__(self, kept):
         super().__init__()
@@ -70,7 +85,7 @@ class Layers(nn.Module):
 
 
 def train(style, num_chunks, num_microbatches):
-    """Return the activations that were alive at one time, what the run counted, and what is left at its end."""
+    """Return the activations that were alive at one time, what the run counted, what is left, and messages kept."""
     rank, size = dist.get_rank(), dist.get_world_size()
     kept = Kept()
     schedule = make_schedule(style, size, num_microbatches, num_chunks)
@@ -80,7 +95,7 @@ def train(style, num_chunks, num_microbatches):
     trace = trace_layers(model, ["layers"], parts[0])
     ranges = share_layers(len(trace.layers), schedule.placement.num_stages)
     stages = StagedModel(model, trace, [ranges[stage] for stage in schedule.placement.stages_of(rank)])
-    link = Link(["x"], range(size), rank, dist.new_group(), dist.new_group(), torch.device("cpu"))
+    link = CountingLink(["x"], range(size), rank, dist.new_group(), dist.new_group(), torch.device("cpu"))
     kept.peak = kept.live = 0
     weights = [1 / num_microbatches] * num_microbatches
 
@@ -92,7 +107,7 @@ def train(style, num_chunks, num_microbatches):
         stages, schedule, rank, link, parts, weights, lambda outputs, _: outputs.sum(), backward, split=split
     )
     run.run()
-    return kept.peak, run.peak_live, kept.live
+    return kept.peak, run.peak_live, kept.live, link.peak
 
 
 @pytest.mark.parametrize(
@@ -106,14 +121,21 @@ def train(style, num_chunks, num_microbatches):
 )
 def test_as_many_activations_live_as_promised(style, num_chunks, num_microbatches, promised):
     of_ranks = run_on_ranks(train, 4, style, num_chunks, num_microbatches)
-    assert [peak for peak, _, _ in of_ranks] == promised
-    assert [counted for _, counted, _ in of_ranks] == promised
-    assert [left for _, _, left in of_ranks] == [0, 0, 0, 0]
+    assert [peak for peak, *_ in of_ranks] == promised
+    assert [counted for _, counted, *_ in of_ranks] == promised
+    assert [left for _, _, left, _ in of_ranks] == [0, 0, 0, 0]
 
 
 def test_the_zero_bubble_v_keeps_as_much_as_1f1b_s_first_rank_on_each_rank():
     of_ranks = run_on_ranks(train, 4, "zbv", 2, 10)
     # Chunks are half as large as 1F1B's stages. What no weight needs is freed before the weights' turn.
-    assert max(counted for _, counted, _ in of_ranks) <= 8
-    assert all(peak <= counted for peak, counted, _ in of_ranks)
-    assert [left for _, _, left in of_ranks] == [0, 0, 0, 0]
+    assert max(counted for _, counted, *_ in of_ranks) <= 8
+    assert all(peak <= counted for peak, counted, *_ in of_ranks)
+    assert [left for _, _, left, _ in of_ranks] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("style", "num_chunks"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
+def test_what_was_sent_is_kept_until_the_others_have_it_only(style, num_chunks):
+    few, many = ([sent for *_, sent in run_on_ranks(train, 2, style, num_chunks, count)] for count in (8, 24))
+    assert few == many
+    assert max(many) <= 8

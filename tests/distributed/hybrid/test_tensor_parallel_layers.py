@@ -8,10 +8,12 @@ import gc
 import time
 import warnings
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from model_zoo import get_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +21,7 @@ from booster_core import collectives
 from booster_core.errors import GradientError
 from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
+from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.tensor_parallel import linear
 from booster_hybrid.tensor_parallel.apply import parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
@@ -120,23 +123,24 @@ def same_gradients(whole, model, splits, **tolerance):
 
 
 class Calls:
-    """Counts sums of split linear layers while it is entered, and may change what they do."""
+    """Counts sums over ranks while it is entered, and may change how they are done."""
 
     def __init__(self, around=None):
         self.numels, self._around = [], around
 
     def __enter__(self):
-        def all_reduce(tensor, **options):
+        self._original = collectives.all_reduce
+
+        def all_reduce(tensor, *args, **options):
             self.numels.append(tensor.numel())
-            start = lambda: collectives.all_reduce(tensor, **options)  # noqa: E731 - what `around` may put off
+            start = partial(self._original, tensor, *args, **options)
             return start() if self._around is None else self._around(start)
 
-        self._before = linear.collectives
-        linear.collectives = SimpleNamespace(all_reduce=all_reduce)
+        collectives.all_reduce = all_reduce
         return self
 
     def __exit__(self, *_):
-        linear.collectives = self._before
+        collectives.all_reduce = self._original
 
 
 # ---- what they compute
@@ -244,7 +248,7 @@ def without_gradients(mode):
     whole, model, _ = make()
     with Calls() as calls, mode():
         torch.testing.assert_close(model(batch()), whole(batch()))
-        siblings = model.blocks[0].attention.q.forward._siblings
+        siblings = model.blocks[0].attention.q.forward.siblings
         assert not siblings._kept
     assert calls.numels == [2 * 5 * WIDTH] * 2  # the rows' sums alone
     source, other = (batch().requires_grad_() for _ in range(2))
@@ -304,7 +308,7 @@ def input_of_frozen():
     del middle
     gc.collect()
     assert seen() is not None  # v may still ask for it
-    model.blocks[0].attention.v.forward._siblings.forget()
+    model.blocks[0].attention.v.forward.siblings.forget()
     gc.collect()
     assert seen() is None
     sum(each.sum() for each in outputs).backward()
@@ -341,6 +345,21 @@ def shared_sums(kind):
 def test_three_projections_share_one_sum(kind):
     """Three layers: one sum in forward and one in backward each."""
     assert run_on_ranks(shared_sums, 2, kind) == [[2 * 5 * WIDTH] * 6] * 2
+
+
+def sums_of_a_mixture(name):
+    zoo = get_model(name)
+    model = zoo.seeded()
+    parallelize(model, policy_for(model), TensorGroup.of(None), parallel_output=False)
+    with Calls() as calls:
+        zoo.loss_of(model, zoo.whole(0, 1, 4)).backward()
+    return len(calls.numels), model.config.num_hidden_layers
+
+
+def test_a_mixture_of_experts_sends_as_often_as_a_dense_layer():
+    """Twice forward and twice backward in each layer, and once for the embedding; a gather serves the head."""
+    for num_sums, num_layers in run_on_ranks(sums_of_a_mixture, 2, "transformers/mixtral"):
+        assert num_sums == 4 * num_layers + 2
 
 
 def unused():
@@ -429,7 +448,7 @@ def test_results_of_weights_that_were_written_to_are_not_handed_out():
 
 def leftovers():
     _, model, _ = make(depth=1)
-    siblings = model.blocks[0].attention.q.forward._siblings
+    siblings = model.blocks[0].attention.q.forward.siblings
     source = batch().requires_grad_()
     middle = source * 1.0
     output = model.blocks[0].attention.q(middle)

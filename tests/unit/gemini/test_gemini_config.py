@@ -12,6 +12,17 @@ from booster_gemini import GeminiPlugin
     ("options", "message"),
     [
         ({"shard_param_frac": 1.5}, "`shard_param_frac=1.5` must lie between 0"),
+        ({"offload_param_frac": -0.1}, "`offload_param_frac=-0.1` must lie between 0"),
+        ({"offload_optim_frac": 1.1}, "`offload_optim_frac=1.1` must lie between 0"),
+        ({"offload_optim_frac": float("nan")}, "`offload_optim_frac=nan` must lie between 0"),
+        (
+            {"offload_param_frac": 0.5, "placement_policy": "auto"},
+            "is for placement_policy='static', and this is 'auto'",
+        ),
+        ({"memory_budget_bytes": 10}, "`memory_budget_bytes=10` is for placement_policy='auto'"),
+        ({"memory_budget_bytes": 0, "placement_policy": "auto"}, "`memory_budget_bytes=0` is a number of bytes"),
+        ({"host_budget_bytes": 10, "placement_policy": "auto"}, "`host_budget_bytes=10` leaves the rest no place"),
+        ({"offload_dir": "here"}, "`offload_dir='here'` would stay empty"),
         ({"min_chunk_bytes": 0}, "`min_chunk_bytes=0` must be positive"),
         ({"max_prefetch": -1}, "`max_prefetch=-1` must be 0"),
         ({"max_norm": -1.0}, "`max_norm=-1.0` must be 0"),

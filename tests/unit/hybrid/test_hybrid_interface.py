@@ -30,6 +30,8 @@ def test_options_reach_the_config():
         ({"sequence_parallelism_mode": "none"}, "`sequence_parallelism_mode='none'` is not one of"),
         ({"sp_size": 2}, "`sp_size=2` needs a `sequence_parallelism_mode`"),
         ({"sp_size": 2, "sequence_parallelism_mode": "split_gather"}, "splits over the tensor parallel ranks"),
+        ({"sequence_parallelism_mode": "split_gather"}, "over the tensor parallel ranks, but `tp_size=1`"),
+        ({"sequence_parallelism_mode": "ring_attn"}, "splits sequences over `sp_size` ranks, which is 1"),
         ({"zero_stage": 3}, "`stage=3` is not one of"),
     ],
 )

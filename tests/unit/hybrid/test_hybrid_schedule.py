@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.schedule import Action, Placement, Work, make_schedule
+from booster_hybrid.pipeline.schedule import COSTS, Action, Placement, Work, make_schedule
 
 _STYLES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2)])
 
@@ -75,6 +75,58 @@ def test_the_interleaved_schedule_keeps_what_its_warm_up_needs(num_chunks, num_r
 def test_a_batch_takes_the_time_that_theory_gives(style, num_ranks, num_microbatches):
     schedule = make_schedule(style, num_ranks, num_microbatches)
     assert schedule.duration == 3 * (num_microbatches + num_ranks - 1)
+
+
+@pytest.mark.parametrize("style", ["gpipe", "1f1b"])
+@given(st.integers(1, 8), st.integers(1, 24))
+def test_the_idle_share_is_what_theory_gives(style, num_ranks, num_microbatches):
+    schedule = make_schedule(style, num_ranks, num_microbatches)
+    expected = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
+    assert [schedule.idle_share(rank) for rank in range(num_ranks)] == pytest.approx([expected] * num_ranks)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 3), st.integers(1, 6), st.integers(1, 14))
+def test_microbatches_that_do_not_fill_a_group_of_ranks_take_no_longer_than_a_full_one(
+    num_chunks, num_ranks, num_microbatches
+):
+    schedule = make_schedule("interleaved", num_ranks, num_microbatches, num_chunks)
+    full = -(-num_microbatches // num_ranks) * num_ranks
+    assert schedule.duration <= make_schedule("interleaved", num_ranks, full, num_chunks).duration
+
+
+@settings(deadline=None)
+@given(_STYLES, st.integers(1, 6), st.integers(1, 14))
+def test_gradients_of_a_stage_come_in_the_order_of_its_microbatches(style, num_ranks, num_microbatches):
+    """So the last microbatch's gradient is the last to reach each parameter."""
+    schedule = make_schedule(style[0], num_ranks, num_microbatches, style[1])
+    for rank in range(num_ranks):
+        for stage in schedule.placement.stages_of(rank):
+            for work in (Work.BACKWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT):
+                order = [each.microbatch for each in schedule.actions(rank) if (each.work, each.stage) == (work, stage)]
+                assert order == sorted(order)
+
+
+@settings(max_examples=30, deadline=None)
+@given(_STYLES, st.integers(1, 6), st.integers(1, 14))
+def test_the_times_of_the_plan_hold_if_ranks_do_nothing_before_its_turn(style, num_ranks, num_microbatches):
+    """A clock that knows dependencies and lists alone comes to the same end, and to no overlap on any rank."""
+    schedule = make_schedule(style[0], num_ranks, num_microbatches, style[1])
+    last = schedule.placement.num_stages - 1
+    left = [list(schedule.actions(rank)) for rank in range(num_ranks)]
+    stops: dict[Action, int] = {}
+    free = [0] * num_ranks
+    while any(left):
+        for rank, mine in enumerate(left):
+            while mine and all(need in stops for need in _needs(mine[0], last)):
+                action = mine.pop(0)
+                start = max([free[rank], *(stops[need] for need in _needs(action, last))])
+                free[rank] = stops[action] = start + COSTS[action.work]
+    assert max(free) <= schedule.duration
+
+
+def test_plans_of_many_microbatches_are_made_once():
+    assert make_schedule("zbv", 8, 64, 2) is make_schedule("zbv", 8, 64, 2)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (4, 16), (8, 8)])

@@ -26,6 +26,20 @@ def test_a_wrong_option_is_refused_at_once(options, message):
         LowLevelZeroPlugin(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "gradient_bytes", "expected"),
+    [
+        ({"stage": 2}, 2**30, 25 * 2**20),
+        ({"stage": 2}, 48 * 2**20, 6 * 2**20),
+        ({"stage": 2}, 1000, 2**20),
+        ({"stage": 2, "bucket_bytes": 77}, 2**30, 77),
+        ({"stage": 1}, 1000, 25 * 2**20),
+    ],
+)
+def test_small_models_have_smaller_buckets_where_gradients_are_split(options, gradient_bytes, expected):
+    assert LowLevelZeroPlugin(**options).config.bucket_bytes_for(gradient_bytes) == expected
+
+
 def test_a_narrow_precision_has_fp32_masters():
     policy = LowLevelZeroPlugin().resolve_precision(PrecisionPolicy.parse("bf16"))
     assert (policy.param_dtype, policy.master_dtype) == (torch.bfloat16, torch.float32)

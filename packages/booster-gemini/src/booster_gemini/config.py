@@ -40,7 +40,8 @@ class GeminiConfig:
         min_chunk_bytes: Smallest size of a chunk in bytes; the first size up to four times as large that wastes next
             to nothing is taken. A parameter that is larger has a chunk of its own. Where ``memory_budget_bytes`` does
             not hold the state of three such chunks, they are smaller.
-        max_prefetch: How many chunks are gathered ahead of their use; 0 waits for each.
+        max_prefetch: How many chunks are gathered ahead of their use, at most, and no more than a quarter of
+            ``memory_budget_bytes`` holds; 0 waits for each.
         max_norm: Clip gradients by this global norm in each step before which ``clip_grad_by_norm`` was not called;
             0 does not.
         overlap_communication: Go on with backward while chunks' gradients are being reduced.
@@ -54,6 +55,9 @@ class GeminiConfig:
             ``"auto"`` does what the optimizer's class needs, see `booster_core.sharding.elementwise`.
         unused: ``"zero"`` lets a parameter that took no part in backward on this rank count as zero, and skips those
             that took none on any rank; ``"raise"`` raises at the step, naming them for each rank.
+        debug: Look for parameters that are changed by hand, whose new values would be lost, and raise at the next
+            forward, backward or step, naming them. Takes the time to read all parameters whenever they are gathered
+            and released.
         broadcast_buffers: Give every rank, after each step, rank 0's values of buffers that forward changes, such as
             running statistics.
 
@@ -79,6 +83,7 @@ class GeminiConfig:
     replica_size: int = 1
     partition: str = "auto"
     unused: str = "zero"
+    debug: bool = False
     broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:

@@ -90,7 +90,7 @@ class GeminiModel(ModelWrapper):
             if writes:
                 for chunk in chunks:
                     chunk.write_back()
-                    torch.autograd.graph.increment_version(chunk.parameters)
+                    chunk.mark_changed()
         finally:
             for chunk in chunks:
                 chunk.pins = max(chunk.pins - 1, 0)

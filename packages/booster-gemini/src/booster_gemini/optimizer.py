@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from booster_core import collectives
+from booster_core.coordinator import DistCoordinator
+from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients.norm import check_finite_norm, global_norm
 from booster_core.sharding.optimizer import ShardedOptimizer
 from booster_core.sharding.parts import only, steps_in_parts
@@ -100,6 +102,7 @@ class GeminiOptimizer(ShardedOptimizer):
 
         Collective: every rank of the world.
         """
+        self.manager.check_changes()
         self.manager.home.moment("step")
         result = self.update_pieces(closure)
         used = [chunk for chunk in self.layout.buckets if self.is_used(chunk)]
@@ -108,13 +111,58 @@ class GeminiOptimizer(ShardedOptimizer):
                 with chunk.at_hand(changes=True):
                     chunk.take_up_values()
         self.manager.publish(used)
-        self.manager.home.end_step()
+        self._end_step()
         return result
 
+    def _end_step(self) -> None:
+        """Raise on every rank what went wrong on any beside the step itself, which is complete.
+
+        Where a budget does not hold what is gathered ahead of its use, nothing is from now on.
+
+        Collective: every rank of the world, where blocks move; else none.
+        """
+        home = self.manager.home
+        problem: Exception | None = None
+        shortage: ConfigError | None = None
+        try:
+            home.end_step()
+        except ConfigError as caught:
+            shortage = caught
+        problem = home.problem()
+        if self._is_anywhere(shortage) and not self.manager.stop_looking_ahead():
+            problem = problem or shortage
+        self._raise_together(problem)
+
+    def _is_anywhere(self, error: Exception | None) -> bool:
+        if not self.manager.home.moves:
+            return False
+        flag = torch.tensor([error is not None], dtype=torch.uint8, device=self._device())
+        collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
+        return bool(flag.item())
+
+    def _raise_together(self, error: Exception | None) -> None:
+        if self._is_anywhere(error):
+            DistCoordinator().raise_together(error, name="step")
+
     def step_pieces(self) -> Any:
-        """Step on all pieces at once; where blocks may lie elsewhere, chunk by chunk, where each one's state lies."""
+        """Step on all pieces at once; where blocks may lie elsewhere, chunk by chunk, where each one's state lies.
+
+        Raises:
+            OffloadError: On every rank, if state could not be read on one; parameters have been stepped in part then.
+
+        Collective: every rank of the world, where blocks move; else none.
+        """
         if not self.manager.home.moves:
             return super().step_pieces()
+        result, error = None, None
+        try:
+            result = self._step_at_home()
+        except OffloadError as caught:
+            error = caught
+        self._raise_together(error)
+        return result
+
+    def _step_at_home(self) -> Any:
         chunks = [chunk for chunk in self.layout.buckets if self.is_used(chunk)]
         groups = [list(group["params"]) for group in self.param_groups]
         result = None

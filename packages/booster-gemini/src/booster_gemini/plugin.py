@@ -23,7 +23,7 @@ from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
 from booster_gemini.lazy import fill_chunks, hollow_model
-from booster_gemini.memory.make import make_home, most_chunk_numel
+from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_numel
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
 from booster_gemini.state import GeminiStateAdapter
@@ -61,6 +61,7 @@ class GeminiPlugin(Plugin):
         replica_size: Number of replicas of the sharded state.
         partition: Cut parameters anywhere, or leave them whole.
         unused: What to do about parameters that took no part in backward.
+        debug: Look for parameters that are changed by hand.
         broadcast_buffers: Keep buffers that forward changes equal on all ranks.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
@@ -109,6 +110,7 @@ class GeminiPlugin(Plugin):
         replica_size: int = 1,
         partition: str = "auto",
         unused: str = "zero",
+        debug: bool = False,
         broadcast_buffers: bool = True,
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
@@ -131,6 +133,7 @@ class GeminiPlugin(Plugin):
             replica_size=replica_size,
             partition=partition,
             unused=unused,
+            debug=debug,
             broadcast_buffers=broadcast_buffers,
         )
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
@@ -183,9 +186,11 @@ class GeminiPlugin(Plugin):
             kind=kind,
             chunk_bytes=self._chunk_bytes(model, ranks, format_of),
             max_prefetch=self.config.max_prefetch,
+            max_ahead_bytes=max_ahead_bytes(self.config),
             shard_param_frac=self.config.shard_param_frac,
             home=make_home(self.config, context),
             lazy=lazy,
+            debug=self.config.debug,
         )
         if recording is not None:
             fill_chunks(model, recording, manager, context)
@@ -199,6 +204,7 @@ class GeminiPlugin(Plugin):
                 precision=context.precision,
                 after_step=context.after_step,
             )
+        context.coordinator.raise_together(manager.home.problem())
         wrapped = GeminiModel(model, manager, precision=context.precision, optimizer=optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from booster_core.sharding.state import ShardedStateAdapter
 from booster_core.state.naming import NamedTensors
 from booster_core.state.replicated import MASTER, balanced_shards
@@ -41,6 +39,8 @@ class GeminiStateAdapter(ShardedStateAdapter[GeminiOptimizer]):
 
     def model_shards(self) -> Iterator[TensorShard]:
         for chunk in self._manager.layout.buckets:
+            if not chunk.pins:
+                chunk.release()  # what is written to the shard must show at the next use
             with chunk.in_use(Role.PARAM, changes=True):
                 for piece in chunk.pieces:
                     yield self._shard(piece, chunk.slice_of(chunk.shard, piece))
@@ -73,7 +73,7 @@ class GeminiStateAdapter(ShardedStateAdapter[GeminiOptimizer]):
         self.taken_as_parameters = set()
         self._manager.release_all()
         for chunk in chunks:
-            torch.autograd.graph.increment_version(chunk.parameters)
+            chunk.mark_changed()
 
     def _shard(self, piece: Piece, data: Tensor, state: str | None = None, *, is_owner: bool = True) -> TensorShard:
         shape = tuple(piece.parameter.shape)

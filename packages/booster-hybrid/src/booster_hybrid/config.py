@@ -117,7 +117,8 @@ class SequenceConfig:
             ``"split_gather"`` uses the tensor parallel ranks and so takes no size of its own.
 
     Raises:
-        ConfigError: If the size is below 1, the mode is unknown, or ``"split_gather"`` comes with a size.
+        ConfigError: If the size is below 1, the mode is unknown, ``"split_gather"`` comes with a size, or another mode
+            without one.
     """
 
     size: int = 1
@@ -138,6 +139,12 @@ class SequenceConfig:
         if self.mode is None and self.size > 1:
             msg = f"`sp_size={self.size}` needs a `sequence_parallelism_mode`: 'all_to_all' or 'ring_attn'."
             raise ConfigError(msg)
+        if self.mode in ("all_to_all", "ring_attn") and self.size == 1:
+            msg = (
+                f"`sequence_parallelism_mode={self.mode!r}` splits sequences over `sp_size` ranks, which is 1. Pass "
+                "`sp_size`, or leave the mode out."
+            )
+            raise ConfigError(msg)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +156,24 @@ class HybridConfig:
         pipeline: Pipeline parallelism.
         sequence: Sequence parallelism.
         zero: ZeRO over the data parallel ranks; ``None`` replicates the optimizer state on them.
+
+    Raises:
+        ConfigError: If sequences are to be split by ``"split_gather"`` without a tensor size.
     """
 
     tensor: TensorConfig = field(default_factory=TensorConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     sequence: SequenceConfig = field(default_factory=SequenceConfig)
     zero: ZeroConfig | None = None
+
+    def __post_init__(self) -> None:
+        mode = self.sequence.mode
+        if mode == "split_gather" and self.tensor.size == 1:
+            msg = (
+                "`sequence_parallelism_mode='split_gather'` splits sequences over the tensor parallel ranks, but "
+                "`tp_size=1`. Pass `tp_size`, or use 'all_to_all' or 'ring_attn' with `sp_size`."
+            )
+            raise ConfigError(msg)
 
 
 def _check_positive(what: str, size: int) -> None:

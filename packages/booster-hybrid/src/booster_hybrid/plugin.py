@@ -1,6 +1,6 @@
 """`HybridParallelPlugin`: tensor, pipeline, sequence and data parallelism behind `Booster`; wires their parts together.
 
-This version trains with tensor, pipeline and data parallelism; asking for sequence parallelism raises.
+Each axis is its own package: `tensor_parallel`, `sequence_parallel` and `pipeline`; data parallelism is booster-zero's.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from booster_core.precision import PrecisionPolicy
 from booster_core.replicated import place_model
 from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.ranks import ShardingRanks
-from booster_core.state.naming import NamedTensors
+from booster_core.state.adapted import has_adapters
+from booster_core.state.naming import NamedTensors, named_modules
 from booster_core.state.replicated import Place
 from booster_core.wrappers import boosted_inside, unscaled_gradient, unwrap_model
+from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
-from booster_hybrid.pipeline.stages import StagePlan
+from booster_hybrid.pipeline.record import PipelineRecord
+from booster_hybrid.pipeline.stages import StageMap, StagePlan
 from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.state import HybridStateAdapter
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
@@ -38,6 +42,7 @@ from booster_zero import LowLevelZeroPlugin, ZeroConfig
 from booster_zero.state import ZeroStateAdapter
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
@@ -58,7 +63,7 @@ class HybridParallelPlugin(PipelinePlugin):
     Args:
         tp_size: Ranks over which each layer is split.
         pp_size: Ranks over which the layers are spread; batches then run through `execute_pipeline`.
-        sp_size: Ranks over which each sequence is split; this version trains with 1.
+        sp_size: Ranks over which each sequence is split, for ``"all_to_all"`` and ``"ring_attn"``.
         num_microbatches: See `PipelineConfig`, as for the following four.
         microbatch_size: Samples in each part of a batch.
         pp_style: Order of the parts' forwards and backwards.
@@ -75,6 +80,7 @@ class HybridParallelPlugin(PipelinePlugin):
             `booster_hybrid.policy.base.ShardingPolicy`.
         max_norm: Clip gradients by this global norm in each step; 0 does not.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
+        pipeline_record: A folder where each rank of a pipeline writes down when it did what, for ``booster pipeline``.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
@@ -90,6 +96,7 @@ class HybridParallelPlugin(PipelinePlugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
+            Capability.LORA,
             Capability.PIPELINE,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
@@ -114,6 +121,7 @@ class HybridParallelPlugin(PipelinePlugin):
         custom_policy: ShardingPolicy | None = None,
         max_norm: float = 0.0,
         precision: PrecisionPolicy | str | None = None,
+        pipeline_record: str | os.PathLike[str] | None = None,
     ) -> None:
         self.config = HybridConfig(
             tensor=TensorConfig(size=tp_size),
@@ -131,6 +139,10 @@ class HybridParallelPlugin(PipelinePlugin):
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
         self.example_batch = example_batch
+        self.pipeline_record = pipeline_record
+        if pipeline_record is not None and pp_size == 1:
+            msg = "`pipeline_record` writes down what a pipeline does, and `pp_size=1` makes none. Pass `pp_size`."
+            raise ConfigError(msg)
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
         self._zero = LowLevelZeroPlugin(stage=max(zero_stage, 1), max_norm=max_norm, precision=precision)
         self._axes: tuple[Any, dict[tuple[str, ...], Axis]] | None = None
@@ -147,10 +159,12 @@ class HybridParallelPlugin(PipelinePlugin):
         """Split the model's layers, cut it into stages, and shard what the optimizer updates.
 
         Raises:
-            ConfigError: If the sizes do not divide the world, the model has no policy, or its sizes can't be split.
+            ConfigError: If ranks have different settings, the sizes do not divide the world, the model has no policy,
+                or its sizes can't be split.
 
         Collective: every rank of the world.
         """
+        check_same_settings(self.describe(), context.coordinator)
         axes = self._axes_of_world()
         model = objects.model
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
@@ -159,7 +173,7 @@ class HybridParallelPlugin(PipelinePlugin):
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
         policy = None
         if tensor.size > 1 or self.config.pipeline.size > 1:
-            policy = policy_for(model, self.custom_policy, context.hooks)
+            policy = policy_for(self._without_adapters(model), self.custom_policy, context.hooks)
         # The dry run sees the whole model: nothing is communicated in it.
         plan = None if self.config.pipeline.size == 1 else self._plan_stages(objects, policy, context)
         split = TensorParallelModel()
@@ -167,13 +181,15 @@ class HybridParallelPlugin(PipelinePlugin):
             split = parallelize(model, policy, group, parallel_output=self.parallel_output)
             _cut_state(model, objects.optimizer, split)
         if self.config.sequence.mode is not None:
-            _split_sequences(model, self, axes, context)
+            _split_sequences(model, self, axes, context, split)
         copies: dict[int, tuple[int, ...]] = {}
         place = ModelPlace(tensor_group=group, splits=split.splits)
-        staged = None
+        staged, split_backward = None, None
         if plan is not None:
             place = self._place_of(plan, place, axes)
             copies = plan.copies(model)
+            # Layers' forwards that split their backward lie inside of those that stages put around layers.
+            split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
             staged = plan.cut(model, place.stage)
             _leave_out(model, objects.optimizer)
         boosted = self._zero.shard(
@@ -194,8 +210,16 @@ class HybridParallelPlugin(PipelinePlugin):
                 replica=axes["pp", "sp", "tp"].group,
                 coordinator=context.coordinator,
                 device=context.device,
+                run_options={"split": split_backward, "record": self._record(axes, context)},
             )
         return boosted
+
+    def _record(self, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> PipelineRecord | None:
+        if self.pipeline_record is None:
+            return None
+        rank = context.coordinator.rank
+        ranks = axes["pp",].ranks
+        return PipelineRecord(self.pipeline_record, rank, axes["pp",].index, min(ranks), context.device)
 
     def execute_pipeline(
         self,
@@ -277,7 +301,9 @@ class HybridParallelPlugin(PipelinePlugin):
         boosted: Any = boosted_inside(model)
         if boosted.stages is None:
             return super().parameter_paths(model)
-        return {name: path for name, path in boosted.stages.paths.items() if name in boosted.stages.parameters}
+        stages: StageMap = boosted.stages
+        named = {name: path for name, path in stages.paths.items() if name in stages.parameters}
+        return {**{path: path for path in named.values()}, **named}
 
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, in the shape that it has in the user's model, on every rank."""
@@ -311,6 +337,23 @@ class HybridParallelPlugin(PipelinePlugin):
         """Return the options and their values."""
         return {**asdict(self.config), "parallel_output": self.parallel_output}
 
+    def _without_adapters(self, model: nn.Module) -> nn.Module:
+        """Return the model inside of peft's, which has a policy.
+
+        Raises:
+            ConfigError: If a model with adapters is to be split over tensor parallel ranks.
+        """
+        if not has_adapters(model):
+            return model
+        if self.config.tensor.size > 1:
+            msg = (
+                f"`tp_size={self.config.tensor.size}` can't split layers that have adapters. Use `tp_size=1` with "
+                "`enable_lora`, and `pp_size` or `zero_stage` to spread the model."
+            )
+            raise ConfigError(msg)
+        base: nn.Module = model.get_base_model()  # type: ignore[operator]
+        return base
+
     def _plan_stages(self, objects: Boosted, policy: ShardingPolicy | None, context: BoostContext) -> StagePlan:
         """Return what a dry run on the first rank has seen, and what follows from it.
 
@@ -320,7 +363,9 @@ class HybridParallelPlugin(PipelinePlugin):
         if context.coordinator.rank == 0:
             try:
                 batch = to_device(example_batch(model, objects.dataloader, self.example_batch), context.device)
-                trace = trace_layers(model, () if policy is None else policy.layers, batch)
+                paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
+                lists = [paths.get(name, name) for name in (() if policy is None else policy.layers)]
+                trace = trace_layers(model, lists, batch)
             except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                 error = caught
         context.coordinator.raise_together(error, name="boost")
@@ -401,17 +446,30 @@ def _leave_out(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def _split_sequences(
-    model: nn.Module, plugin: HybridParallelPlugin, axes: Mapping[tuple[str, ...], Axis], context: BoostContext
+    model: nn.Module,
+    plugin: HybridParallelPlugin,
+    axes: Mapping[tuple[str, ...], Axis],
+    context: BoostContext,
+    split: TensorParallelModel,
 ) -> None:
+    """Let the model's layers work on a part of each sequence."""
     from booster_hybrid.sequence_parallel.apply import split_sequences
+    from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
-    policy, sequence = policy_for(model, plugin.custom_policy, context.hooks), axes["sp",]
+    lists = policy_for(model, plugin.custom_policy, context.hooks).layers
+    tensor, sequence = axes["tp",], axes["sp",]
+    mode = str(plugin.config.sequence.mode)
+    if mode == "split_gather":
+        whole = {name for name, _ in model.named_parameters()} - split.splits.keys() - split.summed
+        group = TensorGroup(tensor.group, tensor.index, tensor.size)
+        split_between_blocks(model, lists, group, axes[()].group, whole_parameters=whole)
+        return
     split_sequences(
         model,
-        policy.layers,
-        str(plugin.config.sequence.mode),
+        lists,
+        mode,
         TensorGroup(sequence.group, sequence.index, sequence.size),
-        tensor_size=plugin.config.tensor.size,
+        tensor_size=tensor.size,
         parallel_output=plugin.parallel_output,
     )
 

@@ -65,6 +65,8 @@ class ZeroOptimizer(ShardedOptimizer):
         self.gathers = Gathers()
         self._overlaps_gathers = config.overlap_allgather
         self._published: dict[Bucket, Pending] = {}
+        held = [parameter for group in optim.param_groups for parameter in group["params"]]
+        gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in held)
         super().__init__(
             optim,
             model,
@@ -72,7 +74,7 @@ class ZeroOptimizer(ShardedOptimizer):
                 ranks,
                 functools.partial(Bucket, room=room),
                 kind=partition_for(optim, config.partition),
-                bucket_bytes=config.bucket_bytes,
+                bucket_bytes=config.bucket_bytes_for(gradient_bytes),
             ),
             ranks=ranks,
             max_norm=config.max_norm,

@@ -87,7 +87,7 @@ class LowLevelZeroPlugin(Plugin):
         *,
         stage: int = 1,
         max_norm: float = 0.0,
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int | None = None,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype | str | None = None,
         overlap_allgather: bool = False,

@@ -7,7 +7,6 @@ it runs for real and is reported.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -18,12 +17,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from booster_core.errors import LazyInitError
+from booster_core.lazy.consts import Consts
 from booster_core.lazy.files import Files
 from booster_core.lazy.log import Const, Entry, Ref
 from booster_core.lazy.operations import FACTORIES, OVERWRITES, SHAPE_ONLY, is_deferrable, is_random, written
 from booster_core.lazy.plan import find_live
 from booster_core.lazy.replay import Replay
-from booster_core.lazy.streams import Draw, Stream, default_generator
+from booster_core.lazy.slots import Slots
+from booster_core.lazy.streams import Draw, Stream, Streams
 from booster_core.lazy.tensor import REMEDY, LazyTensor
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
     from torch import Generator
 
-_COPY_NUMEL = 4096
-"""Real tensors up to this size are copied when they are read; larger ones just before they change."""
 _META = torch.device("meta")
 _READS_VALUES = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item"})
 
@@ -42,18 +41,15 @@ class Recorder:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.slot_devices: list[torch.device] = []
-        # By the address of the generator: each operation sees a Python object of its own around it.
-        self.streams: dict[int, Stream] = {}
+        self.streams = Streams()
         self.run_eagerly: Counter[str] = Counter()
         self.is_open = True
         self.files = Files()
         # Leave draws out where no values that are wanted depend on any.
         self.draws_if_needed = False
         self._given_seeds: dict[Draw, torch.Tensor] = {}
-        self._inner_storages: list[torch.UntypedStorage] = []
-        self._slot_of: dict[int, int] = {}
-        self._consts: dict[int, list[Const]] = {}
+        self._slots = Slots()
+        self._consts = Consts()
         self._lock = threading.RLock()
 
     # What the context and the tensors call --------------------------------------------------------------------------
@@ -99,7 +95,7 @@ class Recorder:
                     (ref, *args),
                     kwargs,
                     writes=frozenset({ref.slot}),
-                    covers=frozenset({ref.slot}) if self._covers(ref) else frozenset(),
+                    covers=frozenset({ref.slot}) if self._slots.covers(ref) else frozenset(),
                     draw=self._draw(generator, target.device),
                 )
             )
@@ -136,24 +132,12 @@ class Recorder:
 
     def ref_of(self, tensor: LazyTensor) -> Ref:
         """Return a tensor's place in the recording."""
-        inner = tensor.lazy_inner
-        return Ref(
-            self._slot(inner, tensor.device),
-            inner.dtype,
-            tensor.device,
-            tuple(inner.size()),
-            inner.stride(),
-            int(inner.storage_offset()),
-        )
-
-    def slot_bytes(self) -> list[int]:
-        """Return the size of each storage."""
-        return [storage.nbytes() for storage in self._inner_storages]
+        return self._slots.ref_of(tensor)
 
     def finish(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], bool]) -> None:
         """Replay the recording for good: generators that nobody used since end up as after eager construction."""
         ends = {}
-        untouched = [stream for stream in self.streams.values() if stream.is_untouched]
+        untouched = [stream for stream in self.streams if stream.is_untouched]
         if self.draws_if_needed:
             is_live = find_live(self.entries, wanted)
             if not any(entry.draw is not None for entry, live in zip(self.entries, is_live, strict=True) if live):
@@ -195,15 +179,15 @@ class Recorder:
         seeds: Mapping[Draw, torch.Tensor] | None = None,
     ) -> None:
         """Replay the recording; generators are left as they were before."""
-        for stream in self.streams.values():
+        for stream in self.streams:
             if stream.last is not None:
                 stream.last.is_kept = True
-        before = {stream: stream.generator.get_state() for stream in self.streams.values()}
+        before = {stream: stream.generator.get_state() for stream in self.streams}
         run = Replay(
             self.entries,
             wanted,
-            self.slot_bytes(),
-            self.slot_devices,
+            self._slots.num_bytes(),
+            self._slots.devices,
             hand_over,
             skips_draws=skips_draws,
             draws_in_vain=draws_in_vain,
@@ -230,16 +214,8 @@ class Recorder:
         elif is_random(func) and any(tensor.device != _META for tensor in tensors):
             return self._eagerly(func, name, args, kwargs)
         for target in written(func, args, kwargs):
-            self._before_write(target)
+            self._consts.before_write(target)
         return func(*args, **kwargs)
-
-    def _before_write(self, target: torch.Tensor) -> None:
-        """Keep the values that were recorded of a real tensor that is about to change."""
-        if target.device == _META:
-            return
-        for const in self._consts.pop(target.untyped_storage()._cdata, []):  # noqa: SLF001 - identifies a storage
-            const.tensor = const.get().clone()
-            const.version = const.tensor._version  # noqa: SLF001
 
     # Recording -------------------------------------------------------------------------------------------------------
 
@@ -278,7 +254,7 @@ class Recorder:
             if id(output) in outer_of:
                 outputs[index] = outer_of[id(output)]
             else:
-                is_new = output.untyped_storage()._cdata not in self._slot_of  # noqa: SLF001
+                is_new = not self._slots.knows(output)
                 outputs[index] = LazyTensor(output, device, self)
                 if is_new:
                     results.append((number, self.ref_of(outputs[index])))
@@ -312,7 +288,7 @@ class Recorder:
         writes = frozenset(ref.slot for ref in written_refs)
         if name in OVERWRITES:
             read = frozenset(ref.slot for ref in refs[1:])
-            covers = frozenset(ref.slot for ref in written_refs if self._covers(ref)) - read
+            covers = frozenset(ref.slot for ref in written_refs if self._slots.covers(ref)) - read
         else:
             read = frozenset(ref.slot for ref in refs if not ref.is_shape_only)
             covers = frozenset()
@@ -343,43 +319,10 @@ class Recorder:
             return replace(self.ref_of(leaf), is_shape_only=is_shape_only)
         if not isinstance(leaf, torch.Tensor) or leaf.device == _META:
             return leaf
-        is_copied = leaf.numel() <= _COPY_NUMEL
-        const = Const(leaf.clone() if is_copied else leaf, 0)
-        const.version = const.tensor._version  # noqa: SLF001 - the counter has no public name
-        if not is_copied:
-            self._consts.setdefault(leaf.untyped_storage()._cdata, []).append(const)  # noqa: SLF001
-        return const
-
-    def _slot(self, inner: torch.Tensor, device: torch.device) -> int:
-        storage = inner.untyped_storage()
-        slot = self._slot_of.get(storage._cdata)  # noqa: SLF001 - what identifies a storage
-        if slot is None:
-            slot = self._slot_of[storage._cdata] = len(self._inner_storages)  # noqa: SLF001
-            self._inner_storages.append(storage)  # kept, so that its address stays its own
-            self.slot_devices.append(device)
-        return slot
-
-    def _covers(self, ref: Ref) -> bool:
-        """Return whether a view is all of its storage."""
-        if math.prod(ref.size) * ref.dtype.itemsize != self._inner_storages[ref.slot].nbytes():
-            return False
-        steps = sorted((stride, size) for stride, size in zip(ref.stride, ref.size, strict=True) if size > 1)
-        expected = 1
-        for stride, size in steps:
-            if stride != expected:
-                return False
-            expected *= size
-        return True
-
-    def _stream(self, generator: Generator | None, device: torch.device) -> Stream:
-        generator = default_generator(device) if generator is None else generator
-        key: int = generator._cdata  # type: ignore[attr-defined]  # noqa: SLF001 - what identifies a generator
-        if key not in self.streams:
-            self.streams[key] = Stream(generator)
-        return self.streams[key]
+        return self._consts.read(leaf)
 
     def _draw(self, generator: Generator | None, device: torch.device) -> Draw:
-        return self._stream(generator, device).record()
+        return self.streams.of(generator, device).record()
 
     # Values while recording ------------------------------------------------------------------------------------------
 
@@ -404,11 +347,11 @@ class Recorder:
         real = {key: ref.of(storages[ref.slot]) for key, ref in refs.items()}
         real_args, real_kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (args, kwargs))
         for target in written(func, real_args, real_kwargs):
-            self._before_write(target)
+            self._consts.before_write(target)
         if not is_random(func):
             return func(*real_args, **real_kwargs)
         device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        stream = self._stream(kwargs.get("generator"), device)
+        stream = self.streams.of(kwargs.get("generator"), device)
         place = stream.locate()
         if place.seed is None:
             assert place.previous is not None, "a draw has a seed or comes after another"

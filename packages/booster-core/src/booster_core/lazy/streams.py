@@ -15,6 +15,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Generator, Tensor
 
 
@@ -84,6 +86,25 @@ class Stream:
     def _mark(self, draw: Draw) -> None:
         self._marker = _digest(self.generator)
         self._places[self._marker] = self.last = draw
+
+
+class Streams:
+    """The generators that a recording draws from."""
+
+    def __init__(self) -> None:
+        # By the address of the generator: each operation sees a Python object of its own around it.
+        self._by_address: dict[int, Stream] = {}
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(self._by_address.values())
+
+    def of(self, generator: Generator | None, device: torch.device) -> Stream:
+        """Return the stream of a generator, or of a device's own where none is named."""
+        generator = default_generator(device) if generator is None else generator
+        address: int = generator._cdata  # type: ignore[attr-defined]  # noqa: SLF001 - what identifies a generator
+        if address not in self._by_address:
+            self._by_address[address] = Stream(generator)
+        return self._by_address[address]
 
 
 def _digest(generator: Generator) -> bytes:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from booster_core.sharding.partition import BucketPlan
     from booster_core.sharding.ranks import ShardingRanks
     from booster_gemini.chunk.pool import BufferPool
+    from booster_gemini.chunk.watch import ChangeWatch
     from booster_gemini.memory.home import Home
 
 
@@ -46,6 +47,7 @@ class Chunk(HousedBucket):
         ranks: The ranks that share the chunk.
         pool: Lends memory for the whole.
         home: Keeps this rank's part.
+        watch: Finds parameters that are changed by hand; ``None`` where nobody looks.
         valued: Numbers of the parameters whose values are taken; the others are zero at first.
 
     Attributes:
@@ -64,6 +66,7 @@ class Chunk(HousedBucket):
         *,
         pool: BufferPool,
         home: Home,
+        watch: ChangeWatch | None,
         valued: Container[int],
     ) -> None:
         super().__init__(plan, parameters, format, ranks, home=home, valued=valued)
@@ -72,6 +75,7 @@ class Chunk(HousedBucket):
         self.stays = False
         self.buffer: Tensor | None = None
         self._pool = pool
+        self._watch = watch
         self._pending: Pending | None = None
         self._shapes = [(tuple(parameter.shape), _strides(parameter.shape)) for parameter in self.parameters]
         filler = math.nan if format.working.is_floating_point else 0
@@ -100,7 +104,7 @@ class Chunk(HousedBucket):
         if self.ranks.shard_size == 1:
             self.buffer = self.shard
             return
-        self.home.reserve(self._whole_bytes)
+        self.home.reserve(self.whole_bytes)
         self.buffer = self._pool.take(self.plan.numel, self.format.working, self.format.device)
         self.buffer[bounds[rank] : bounds[rank + 1]].copy_(self.shard)
         self._release(Role.PARAM, changed=False)
@@ -132,6 +136,8 @@ class Chunk(HousedBucket):
         for slot, parameter, (shape, strides) in zip(self.plan.slots, self.parameters, self._shapes, strict=True):
             parameter.data = self.buffer.as_strided(shape, strides, slot.offset)
         self._become(ChunkState.GATHERED)
+        if self._watch is not None:
+            self._watch.take(self)
 
     def release(self) -> None:
         """Forget the whole. Whoever still reads views of it keeps its memory alive.
@@ -140,6 +146,8 @@ class Chunk(HousedBucket):
         """
         if self.state is ChunkState.SHARDED:
             return
+        if self._watch is not None and self.is_gathered:
+            self._watch.look(self)
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
@@ -151,12 +159,24 @@ class Chunk(HousedBucket):
         if self.ranks.shard_size == 1:
             self._release(Role.PARAM, changed=False)
         else:
-            self.home.free(self._whole_bytes)
+            self.home.free(self.whole_bytes)
             self._pool.give(buffer)
 
     @property
-    def _whole_bytes(self) -> int:
+    def whole_bytes(self) -> int:
+        """What the whole takes where ranks share it, in bytes."""
         return self.plan.numel * self.format.working.itemsize
+
+    def mark_changed(self) -> None:
+        """Say that the parameters have other values than before.
+
+        A graph that was built with the former ones must not be run backward any more, as everywhere in torch.
+
+        Collective: none.
+        """
+        torch.autograd.graph.increment_version(self.parameters)
+        if self._watch is not None:
+            self._watch.take(self)
 
     def write_back(self) -> None:
         """Take this rank's slice from the whole, in which somebody has changed values.
@@ -173,6 +193,8 @@ class Chunk(HousedBucket):
     def _show_placeholders(self) -> None:
         for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
             parameter.data = placeholder
+        if self._watch is not None:
+            self._watch.take(self)
 
     def _become(self, state: ChunkState) -> None:
         check_transition(self.state, state)

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from booster_core import collectives
+from booster_core.errors import ConfigError
+from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.layout import Layout
 from booster_core.state.naming import NamedTensors
 from booster_gemini.chunk.chunk import Chunk
 from booster_gemini.chunk.pool import BufferPool
 from booster_gemini.chunk.state import ChunkState
 from booster_gemini.chunk.timeline import Timeline
+from booster_gemini.chunk.watch import ChangeWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
@@ -36,9 +40,14 @@ class ChunkManager:
         kind: ``"flat"`` or ``"parameter"``, see `booster_core.sharding.partition`.
         chunk_bytes: Size of a chunk in the format in which its gradients travel.
         max_prefetch: How many chunks are gathered ahead of their use.
+        max_ahead_bytes: What they may take at once; ``None`` for no limit. Every rank's is the same.
         shard_param_frac: Fraction of the parameters whose chunks are released after use.
         home: Keeps the chunks' blocks.
         lazy: Numbers of parameters that have no values yet.
+        debug: Look for parameters that are changed by hand.
+
+    Raises:
+        ConfigError: If two parameters that are trained are one memory.
 
     Attributes:
         parameters: By number.
@@ -56,9 +65,11 @@ class ChunkManager:
         kind: str,
         chunk_bytes: int,
         max_prefetch: int,
+        max_ahead_bytes: int | None = None,
         shard_param_frac: float,
         home: Home,
         lazy: Container[int] = (),
+        debug: bool = False,
     ) -> None:
         self.ranks = ranks
         self.home = home
@@ -71,8 +82,13 @@ class ChunkManager:
             self.parameters[index] = parameter
             self.names[index] = named.name_of[id(parameter)]
             self.index_of[id(parameter)] = index
+        trained = {index: parameter for index, parameter in self.parameters.items() if parameter.requires_grad}
+        check_distinct_memory(trained, self.names)
+        self._watch = ChangeWatch(self.names) if debug else None
         self.first_uses: dict[int, None] | None = {}
         self._max_prefetch = max_prefetch
+        self._has_looked_ahead = False
+        self._max_ahead_bytes = max_ahead_bytes
         self._shard_param_frac = shard_param_frac
         self._pool = BufferPool(least_bytes=chunk_bytes, most_idle_bytes=2 * chunk_bytes)
         self._used: dict[int, Chunk] = {}
@@ -102,6 +118,7 @@ class ChunkManager:
             ranks,
             pool=self._pool,
             home=self.home,
+            watch=self._watch,
             valued=() if self._number_of else valued,  # chunks that are laid out anew are written to by the layout
         )
 
@@ -128,7 +145,14 @@ class ChunkManager:
     # ---- use
 
     def begin(self, kind: Hashable) -> None:
-        """Begin a phase: a forward or a backward."""
+        """Begin a phase: a forward or a backward.
+
+        Raises:
+            ConfigError: In debugging, if a parameter was changed by hand.
+
+        Collective: every rank of the shard group.
+        """
+        self.check_changes()
         self.timeline.begin(kind)
         self._look_ahead()
 
@@ -169,9 +193,22 @@ class ChunkManager:
             if len(self._ahead) >= self._max_prefetch:
                 return
             if chunk.state is ChunkState.SHARDED:
+                # Every rank must decide alike, so this looks at whole chunks, and at no memory of this rank's.
+                taken = sum(each.whole_bytes for each in self._ahead.values()) + chunk.whole_bytes
+                if self._max_ahead_bytes is not None and taken > self._max_ahead_bytes:
+                    return
                 self._ahead[number] = chunk
+                self._has_looked_ahead = True
                 with _plainly():
                     chunk.start_gather()
+
+    def stop_looking_ahead(self) -> bool:
+        """Gather nothing ahead of its use from now on, and return whether that makes a difference.
+
+        Collective: none, but every rank must do the same.
+        """
+        has_looked_ahead, self._has_looked_ahead, self._max_prefetch = self._has_looked_ahead, False, 0
+        return has_looked_ahead
 
     def release_unused(self, keep: int) -> None:
         """Release chunks that nobody pins, the least recently used first, until so many are left.
@@ -206,6 +243,32 @@ class ChunkManager:
 
     # ---- changes
 
+    def check_changes(self) -> None:
+        """Raise for parameters that somebody has changed by hand on any rank, where such changes are looked for.
+
+        Raises:
+            ConfigError: If there are any.
+
+        Collective: the shard group, in debugging; else none.
+        """
+        if self._watch is None:
+            return
+        for chunk in self.layout.buckets:
+            self._watch.look(chunk)
+        found, self._watch.found = self._watch.found, {}
+        every = collectives.all_gather_object(found, self.ranks.shard_group)
+        told = [
+            f"rank {rank}: " + ", ".join(f"'{name}' {how}" for name, how in [*of_rank.items()][:10])
+            for rank, of_rank in enumerate(every)
+            if of_rank
+        ]
+        if told:
+            msg = (
+                f"Parameters were changed by hand, where their values are not kept. {'; '.join(told)}. Change values "
+                "with `booster.load_model`, or on every rank inside of `with model.whole_parameters(writes=True)`."
+            )
+            raise ConfigError(msg)
+
     def order_of_first_use(self) -> list[int]:
         """Return all parameters in the order of their first use so far, unused ones last."""
         first = self.first_uses or {}
@@ -237,8 +300,7 @@ class ChunkManager:
         for chunk in chunks:
             if chunk.ranks.shard_size > 1:
                 chunk.release()
-            # A graph that was built before the update must not be run backward after it, as everywhere in torch.
-            torch.autograd.graph.increment_version(chunk.parameters)
+            chunk.mark_changed()
 
 
 @contextlib.contextmanager

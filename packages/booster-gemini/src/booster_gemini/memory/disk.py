@@ -12,6 +12,7 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,6 +89,7 @@ class DiskStore:
         self.folder = Path(folder)
         self._option = option
         self._file, self.is_direct = self._open()
+        self._close = weakref.finalize(self, os.close, self._file)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="gemini disk")
         self._lock = threading.Lock()
         self._end = 0
@@ -229,9 +231,8 @@ class DiskStore:
     def close(self) -> None:
         """End the threads, and give the file's room back."""
         self._pool.shutdown(wait=True)
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._close()
+        self._file = -1  # the number may be given to another file
 
 
 def aligned_buffer(num_bytes: int) -> Tensor:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from booster_core.errors import OffloadError
+
 
 class Role(enum.Enum):
     """What a block holds of a chunk: this rank's slice of something."""
@@ -86,6 +88,12 @@ class Home(Protocol):
     def end_step(self) -> None:
         """Say that an optimizer step has ended."""
 
+    def problem(self) -> OffloadError | None:
+        """Return what went wrong since this was last asked without harm to any values, such as a disk that is full.
+
+        What should have moved has stayed in memory then.
+        """
+
 
 class DeviceHome:
     """Keeps everything where it is: on the device."""
@@ -120,3 +128,7 @@ class DeviceHome:
 
     def end_step(self) -> None:
         """Do nothing."""
+
+    def problem(self) -> OffloadError | None:
+        """Return ``None``."""
+        return None

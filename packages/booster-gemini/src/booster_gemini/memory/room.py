@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
 
 from booster_gemini.chunk.pool import is_free
-from booster_gemini.memory.disk import aligned, aligned_buffer
+from booster_gemini.memory.disk import ALIGNMENT, aligned, aligned_buffer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +32,7 @@ class Room:
         self.device = device
         self.budget_bytes = budget_bytes
         self.used_bytes = self.peak_bytes = 0
+        self._wanted_bytes = self._step_bytes = 0
         self._pins = pins
         self._idle: list[Tensor] = []
 
@@ -37,10 +40,16 @@ class Room:
         """Return whether so many bytes are left of the budget."""
         return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """What is allocated: used bytes, and those that wait to be lent again."""
+        return self.used_bytes + sum(buffer.numel() for buffer in self._idle)
+
     def count(self, num_bytes: int) -> None:
         """Count bytes as taken, or as given back where negative."""
         self.used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._step_bytes = max(self._step_bytes, self.used_bytes)
 
     def take(self, num_bytes: int) -> Tensor:
         """Return a buffer with arbitrary values: 1-D uint8, of whole sectors of a disk on the host."""
@@ -52,7 +61,7 @@ class Room:
             if buffer.numel() == length and is_free(buffer):
                 return self._idle.pop(position)
         self._trim(length)
-        return torch.empty(length, dtype=torch.uint8, pin_memory=True) if self._pins else aligned_buffer(length)
+        return _pinned(length) if self._pins else aligned_buffer(length)
 
     def give(self, buffer: Tensor, num_bytes: int) -> None:
         """Take a buffer back; it is lent again when nobody else reads it."""
@@ -63,11 +72,34 @@ class Room:
 
     def _trim(self, needed: int) -> None:
         """Give idle memory back to the system where it would go beyond the budget, or nobody is going to want it."""
-        most = self.peak_bytes if self.budget_bytes is None else self.budget_bytes
+        most = max(self._wanted_bytes, self._step_bytes) if self.budget_bytes is None else self.budget_bytes
         idle = sum(buffer.numel() for buffer in self._idle)
         while self._idle and self.used_bytes + idle + needed > most:
             idle -= self._idle.pop(0).numel()
 
+    def end_step(self) -> None:
+        """Keep no more idle memory than the step that ends has used at once; the next one is taken to be as it was."""
+        self._wanted_bytes, self._step_bytes = self._step_bytes, self.used_bytes
+        self._trim(0)
+
     def clear(self) -> None:
         """Give all idle memory back to the system."""
         self._idle.clear()
+
+
+def _pinned(num_bytes: int) -> Tensor:
+    """Return page-locked memory at an address that a disk can read and write directly, as not every device gives it."""
+    storage = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True).untyped_storage()
+    start = -storage.data_ptr() % ALIGNMENT
+    buffer: Tensor = torch.empty(0, dtype=torch.uint8).set_(storage, start, (num_bytes,), (1,))
+    return buffer
+
+
+def give_back_freed() -> None:
+    """Give memory that was freed, and that the C library keeps for later, back to the system, where it can be asked to.
+
+    Gradients on their way and activations are allocated and freed in any order, so that it keeps much more than is
+    ever in use at once.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # a C library that has no such function
+        ctypes.CDLL(None).malloc_trim(0)

@@ -15,6 +15,7 @@ from booster_core.collectives import Pending
 from booster_core.errors import OffloadError
 from booster_gemini.memory.home import Role
 from booster_gemini.memory.recorder import StepRecorder
+from booster_gemini.memory.room import give_back_freed
 from booster_gemini.placement.policy import Event, Kind
 
 if TYPE_CHECKING:
@@ -105,26 +106,18 @@ class TieredHome:
         self._recorder = StepRecorder(policy)
         self._clock = 0
         self._wanted: deque[Key] = deque()
+        self._problem: OffloadError | None = None
 
     # ---- blocks
 
     def add(self, key: Key, flat: Tensor, rebind: Callable[[Tensor | None], None]) -> None:
-        """Take over a block; see `Home.add`.
-
-        Raises:
-            OffloadError: If the disk is full.
-        """
+        """Take over a block; see `Home.add`. Where the disk is full it stays in memory, see `problem`."""
         assert key not in self._blocks, "a key names one block"
         num_bytes = flat.numel() * flat.element_size()
         block = _Block(key, flat.numel(), flat.dtype, num_bytes, self._room_for(key, num_bytes), rebind)
         self._blocks[key] = block
-        if self.store is not None:
-            try:
-                # A full disk shows now, when nothing has moved there.
-                block.offset = self.store.allocate(num_bytes) if self._may_leave(block) else None
-            except OffloadError:
-                del self._blocks[key]
-                raise
+        if self._may_leave(block):
+            self._allocate(block)  # a full disk shows now, when nothing has moved there
         self._make_room(block.room, num_bytes)
         block.buffer = block.room.take(num_bytes)
         self._flat(block).copy_(flat)
@@ -146,6 +139,8 @@ class TieredHome:
 
     def _may_leave(self, block: _Block) -> bool:
         """Return whether a block may ever go to the disk."""
+        if self.store is None:
+            return False
         if block.room is self.rooms[0] and len(self.rooms) > 1:
             return self.rooms[1].budget_bytes is not None
         return block.room.budget_bytes is not None or not self._policy.may_stay(block.key, self.sizes())
@@ -167,6 +162,11 @@ class TieredHome:
             elif block.has_values:
                 places["disk"] += block.num_bytes
         return places
+
+    def _places(self) -> dict[Key, tuple[str, int]]:
+        """Return where each block lies, or that it is on its way, and its size."""
+        lower = self.rooms[-1].device.type if len(self.rooms) > 1 else "disk"
+        return {key: (_place(block, lower), block.num_bytes) for key, block in self._blocks.items()}
 
     def drop(self, key: Key) -> None:
         """Forget a block altogether; what of it is in memory stays with those who have views of it."""
@@ -246,6 +246,11 @@ class TieredHome:
         if self._record is not None:
             self._record.moment(name)
 
+    def problem(self) -> OffloadError | None:
+        """Return what kept blocks from leaving since this was last asked; see `Home.problem`."""
+        problem, self._problem = self._problem, None
+        return problem
+
     def end_step(self) -> None:
         """Make a plan for the next step from the record of this one.
 
@@ -259,7 +264,13 @@ class TieredHome:
         away = frozenset(key for key in mine if key not in here and self._blocks[key].has_values)
         self._wanted.clear()
         self._start_moves([self._recorder.end_step(mine, here, away, room.budget_bytes)])
+        for each in self.rooms:
+            each.end_step()
+        if room.device.type == "cpu" and self.store is not None and not self._recorder.is_settled:
+            # Laying out and first states leave much behind; later steps use again what the ones before have freed.
+            give_back_freed()
         if self._record is not None:
+            self._note_record()
             self._record.end_step(self._recorder.num_unplanned)
 
     def close(self) -> None:
@@ -284,7 +295,11 @@ class TieredHome:
         planned = event.key is None or self._is_planned(event.key)
         self._start_moves(self._recorder.note(event, is_planned=planned))
         if self._record is not None:
-            self._record.note(self.bytes_by_place(), self.rooms[0].used_bytes)
+            self._note_record()
+
+    def _note_record(self) -> None:
+        assert self._record is not None, "asked for by whoever records"
+        self._record.note(self._places(), self.rooms[0].used_bytes, self.rooms[0].held_bytes)
 
     def _start_moves(self, moves: Iterable[Moves]) -> None:
         for each in moves:
@@ -352,36 +367,42 @@ class TieredHome:
             self._drop(block)
             return
         assert self.store is not None, "the last memory is a disk"
-        if block.offset is None:
-            try:
-                block.offset = self.store.allocate(block.num_bytes)
-            except OffloadError:
-                block.rebind(self._flat(block))
-                block.is_bound = True
-                raise
+        offset = self._allocate(block) if block.offset is None else block.offset
+        if offset is None:
+            return
         if block.room.device.type == "cpu":
-            block.going = self.store.write(block.offset, block.buffer)
+            block.going = self.store.write(offset, block.buffer)
             return
         staged = self.rooms[-1].take(block.num_bytes)
         staged[: block.num_bytes].copy_(block.buffer)
-        self.store.write(block.offset, staged).wait()
+        block.going = self.store.write(offset, staged)
+        self._finish_leaving(block)
         self.rooms[-1].give(staged, block.num_bytes)
-        block.is_saved = True
-        self._drop(block)
 
     def _take_back(self, block: _Block) -> None:
-        """Use a block's buffer again, although it was leaving."""
+        """Let a block's buffer be used again, although it was leaving, once it has been written out."""
         assert block.going is not None, "asked for one that leaves"
         going, block.going = block.going, None
-        going.wait()
-        block.is_saved = True
+        try:
+            going.wait()
+        except OffloadError as error:  # the buffer stays: nothing is lost
+            self._problem = self._problem or error
+        else:
+            block.is_saved = True
 
     def _finish_leaving(self, block: _Block) -> None:
-        assert block.going is not None, "asked for one that leaves"
-        going, block.going = block.going, None
-        going.wait()  # where that fails, the buffer stays: nothing is lost
-        block.is_saved = True
-        self._drop(block)
+        self._take_back(block)
+        if block.is_saved:
+            self._drop(block)
+
+    def _allocate(self, block: _Block) -> int | None:
+        """Take room for a block on the disk, and return where; ``None`` where there is none."""
+        assert self.store is not None, "asked for room on a disk"
+        try:
+            block.offset = self.store.allocate(block.num_bytes)
+        except OffloadError as error:
+            self._problem = self._problem or error
+        return block.offset
 
     def _bound_leaving(self, most: int) -> None:
         """Wait until at most so many blocks are leaving, the least recently used first."""
@@ -457,3 +478,15 @@ class TieredHome:
     def _flat(block: _Block) -> Tensor:
         assert block.buffer is not None, "only what is here can be seen"
         return block.buffer[: block.num_bytes].view(block.dtype)
+
+
+def _place(block: _Block, lower: str) -> str:
+    if block.going is not None:
+        return "leaving"
+    if block.coming is not None and not block.coming.is_done:
+        return "coming"
+    if block.buffer is not None:
+        return block.room.device.type
+    if not block.has_values:
+        return "nowhere"
+    return lower if block.below is not None else "disk"

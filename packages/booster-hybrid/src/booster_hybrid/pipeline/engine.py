@@ -111,7 +111,7 @@ class PipelineEngine:
             if optimizer is not None:
                 backwards = [each for each in schedule.actions(self._index) if each.work is not Work.FORWARD]
                 optimizer.finish_batch(missing_rounds=(most - len(parts)) * (len(backwards) // len(parts)))
-            self._raise_together(getattr(run, "error", None), optimizer)
+            self._raise_together(run.error, optimizer)
         result: dict[str, Any] = {}
         if return_loss:
             result["loss"] = torch.stack([*run.losses.values()]).sum() if run.losses else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +13,13 @@ from booster_hybrid.pipeline.schedule import Action, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from booster_hybrid.pipeline.cut import StagedModel
-    from booster_hybrid.pipeline.p2p import Link
+    from booster_hybrid.pipeline.p2p import Link, Sent
+    from booster_hybrid.pipeline.record import PipelineRecord
     from booster_hybrid.pipeline.schedule import Schedule
     from booster_hybrid.pipeline.weight_gradients import PendingGradients, SplitBackward
 
@@ -36,10 +39,13 @@ class PipelineRun:
             backward of the batch; ``None`` evaluates.
         keeps_outputs: Whether the outputs of the last stage are kept.
         split: Lets weight gradients wait where the schedule splits backward; ``None`` computes them with the inputs'.
+        record: Notes when what is done; ``None`` notes nothing.
 
     Attributes:
         losses: The weighted loss of each microbatch, on the rank of the last stage.
         outputs: The outputs of each microbatch, there.
+        error: What went wrong on this rank, if anything; what is left of its work is not done then, but what others
+            wait for is sent all the same.
         peak_live: The largest number of forwards whose activations were kept for backward at one time.
     """
 
@@ -56,28 +62,37 @@ class PipelineRun:
         *,
         keeps_outputs: bool = False,
         split: SplitBackward | None = None,
+        record: PipelineRecord | None = None,
     ) -> None:
         self._staged, self._schedule, self._index, self._link = staged, schedule, index, link
         self._microbatches, self._weights, self._criterion = microbatches, weights, criterion
         self._backward, self._keeps_outputs = backward, keeps_outputs
+        self._record = record
         self._split = split if backward is not None and schedule.is_split else None
         self._received: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._produced: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self._local: dict[tuple[Work, int, int], dict[str, Tensor]] = {}
-        self._inbox = {sender: self._messages_from(sender) for sender in range(schedule.placement.num_ranks)}
-        self._arrived: dict[tuple[Work, int, int], dict[str, Tensor]] = {}
+        self._local: dict[tuple[Work, int, int], dict[str, Tensor] | None] = {}
+        ranks = range(schedule.placement.num_ranks)
+        self._places = {rank: {action: at for at, action in enumerate(schedule.actions(rank))} for rank in ranks}
+        self._sent: dict[int, deque[tuple[int, Sent]]] = {rank: deque() for rank in ranks}
+        self._inbox = {sender: self._messages_from(sender) for sender in ranks}
+        self._arrived: dict[tuple[Work, int, int], dict[str, Tensor] | None] = {}
         self._pending: dict[tuple[int, int], PendingGradients] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
+        self.error: Exception | None = None
+        self._has_failed = False
         self.peak_live = 0
 
     def run(self) -> None:
-        """Do this rank's part of the batch.
+        """Do this rank's part of the batch; look at `error` afterwards.
 
         Collective: every rank of the pipeline.
         """
         actions = [action for action in self._schedule.actions(self._index) if self._is_due(action)]
         backwards = [action for action in actions if action.work is not Work.FORWARD]
+        if self._record is not None:
+            self._record.begin()
         for action in actions:
             if action.work is Work.FORWARD:
                 self._run_forward(action)
@@ -86,6 +101,11 @@ class PipelineRun:
             else:
                 self._run_backward(action, is_last=action == backwards[-1])
         self._link.finish()
+        if self._record is not None:
+            self._record.end(self._schedule)
+
+    def _during(self, action: Action) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._record is None else self._record.during(action)
 
     def _is_due(self, action: Action) -> bool:
         if action.work is Work.BACKWARD_WEIGHT and self._split is None:
@@ -95,8 +115,28 @@ class PipelineRun:
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         key = (stage, microbatch)
-        batch = self._microbatches[microbatch]
         received = {} if stage == 0 else self._take(Work.FORWARD, stage - 1, microbatch)
+        payload = None
+        with self._unless_failed(received), self._during(action):
+            payload = self._forward(key, received or {})
+        if stage < self._schedule.placement.num_stages - 1:
+            self._give(Work.FORWARD, stage, microbatch, stage + 1, payload)
+
+    @contextlib.contextmanager
+    def _unless_failed(self, arrived: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Note an error that comes up inside. The caller goes on with what it owes to others."""
+        self._has_failed = self._has_failed or arrived is None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised on every rank once nobody waits for this one
+            self._has_failed, self.error = True, self.error or error
+
+    def _forward(self, key: tuple[int, int], received: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """Run a stage, and return what the next one gets; ``None`` after a failure."""
+        if self._has_failed:
+            return None
+        stage, microbatch = key
+        batch = self._microbatches[microbatch]
         context = torch.no_grad() if self._backward is None else contextlib.nullcontext()
         if self._split is not None:
             self._pending[key] = self._split.begin(stage)
@@ -111,8 +151,7 @@ class PipelineRun:
         if self._backward is not None:
             self._received[key], self._produced[key] = received, payload
             self.peak_live = max(self.peak_live, len(self._produced.keys() | self._pending.keys()))
-        if stage < self._schedule.placement.num_stages - 1:
-            self._give(Work.FORWARD, stage, microbatch, stage + 1, payload)
+        return payload
 
     @contextlib.contextmanager
     def _acting_for(self, key: tuple[int, int], received: Mapping[str, Tensor]) -> Iterator[None]:
@@ -126,54 +165,87 @@ class PipelineRun:
     def _run_backward(self, action: Action, *, is_last: bool) -> None:
         stage, microbatch = action.stage, action.microbatch
         key = (stage, microbatch)
-        received, produced = self._received.pop(key), self._produced.pop(key)
-        if stage == self._schedule.placement.num_stages - 1:
+        is_end = stage == self._schedule.placement.num_stages - 1
+        arrived = {} if is_end else self._take(Work.BACKWARD, stage + 1, microbatch)
+        answer = None
+        with self._unless_failed(arrived), self._during(action):
+            answer = self._input_gradients(key, arrived or {}, is_end=is_end, is_last=is_last)
+        if stage > 0:
+            self._give(Work.BACKWARD, stage, microbatch, stage - 1, None if self._has_failed else answer)
+
+    def _input_gradients(
+        self, key: tuple[int, int], arrived: Mapping[str, Tensor], *, is_end: bool, is_last: bool
+    ) -> dict[str, Tensor]:
+        """Run a stage's backward, and return what the stage before gets."""
+        received, produced = self._received.pop(key, {}), self._produced.pop(key, {})
+        assert self._backward is not None, "no backward is due in evaluation"
+        if self._has_failed:
+            self._backward([], [], is_last)  # the data parallel ranks go on
+            return {}
+        tensors: list[Tensor]
+        gradients: list[Tensor | None]
+        if is_end:
             tensors, gradients = [produced[""]], [None]
         else:
-            arrived = self._take(Work.BACKWARD, stage + 1, microbatch)
             names = [name for name in produced if name in arrived and produced[name].requires_grad]
-            tensors = [produced[name] for name in names]
-            gradients = [arrived[name] for name in names]  # type: ignore[misc]
-        if self._backward is not None:
-            pending = self._pending.get(key)
-            with self._acting_for(key, received), contextlib.nullcontext() if pending is None else pending.opened():
-                self._backward(tensors, gradients, is_last)
-        if stage > 0:
-            answer = {name: tensor.grad for name, tensor in received.items() if tensor.grad is not None}
-            self._give(Work.BACKWARD, stage, microbatch, stage - 1, answer)
+            tensors, gradients = [produced[name] for name in names], [arrived[name] for name in names]
+        pending = self._pending.get(key)
+        with self._acting_for(key, received), contextlib.nullcontext() if pending is None else pending.opened():
+            self._backward(tensors, gradients, is_last)
+        return {name: tensor.grad for name, tensor in received.items() if tensor.grad is not None}
 
     def _run_weights(self, action: Action, *, is_last: bool) -> None:
-        roots = self._pending.pop((action.stage, action.microbatch)).roots()
-        if self._backward is not None:
+        assert self._backward is not None, "no backward is due in evaluation"
+        with self._unless_failed({}), self._during(action):
+            pending = self._pending.pop((action.stage, action.microbatch), None)
+            roots = [] if pending is None or self._has_failed else pending.roots()
             self._backward(roots, [torch.zeros_like(root) for root in roots], is_last)
 
-    def _give(self, work: Work, stage: int, microbatch: int, to_stage: int, tensors: Mapping[str, Tensor]) -> None:
+    def _give(
+        self, work: Work, stage: int, microbatch: int, to_stage: int, tensors: Mapping[str, Tensor] | None
+    ) -> None:
         to = self._schedule.placement.rank_of(to_stage)
         if to == self._index:
-            self._local[work, stage, microbatch] = {
-                name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()
-            }
+            self._local[work, stage, microbatch] = (
+                None
+                if tensors is None
+                else {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
+            )
         else:
-            self._link.send(tensors, to)
+            sent = self._link.send(tensors, to)
+            self._sent[to].append((self._places[to][self._action(work, to_stage, microbatch)], sent))
 
-    def _take(self, work: Work, stage: int, microbatch: int) -> dict[str, Tensor]:
-        """Return what a stage has sent, after whatever its rank has sent before."""
+    def _action(self, work: Work, stage: int, microbatch: int) -> Action:
+        """Return the action of the schedule that goes forward or back through a stage."""
+        is_split = work is Work.BACKWARD and self._schedule.is_split
+        return Action(Work.BACKWARD_INPUT if is_split else work, stage, microbatch)
+
+    def _take(self, work: Work, stage: int, microbatch: int) -> dict[str, Tensor] | None:
+        """Return what a stage has sent, after whatever its rank has sent before; ``None`` where that has failed."""
         wanted = (work, stage, microbatch)
         sender = self._schedule.placement.rank_of(stage)
         if sender == self._index:
             return self._local.pop(wanted)
         while wanted not in self._arrived:
-            self._arrived[self._inbox[sender].pop(0)] = self._link.receive(sender)
+            message = self._inbox[sender].popleft()
+            self._arrived[message] = self._link.receive(sender)
+            self._release(sender, self._places[sender][self._action(*message)])
             if self._inbox[sender]:
                 self._link.expect(sender)
         return self._arrived.pop(wanted)
 
-    def _messages_from(self, sender: int) -> list[tuple[Work, int, int]]:
+    def _release(self, to: int, place: int) -> None:
+        """Let go of what a rank must have got by now, as it has come so far in its list of actions."""
+        sent = self._sent[to]
+        while sent and sent[0][0] <= place:
+            self._link.release(sent.popleft()[1])
+
+    def _messages_from(self, sender: int) -> deque[tuple[Work, int, int]]:
         """Return what another rank sends to this one, in its order."""
         placement = self._schedule.placement
         if sender == self._index:
-            return []
-        messages = []
+            return deque()
+        messages: deque[tuple[Work, int, int]] = deque()
         for action in self._schedule.actions(sender):
             if action.work is Work.BACKWARD_WEIGHT or not self._is_due(action):
                 continue

@@ -11,7 +11,11 @@ arXiv:2104.04473, for the interleaved form); the zero-bubble V (Qi et al. 2024, 
 
 from __future__ import annotations
 
+import bisect
 import enum
+import functools
+import heapq
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,6 +46,9 @@ COSTS: Mapping[Work, int] = {
     Work.BACKWARD_WEIGHT: 1,
 }
 """How long each takes, for one stage, in the time of a forward: gradients cost two products for each of forward's."""
+
+
+_BACKWARDS = (Work.BACKWARD, Work.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,8 @@ class Event:
     """An action with its time in the plan, in units of `COSTS`."""
 
     action: Action
-    start: float
-    stop: float
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ class Schedule:
         return any(event.action.work is Work.BACKWARD_WEIGHT for event in self.events[0])
 
     @property
-    def duration(self) -> float:
+    def duration(self) -> int:
         """Time of the batch, in the time of one stage's forward."""
         return max(event.stop for events in self.events for event in events)
 
@@ -142,6 +149,7 @@ class Schedule:
         return peak
 
 
+@functools.lru_cache(maxsize=16)
 def make_schedule(style: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Return the schedule of a style.
 
@@ -168,7 +176,87 @@ def make_schedule(style: str, num_ranks: int, num_microbatches: int, num_chunks:
     plans = [_Planner(style, placement, num_microbatches, is_strict=False).run()]
     if style == "interleaved":
         plans.append(_Planner(style, placement, num_microbatches, is_strict=True).run())
+        full = -(-num_microbatches // num_ranks) * num_ranks
+        plans.append(_without_surplus(_Planner(style, placement, full, is_strict=True).run(), num_microbatches))
     return min(plans, key=lambda plan: plan.duration)
+
+
+def _without_surplus(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Return a schedule with fewer microbatches, its actions in the same order and as early as that lets them be."""
+    placement = schedule.placement
+    left = [
+        deque(action for action in schedule.actions(rank) if action.microbatch < num_microbatches)
+        for rank in range(placement.num_ranks)
+    ]
+    events: list[list[Event]] = [[] for _ in left]
+    stops: dict[Action, int] = {}
+    while any(left):
+        for mine, done in zip(left, events, strict=True):
+            while mine and all(need in stops for need in _needed(mine[0], placement)):
+                action = mine.popleft()
+                free = [done[-1].stop] if done else [0]
+                start = max(free + [stops[need] for need in _needed(action, placement)])
+                done.append(Event(action, start, start + COSTS[action.work]))
+                stops[action] = done[-1].stop
+    return Schedule(placement, num_microbatches, events)
+
+
+def _needed(action: Action, placement: Placement) -> list[Action]:
+    """Return what has to be done right before an action of a schedule whose backward is not split."""
+    work, stage, microbatch = action.work, action.stage, action.microbatch
+    if work is Work.FORWARD:
+        return [Action(work, stage - 1, microbatch)] if stage else []
+    is_last = stage == placement.num_stages - 1
+    return [Action(Work.FORWARD, stage, microbatch) if is_last else Action(work, stage + 1, microbatch)]
+
+
+class _Worker:
+    """What a rank has still to do, and what of it is ready.
+
+    Args:
+        actions: All that it has to do, the preferred first.
+    """
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._place = {action: place for place, action in enumerate(actions)}
+        self.forwards = deque(action for action in actions if action.work is Work.FORWARD)
+        self.backwards = deque(action for action in actions if action.work in _BACKWARDS)
+        self._ready: dict[Work, list[tuple[int, Action]]] = {work: [] for work in Work}
+        self._is_ready: set[Action] = set()
+        self.num_left = len(actions)
+        self.free_at = 0
+        self.live = 0
+        self.events: list[Event] = []
+
+    def add(self, action: Action) -> None:
+        """Tell that nothing is missing for an action any more."""
+        bisect.insort(self._ready[action.work], (self._place[action], action), key=_first)
+        self._is_ready.add(action)
+
+    def is_ready(self, action: Action) -> bool:
+        return action in self._is_ready
+
+    def ready(self, *works: Work) -> Iterator[Action]:
+        """Yield the actions of some kinds that are ready, in the order of preference."""
+        for _, action in heapq.merge(*(self._ready[work] for work in works), key=_first):
+            yield action
+
+    def take(self, action: Action, now: int) -> int:
+        """Do something; return when it is done."""
+        entries = self._ready[action.work]
+        del entries[bisect.bisect_left(entries, self._place[action], key=_first)]
+        self._is_ready.remove(action)
+        if action.work is not Work.BACKWARD_WEIGHT:
+            (self.forwards if action.work is Work.FORWARD else self.backwards).remove(action)
+        self.num_left -= 1
+        self.live += (action.work is Work.FORWARD) - (action.work in (Work.BACKWARD, Work.BACKWARD_WEIGHT))
+        self.free_at = now + COSTS[action.work]
+        self.events.append(Event(action, now, self.free_at))
+        return self.free_at
+
+
+def _first(entry: tuple[int, Action]) -> int:
+    return entry[0]
 
 
 class _Planner:
@@ -179,31 +267,30 @@ class _Planner:
 
     def __init__(self, style: str, placement: Placement, num_microbatches: int, *, is_strict: bool) -> None:
         self._style, self._placement, self._count = style, placement, num_microbatches
-        self._done: dict[Action, float] = {}
-        self._events: list[list[Event]] = [[] for _ in range(placement.num_ranks)]
-        self._free = [0.0] * placement.num_ranks
-        self._live = [0] * placement.num_ranks
-        self._left = [self._all_of(rank) for rank in range(placement.num_ranks)]
         self._is_strict = is_strict
+        self._workers = [_Worker(self._all_of(rank)) for rank in range(placement.num_ranks)]
 
     def run(self) -> Schedule:
-        now = 0.0
-        while any(self._left):
-            if all(free <= now for free in self._free) and not any(
-                next(self._choices(rank, now), None) for rank in range(self._placement.num_ranks)
-            ):
+        for microbatch in range(self._count):
+            self._workers[self._placement.rank_of(0)].add(Action(Work.FORWARD, 0, microbatch))
+        ends: dict[int, list[Action]] = {}
+        now = 0
+        while any(worker.num_left for worker in self._workers):
+            for action in ends.pop(now, ()):
+                self._finish(action)
+            for rank, worker in enumerate(self._workers):
+                chosen = self._choice(rank, worker) if worker.free_at <= now else None
+                if chosen is not None:
+                    ends.setdefault(worker.take(chosen, now), []).append(chosen)
+            if ends:
+                now = min(ends)
+            else:
                 # The strict order of the interleaved schedule can't be kept where the last group of microbatches is
                 # too small to fill the pipeline: from here on whatever is ready is done.
                 self._is_strict = False
-            for rank in range(self._placement.num_ranks):
-                if self._free[rank] <= now:
-                    action = next(self._choices(rank, now), None)
-                    if action is not None:
-                        self._take(rank, action, now)
-            now += 1.0
-        return Schedule(self._placement, self._count, self._events)
+        return Schedule(self._placement, self._count, [worker.events for worker in self._workers])
 
-    def _all_of(self, rank: int) -> dict[Action, None]:
+    def _all_of(self, rank: int) -> list[Action]:
         """Return what a rank has to do, the preferred first within each kind of work."""
         backward = (Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT) if self._style == "zbv" else (Work.BACKWARD,)
         ranks = self._placement.num_ranks
@@ -222,42 +309,50 @@ class _Planner:
             toward = chunk if action.work is Work.FORWARD else -chunk
             return (action.microbatch // ranks, toward, action.microbatch)
 
-        return dict.fromkeys(sorted(actions, key=order))
+        return sorted(actions, key=order)
 
-    def _choices(self, rank: int, now: float) -> Iterator[Action]:
-        """Yield what a rank may take up, in the order of its preference."""
+    def _finish(self, action: Action) -> None:
+        """Let what has waited for an action alone be ready."""
+        work, stage, microbatch = action.work, action.stage, action.microbatch
+        is_last = stage == self._placement.num_stages - 1
+        following: list[Action] = []
+        if work is Work.FORWARD:
+            backward = Work.BACKWARD_INPUT if self._style == "zbv" else Work.BACKWARD
+            following.append(Action(backward if is_last else work, stage if is_last else stage + 1, microbatch))
+        elif work in _BACKWARDS:
+            # The forward there is long done: this microbatch has come back through the stages after it.
+            following += [Action(work, stage - 1, microbatch)] if stage else []
+            following += [Action(Work.BACKWARD_WEIGHT, stage, microbatch)] if work is Work.BACKWARD_INPUT else []
+        for each in following:
+            self._workers[self._placement.rank_of(each.stage)].add(each)
+
+    def _choice(self, rank: int, worker: _Worker) -> Action | None:
+        """Return what a rank takes up."""
         if self._is_strict:
-            due = self._due(rank)
-            if due is not None and self._is_ready(due, now):
-                yield due
-            return
-        ready = [action for action in self._left[rank] if self._is_ready(action, now)]
-        forwards = [action for action in ready if action.work is Work.FORWARD]
-        if self._style == "gpipe":
-            yield from forwards
-            if any(action.work is Work.FORWARD for action in self._left[rank]):
-                return
-        yield from (action for action in ready if action.work in (Work.BACKWARD, Work.BACKWARD_INPUT))
-        if self._live[rank] < self._limit(rank):
-            yield from self._in_order(rank, forwards)
-        yield from (action for action in ready if action.work is Work.BACKWARD_WEIGHT)
+            due = self._due(rank, worker)
+            return due if due is not None and worker.is_ready(due) else None
+        if self._style == "gpipe" and worker.forwards:
+            return next(worker.ready(Work.FORWARD), None)
+        chosen = next(worker.ready(*_BACKWARDS), None)
+        if chosen is None and worker.live < self._limit(rank):
+            chosen = self._forward(rank, worker)
+        return chosen or next(worker.ready(Work.BACKWARD_WEIGHT), None)
 
-    def _due(self, rank: int) -> Action | None:
+    def _due(self, rank: int, worker: _Worker) -> Action | None:
         """Return what is next in turn: some forwards to warm up, then forward and backward by turns."""
-        forward = next((action for action in self._left[rank] if action.work is Work.FORWARD), None)
-        backward = next((action for action in self._left[rank] if action.work is not Work.FORWARD), None)
-        if forward is None or (self._live[rank] >= self._limit(rank) and backward is not None):
+        backward = worker.backwards[0] if worker.backwards else None
+        if not worker.forwards or (worker.live >= self._limit(rank) and backward is not None):
             return backward
-        return forward
+        return worker.forwards[0]
 
-    def _in_order(self, rank: int, forwards: Sequence[Action]) -> Sequence[Action]:
-        """Return the forwards that may be taken up now: out of order only where activations can't run out of room."""
+    def _forward(self, rank: int, worker: _Worker) -> Action | None:
+        """Return the forward to be taken up: out of order only where activations can't run out of room."""
         if self._style == "zbv":
             # The last room is for the way back: with only first halves in it, nothing could ever finish.
-            has_room = self._live[rank] < self._limit(rank) - 1
-            return [action for action in forwards if has_room or action.stage >= self._placement.num_ranks]
-        first = next(action for action in self._left[rank] if action.work is Work.FORWARD) if forwards else None
-        return [action for action in forwards if action == first]
+            has_room = worker.live < self._limit(rank) - 1
+            ready = worker.ready(Work.FORWARD)
+            return next((action for action in ready if has_room or action.stage >= self._placement.num_ranks), None)
+        return worker.forwards[0] if worker.forwards and worker.is_ready(worker.forwards[0]) else None
 
     def _limit(self, rank: int) -> int:
         """Return how many forwards a rank may keep activations of."""
@@ -269,26 +364,3 @@ class _Planner:
         if self._style == "interleaved":
             return 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
         return 2 * ranks
-
-    def _is_ready(self, action: Action, now: float) -> bool:
-        work, stage, microbatch = action.work, action.stage, action.microbatch
-        if work is Work.FORWARD:
-            needed = [Action(Work.FORWARD, stage - 1, microbatch)] if stage else []
-        elif work is Work.BACKWARD_WEIGHT:
-            needed = [Action(Work.BACKWARD_INPUT, stage, microbatch)]
-        else:
-            needed = [Action(Work.FORWARD, stage, microbatch)]
-            if stage < self._placement.num_stages - 1:
-                needed.append(Action(work, stage + 1, microbatch))
-        return all(self._done.get(each, now + 1) <= now for each in needed)
-
-    def _take(self, rank: int, action: Action, now: float) -> None:
-        stop = now + COSTS[action.work]
-        self._events[rank].append(Event(action, now, stop))
-        self._done[action] = stop
-        self._free[rank] = stop
-        del self._left[rank][action]
-        if action.work is Work.FORWARD:
-            self._live[rank] += 1
-        elif action.work in (Work.BACKWARD, Work.BACKWARD_WEIGHT):
-            self._live[rank] -= 1

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
+from booster_hybrid.sequence_parallel.layers import layers_of, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.loss import SequenceLoss
 from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility, checked, make_mask, whole_mask
@@ -88,8 +89,6 @@ class SequenceParallel:
         """
         if isinstance(mask, SequenceMask):
             return self.layout(mask.length)
-        if isinstance(mask, torch.Tensor):
-            return self.layout(mask.shape[-1])
         return self.layout(self._length_of[local])
 
 
@@ -118,7 +117,7 @@ def split_sequences(
     Collective: none.
     """
     name = type(model).__name__
-    layers = _layers_of(model, lists, mode)
+    layers = layers_of(model, lists, mode)
     _check_attention(model, mode)
     if mode == "all_to_all":
         _check_heads(model, group.size, tensor_size)
@@ -128,7 +127,7 @@ def split_sequences(
     if not gathers:
         model.loss_function = SequenceLoss(sequence.layout, group)  # type: ignore[assignment]
         model.register_forward_pre_hook(_refuse_partial_logits, with_kwargs=True)
-    model.register_forward_pre_hook(_refuse_layers_outputs, with_kwargs=True)
+    model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
     for index, layer in enumerate(layers):
         hooks = _LayerHooks(sequence, is_first=index == 0, gathers=gathers and index == len(layers) - 1)
         layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
@@ -170,13 +169,15 @@ class _LayerHooks:
             sequence.stream.enter(hidden.device)
         return args, kwargs
 
-    def after(self, module: nn.Module, _: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Put the parts together after the last layer."""
         sequence = self._sequence
         sequence.stream.leave()
         if output is None:  # the layer has raised
             return None
-        if not sequence.num_attentions:
+        first = output[0] if isinstance(output, tuple) else output
+        is_passed_through = bool(args) and first is args[0]  # a layer of another stage of a pipeline
+        if not sequence.num_attentions and not is_passed_through:
             msg = (
                 f"'{type(module).__name__}' of {sequence.model_name} does not call its attention through transformers' "
                 f"attention interface, so `sequence_parallelism_mode={sequence.mode!r}` would let each part of a "
@@ -225,6 +226,13 @@ def attention(
             f"`sequence_parallelism_mode={sequence.mode!r}` can't do. Use 'split_gather' with `tp_size`."
         )
         raise ConfigError(msg)
+    if key.shape[2] != query.shape[2]:
+        msg = (
+            f"{sequence.model_name} attends from {query.shape[2]} positions of this rank to {key.shape[2]} others, as "
+            "with a cache of keys or another sequence's states, which is not split. Pass neither `past_key_values` nor "
+            "`encoder_hidden_states`, and generate without sequence parallelism."
+        )
+        raise ConfigError(msg)
     sequence.num_attentions += 1
     layout = sequence.layout_of(query.shape[2], attention_mask)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
@@ -247,27 +255,6 @@ def _sequence_dim(value: Tensor, length: int) -> int | None:
     if value.dim() in (2, 3) and value.shape[1] == length:
         return 1
     return 0 if value.dim() == 1 and value.shape[0] == length else None
-
-
-def _layers_of(model: nn.Module, lists: Sequence[str], mode: str) -> list[nn.Module]:
-    modules = dict(model.named_modules())
-    found = [name for name in lists if isinstance(modules.get(name), nn.ModuleList)]
-    if len(found) != 1:
-        what = "no list of layers" if not found else f"{len(found)} lists of layers ({', '.join(found)})"
-        msg = (
-            f"`sequence_parallelism_mode={mode!r}` splits sequences along one list of layers, but the policy of "
-            f"{type(model).__name__} names {what} of the model's. Use `tp_size` for this model, or pass "
-            "`custom_policy=ShardingPolicy(layers=['model.layers'])` with the name of its list."
-        )
-        raise ConfigError(msg)
-    dropped = getattr(getattr(model, "config", None), "layerdrop", 0.0)
-    if dropped:
-        msg = (
-            f"`layerdrop={dropped}` skips layers at random, also the first, at which sequences are split. Set it to 0."
-        )
-        raise ConfigError(msg)
-    layers: Any = modules[found[0]]
-    return list(layers)
 
 
 def _check_attention(model: nn.Module, mode: str) -> None:
@@ -311,18 +298,6 @@ def _install_attention(model: nn.Module, sequence: SequenceParallel) -> None:
                 own = copy.deepcopy(value, memo)
                 own._attn_implementation = ATTENTION_NAME  # noqa: SLF001 - the name by which transformers looks it up
                 vars(module)[name] = own
-
-
-def _refuse_layers_outputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    del args
-    config = getattr(module, "config", None)
-    for name in ("output_hidden_states", "output_attentions"):
-        asked = kwargs.get(name)
-        if asked or (asked is None and getattr(config, name, False)):
-            msg = (
-                f"`{name}=True` asks for what the layers have in between, of which each rank has a part. Leave it out."
-            )
-            raise ConfigError(msg)
 
 
 def _refuse_partial_logits(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -45,6 +45,39 @@ class _Gather(torch.autograd.Function):
         return reduce_scattered(gradient, ctx.layout, ctx.group), None, None
 
 
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+        ctx.layout, ctx.group = layout, group
+        return gathered(local, layout, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.layout.take(gradient, 1, ctx.group.rank), None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+        ctx.layout, ctx.group = layout, group
+        return layout.take(whole, 1, group.rank).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gathered(gradient, ctx.layout, ctx.group), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+        ctx.layout, ctx.group = layout, group
+        return reduce_scattered(partial, layout, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gathered(gradient, ctx.layout, ctx.group), None, None
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -88,6 +121,38 @@ def gather_sequence(local: Tensor, layout: SequenceLayout, group: TensorGroup) -
     Collective: the group, also in backward.
     """
     result: Tensor = _Gather.apply(local, layout, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def scatter_sum(partial: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+    """Return this rank's part of the sum over ranks of whole sequences; the transpose of `gather_sequence`.
+
+    Args:
+        partial: Shape ``(batch, positions, ...)``.
+        layout: How they are split.
+        group: The ranks.
+
+    Collective: the group, also in backward.
+    """
+    result: Tensor = _Scatter.apply(partial, layout, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def join_replicas(local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+    """Return whole sequences for ranks that go on alike, so that each has their whole gradient; see `gather_sequence`.
+
+    Collective: the group.
+    """
+    result: Tensor = _Join.apply(local, layout, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def cut_replica(whole: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+    """Return this rank's part of what every rank has computed alike; each gets the whole gradient back.
+
+    Collective: the group, in backward.
+    """
+    result: Tensor = _Cut.apply(whole, layout, group)  # type: ignore[no-untyped-call]
     return result
 
 

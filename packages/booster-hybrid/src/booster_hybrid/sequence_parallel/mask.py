@@ -44,9 +44,11 @@ class SequenceMask:
 
         if self.padding is not None and bool(self.padding.all()):
             self.padding = None
-        self.is_causal = self.rule is causal_mask_function
+        causal: Any = causal_mask_function
+        plain: tuple[Any, ...] = (causal, bidirectional_mask_function)
+        self.is_causal = self.rule is causal
         """Whether no query sees a later key; ``False`` may mean that it is not known."""
-        self.is_plain = self.padding is None and self.rule in (causal_mask_function, bidirectional_mask_function)
+        self.is_plain = self.padding is None and self.rule in plain
         """Whether that is all that there is to it."""
 
     def whole(self) -> Tensor | None:
@@ -65,7 +67,7 @@ class SequenceMask:
         return made
 
     def state(self, queries: tuple[int, int], keys: tuple[int, int]) -> str:
-        """Return whether ``"all"``, ``"some"`` or ``"none"`` of the keys of a range may be seen; kept for all layers."""
+        """Return whether ``"all"``, ``"some"`` or ``"none"`` of the keys may be seen; kept for all layers."""
         known = self._states.get((queries, keys))
         if known is None:
             part = self.part(queries, keys)

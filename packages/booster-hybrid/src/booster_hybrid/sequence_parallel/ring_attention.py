@@ -1,9 +1,9 @@
 """Attention with keys and values that go round a ring of ranks: no rank ever has the whole sequence.
 
-Each rank keeps its queries, sees one rank's keys and values after another, and adds up a softmax whose largest score and
-sum it corrects as it goes. What comes next travels while this is computed. Backward takes the keys round again, with
-the gradients of each rank's keys and values collected on the way home; scores are computed again from the sums that
-forward kept, so that no rank ever holds more than a block of them.
+Each rank keeps its queries, sees one rank's keys and values after another, and adds up a softmax whose largest score
+and sum it corrects as it goes. What comes next travels while this is computed. Backward takes the keys round again,
+with the gradients of each rank's keys and values collected on the way home; scores are computed again from the sums
+that forward kept, so that no rank ever holds more than a block of them.
 References: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889); Dao et al. 2022,
 "FlashAttention" (arXiv:2205.14135), for the backward.
 """

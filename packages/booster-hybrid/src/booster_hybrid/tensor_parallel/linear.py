@@ -228,17 +228,22 @@ class ColumnForward:
         siblings: The layers that read its input, itself among them.
         gathers: Lengths of the ranks' outputs where they are to be put together; ``None`` leaves them split.
         group: The tensor parallel ranks.
+
+    Attributes:
+        siblings: As above.
+        gathers: As above.
     """
 
     def __init__(
         self, module: nn.Module, siblings: ColumnSiblings, group: TensorGroup, gathers: Sequence[int] | None = None
     ) -> None:
-        self._module, self._siblings, self._group, self._gathers = module, siblings, group, gathers
+        self._module, self._group = module, group
+        self.siblings, self.gathers = siblings, gathers
 
     @outside_of_graphs
     def __call__(self, source: Tensor) -> Tensor:
-        outputs = self._siblings(self._module, source)
-        return outputs if self._gathers is None else gather_last(outputs, self._gathers, self._group)
+        outputs = self.siblings(self._module, source)
+        return outputs if self.gathers is None else gather_last(outputs, self.gathers, self._group)
 
 
 class _Row(torch.autograd.Function):
@@ -293,15 +298,18 @@ class RowForward:
         module: The layer, with its local weight and its whole bias.
         group: The tensor parallel ranks.
         splits: Lengths of the ranks' inputs where these come whole; ``None`` where they come split.
+
+    Attributes:
+        splits: As above.
     """
 
     def __init__(self, module: nn.Module, group: TensorGroup, splits: Sequence[int] | None = None) -> None:
-        self._module, self._group, self._splits = module, group, splits
+        self._module, self._group, self.splits = module, group, splits
 
     @outside_of_graphs
     def __call__(self, source: Tensor) -> Tensor:
-        if self._splits is not None:
-            source = scatter_last(source, self._splits, self._group)
+        if self.splits is not None:
+            source = scatter_last(source, self.splits, self._group)
         module: Any = self._module
         outputs: Tensor = _Row.apply(  # type: ignore[no-untyped-call]
             source, module.weight, module.bias, self._group, is_transposed(module)

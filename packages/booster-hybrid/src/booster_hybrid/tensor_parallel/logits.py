@@ -72,7 +72,7 @@ class SplitLogits(Tensor):
         """
         return gather_last(self.local(), self._sizes, self._tensor_group)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # torch's stub names no argument
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # the same as torch's
         """Return what is here of what."""
         start = self.first()
         return (

@@ -1,0 +1,230 @@
+"""Sequences split over the ranks that split the layers: what tensor parallelism computes twice, each rank does in part.
+
+Between attention and feed-forward blocks, where every tensor parallel rank would work on the same activations, each
+works on its positions. A block gathers whole sequences at its entry and leaves with a reduce-scatter, which together
+move what tensor parallelism's all-reduce moves. Sums over ranks are taken in that reduce-scatter and its transpose, so
+the split layers inside of a block take none themselves. A block that is more than a pair of split layers (a mixture of
+experts, an attention that is not split) stays as tensor parallelism has it, between a gather and a cut.
+Reference: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from booster_core.errors import ConfigError
+from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
+from booster_hybrid.sequence_parallel.layers import layers_of, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.random import RankStream
+from booster_hybrid.tensor_parallel.collectives import summed
+from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+
+
+class _Lengths:
+    """How long the sequences are of which a rank has a number of positions, also when a layer runs again later."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+        self._length_of: dict[int, int] = {}
+        self._last: tuple[int, SequenceLayout] | None = None
+
+    def enter(self, length: int) -> SequenceLayout:
+        """Note that layers run on sequences of a length now."""
+        layout = SequenceLayout(length, self._size)
+        self._length_of[layout.lengths[self._rank]] = length
+        return layout
+
+    def of_whole(self, whole: Tensor) -> tuple[Tensor, SequenceLayout]:
+        """Return whole sequences as ``(batch, positions, size)``, and how they are split."""
+        if whole.dim() == 3:
+            return whole, SequenceLayout(whole.shape[1], self._size)
+        batch, layout = self._of_flat(whole)
+        return whole.view(batch, layout.length, -1), layout
+
+    def of_part(self, part: Tensor) -> tuple[Tensor, SequenceLayout]:
+        """Return this rank's part of them as ``(batch, positions, size)``, and how they are split."""
+        if part.dim() == 3:
+            layout = SequenceLayout(self._length_of[part.shape[1]], self._size)
+            self._last = part.shape[0], layout
+            return part, layout
+        batch, layout = self._of_flat(part)
+        return part.view(batch, layout.lengths[self._rank], part.shape[-1]), layout
+
+    def _of_flat(self, rows: Tensor) -> tuple[int, SequenceLayout]:
+        """Return what the layer's block before was given: some layers flatten batch and positions in between."""
+        if rows.dim() != 2 or self._last is None:
+            msg = (
+                "'split_gather' needs hidden states of shape (batch, positions, size), but a layer gave one of its "
+                f"parts {tuple(rows.shape)}. Use 'all_to_all' or 'ring_attn' with `sp_size`."
+            )
+            raise ConfigError(msg)
+        return self._last
+
+
+def split_between_blocks(
+    model: nn.Module,
+    lists: Sequence[str],
+    group: TensorGroup,
+    alone: ProcessGroup,
+    *,
+    whole_parameters: Collection[str],
+) -> None:
+    """Let a tensor parallel model's layers work on this rank's positions between their blocks, in place.
+
+    Args:
+        model: The user's model, its layers split already.
+        lists: Names of the lists of its layers; those that it lacks are passed over.
+        group: The tensor parallel ranks.
+        alone: A process group of this rank alone.
+        whole_parameters: Names of the parameters that are not split and whose gradients are not summed yet.
+
+    Raises:
+        ConfigError: If the model can't be split so.
+
+    Collective: none.
+    """
+    layers = layers_of(model, lists, "split_gather")
+    lengths, stream = _Lengths(group.size, group.rank), RankStream(group.rank)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kept: set[int] = set()
+    for layer in layers:
+        for child in layer.children():
+            kept |= _split_block(layer, child, lengths, group, alone)
+    for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
+        if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] in whole_parameters:
+            parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
+    model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
+    for index, layer in enumerate(layers):
+        hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
+        layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
+        layer.register_forward_hook(hooks.after, always_call=True)
+
+
+def _split_block(
+    layer: nn.Module, block: nn.Module, lengths: _Lengths, group: TensorGroup, alone: ProcessGroup
+) -> set[int]:
+    """Put a block's communication at its borders; return the parameters whose gradients come whole, by identity."""
+    patched = {module: vars(module)["forward"] for module in block.modules() if "forward" in vars(module)}
+    if not patched and not any(True for _ in block.children()):
+        return set()  # a norm, a dropout: each position by itself
+    if not patched or not all(map(_is_plain, patched.values())):
+        block.register_forward_pre_hook(_Gathering(lengths, group, is_replica=True), with_kwargs=True)
+        block.register_forward_hook(_Cutting(lengths, group))
+        return {id(parameter) for parameter in block.parameters()}
+    kept = set()
+    gathering = _Gathering(lengths, group, is_replica=False)
+    entries: dict[nn.Module, None] = {}
+    for module, forward in patched.items():
+        if isinstance(forward, ColumnForward):
+            # The gather's transpose sums over ranks; the layer itself has nobody to sum with.
+            forward.siblings.group = TensorGroup(alone, 0, 1)
+            parent = _parent(layer, module)
+            entries[module if parent is layer else parent] = None
+        else:
+            # The rank stays: the first one's partial sum has the bias.
+            module.forward = RowForward(module, TensorGroup(alone, group.rank, group.size))
+            module.register_forward_hook(_Scattering(lengths, group))
+            if getattr(module, "bias", None) is not None:
+                kept.add(id(module.bias))
+    for entry in entries:
+        entry.register_forward_pre_hook(gathering, with_kwargs=True)
+    return kept
+
+
+def _is_plain(forward: Any) -> bool:
+    if isinstance(forward, ColumnForward):
+        return forward.gathers is None
+    return isinstance(forward, RowForward) and forward.splits is None
+
+
+def _parent(layer: nn.Module, module: nn.Module) -> nn.Module:
+    for each in layer.modules():
+        if any(child is module for child in each.children()):
+            return each
+    msg = f"{type(module).__name__} is no part of {type(layer).__name__}"
+    raise AssertionError(msg)
+
+
+class _LayerHooks:
+    def __init__(
+        self, lengths: _Lengths, stream: RankStream, group: TensorGroup, *, is_first: bool, is_last: bool
+    ) -> None:
+        self._lengths, self._stream, self._group = lengths, stream, group
+        self._is_first, self._is_last = is_first, is_last
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take this rank's positions before the first layer."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self._is_first:
+            layout = self._lengths.enter(hidden.shape[1])
+            args, kwargs = _replaced(args, kwargs, cut_replica(hidden, layout, self._group))
+        if module.training:
+            self._stream.enter(hidden.device)
+        return args, kwargs
+
+    def after(self, module: nn.Module, _: Any, output: Any) -> Any:
+        """Put the parts together after the last layer."""
+        del module
+        self._stream.leave()
+        if output is None or not self._is_last:
+            return output
+        return _mapped(output, lambda hidden: join_replicas(*self._lengths.of_part(hidden), self._group))
+
+
+class _Gathering:
+    """Gives a block whole sequences in place of this rank's positions."""
+
+    def __init__(self, lengths: _Lengths, group: TensorGroup, *, is_replica: bool) -> None:
+        self._lengths, self._group, self._is_replica = lengths, group, is_replica
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        del module
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        gather = join_replicas if self._is_replica else gather_sequence
+        whole = gather(*self._lengths.of_part(hidden), self._group)
+        return _replaced(args, kwargs, whole if hidden.dim() == 3 else whole.flatten(0, 1))
+
+
+class _Scattering:
+    """Leaves of a row-parallel layer's partial sums this rank's positions, summed."""
+
+    def __init__(self, lengths: _Lengths, group: TensorGroup) -> None:
+        self._lengths, self._group = lengths, group
+
+    def __call__(self, module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        del module
+        part = scatter_sum(*self._lengths.of_whole(output), self._group)
+        return part if output.dim() == 3 else part.flatten(0, 1)
+
+
+class _Cutting:
+    """Leaves of what all ranks have computed alike this rank's positions."""
+
+    def __init__(self, lengths: _Lengths, group: TensorGroup) -> None:
+        self._lengths, self._group = lengths, group
+
+    def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
+        del module
+        return _mapped(output, lambda hidden: cut_replica(*self._lengths.of_whole(hidden), self._group))
+
+
+def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments with other hidden states."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+def _mapped(output: Any, function: Any) -> Any:
+    """Apply a function to the hidden states that a layer or block returns, alone or first of several."""
+    return (function(output[0]), *output[1:]) if isinstance(output, tuple) else function(output)

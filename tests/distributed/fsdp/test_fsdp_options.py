@@ -1,0 +1,187 @@
+"""What each option of the FSDP plugin changes: when parameters are gathered, among whom, and what stays whole."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from booster_core import Booster, collectives
+from booster_core.testing import run_on_ranks
+from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_core.testing.models import TinyMLP
+from booster_core.testing.training import whole_model
+from booster_fsdp import TorchFSDPPlugin
+
+WIDTHS = (4, 8, 12, 16, 20, 24)
+"""Of rows that two and four ranks split evenly."""
+
+
+def make_layers():
+    """Return layers of different sizes, so that a gather's size tells whose it is."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in itertools.pairwise(WIDTHS)))
+
+
+def events_of_a_step(options):
+    """Return gathers, forwards and reductions by layer in the order of a step, and the ranks of each gather."""
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_classes=["Linear"], **options))
+    net = make_layers()
+    layer_of = {parameter.numel(): index for index, parameter in enumerate(net.parameters())}
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    events, sizes = [], []
+    for index, layer in enumerate(net):
+        layer.register_forward_hook(lambda *_, index=index: events.append(("forward", index)))
+    originals = collectives.all_gather, collectives.reduce_scatter
+
+    def gathering(tensor, bounds, group):
+        events.append(("gather", layer_of[tensor.numel()]))
+        sizes.append(dist.get_world_size(group))
+        return originals[0](tensor, bounds, group)
+
+    def reducing(tensor, *args, **kwargs):
+        events.append(("reduce", layer_of[tensor.numel()]))
+        return originals[1](tensor, *args, **kwargs)
+
+    for _ in range(2):
+        events.clear()
+        sizes.clear()
+        collectives.all_gather, collectives.reduce_scatter = gathering, reducing
+        try:
+            booster.backward(model(torch.ones(2, WIDTHS[0])).square().mean(), optimizer)
+        finally:
+            collectives.all_gather, collectives.reduce_scatter = originals
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(events), list(sizes)
+
+
+def ahead(events, what):
+    """Return for each layer how many layers had been gathered, in this pass, when something happened to it."""
+    passes = {
+        "forward": events[: events.index(("forward", 4)) + 1],
+        "reduce": events[events.index(("forward", 4)) + 1 :],
+    }
+    found = {}
+    for position, (kind, layer) in enumerate(passes[what]):
+        if kind == what:
+            found[layer] = sum(1 for other, _ in passes[what][:position] if other == "gather")
+    return [found[layer] for layer in range(5)]
+
+
+def test_by_default_each_layer_is_gathered_twice():
+    for events, sizes in run_on_ranks(events_of_a_step, 2, {}):
+        gathered = [layer for kind, layer in events if kind == "gather"]
+        assert sorted(gathered) == sorted([*range(5)] * 2)
+        assert [layer for kind, layer in events if kind == "reduce"] == [4, 3, 2, 1, 0]
+        assert set(sizes) == {2}
+        assert ahead(events, "forward") == [1, 2, 3, 4, 5]
+
+
+def test_layers_that_stay_gathered_are_gathered_once():
+    for events, _ in run_on_ranks(events_of_a_step, 2, {"reshard_after_forward": False}):
+        assert [layer for kind, layer in events if kind == "gather"] == [*range(5)]
+
+
+def test_a_number_gathers_among_so_many_ranks_in_backward():
+    for _, sizes in run_on_ranks(events_of_a_step, 4, {"reshard_after_forward": 2}):
+        assert sizes[:5] == [4] * 5
+        assert set(sizes[5:]) == {2}
+
+
+def test_forward_gathers_ahead():
+    for events, _ in run_on_ranks(events_of_a_step, 2, {"forward_prefetch": 2}):
+        assert ahead(events, "forward") == [3, 4, 5, 5, 5]
+
+
+def test_backward_gathers_ahead():
+    plain = run_on_ranks(events_of_a_step, 2, {})[0][0]
+    for events, _ in run_on_ranks(events_of_a_step, 2, {"backward_prefetch": 3}):
+        further = [a - b for a, b in zip(ahead(events, "reduce"), ahead(plain, "reduce"), strict=True)]
+        assert further[4] == 2, "torch gathers one layer ahead by itself"
+        assert min(further) >= 0
+
+
+# ---- what stays whole, and what is sent
+
+
+def whole_parameters(options):
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
+    torch.manual_seed(0)
+    model = TinyMLP()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))[dist.get_rank() :: dist.get_world_size()]
+    booster.backward(model(data).square().mean(), optimizer)
+    optimizer.step()
+    net = model.unwrap()
+    return sorted(n for n, p in net.named_parameters() if not isinstance(p, DTensor)), whole_model(booster, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, []),
+        ({"ignored_modules": ["second"]}, ["second.bias", "second.weight"]),
+        ({"ignored_parameters": ["first.weight"]}, ["first.weight"]),
+    ],
+)
+def test_ignored_parameters_stay_whole_and_are_averaged(options, expected):
+    torch.manual_seed(0)
+    plain = TinyMLP()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(torch.randn(4, 8, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+    optimizer.step()
+    for whole, parameters in run_on_ranks(whole_parameters, 2, options):
+        assert whole == expected
+        assert_same_tensors(parameters, plain.state_dict(), tolerance_for(torch.float32))
+
+
+def running_means(options):
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    booster.backward(model(torch.randn(8, 4) + dist.get_rank()).square().mean(), optimizer)
+    optimizer.step()
+    return net[1].running_mean.clone()
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_running_statistics_are_sent_or_left(is_sent):
+    first, second = run_on_ranks(running_means, 2, {"broadcast_buffers": is_sent})
+    assert torch.equal(first, second) == is_sent
+
+
+# ---- parameters that are frozen for a while
+
+
+def freezes_and_unfreezes(unit_classes):
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_classes=unit_classes))
+    torch.manual_seed(0)
+    net, reference = TinyMLP(), TinyMLP()
+    reference.load_state_dict(net.state_dict())
+    for each in (net, reference):
+        each.second.bias.requires_grad_(requires_grad=False)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        for each in (model.unwrap(), reference):
+            each.first.requires_grad_(step not in (1, 2))
+            each.second.bias.requires_grad_(step >= 2)
+        data = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        share = data[dist.get_rank() :: dist.get_world_size()]
+        booster.backward(model(share).square().mean(), optimizer)
+        reference(data).square().mean().backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+        assert_same_tensors(whole_model(booster, model), reference.state_dict(), tolerance_for(torch.float32))
+
+
+@pytest.mark.parametrize("unit_classes", [[], ["Linear"]], ids=["one unit", "layers"])
+def test_parameters_may_be_frozen_and_unfrozen(unit_classes):
+    run_on_ranks(freezes_and_unfreezes, 2, unit_classes)

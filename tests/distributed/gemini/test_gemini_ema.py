@@ -1,0 +1,79 @@
+"""Averages of weights that lie in chunks equal torch's own, wherever the chunks lie, and leave no trace."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from booster_core import Booster
+from booster_core.testing import run_on_ranks
+from booster_gemini import GeminiPlugin
+
+WIDTH, DECAY = 8, 0.75
+VARIANTS = {
+    "here": {},
+    "whole between steps": {"shard_param_frac": 0.0},
+    "whole parameters": {"partition": "parameter"},
+    "disk": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
+}
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+
+def copy_into(mirror, model):
+    with torch.no_grad():
+        for own, theirs in zip(mirror.state_dict().values(), model.state_dict().values(), strict=True):
+            own.copy_(theirs)
+
+
+def averages(options, precision):
+    """Train and average beside torch's own average of what forward reads, kept in fp32."""
+    booster = Booster("cpu", precision, GeminiPlugin(min_chunk_bytes=64, **options))
+    net = make()
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    ema = booster.ema(model, DECAY)
+    mirror = make()
+    copy_into(mirror, model)
+    reference = AveragedModel(mirror, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    reference.update_parameters(mirror)
+    for step in range(4):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        booster.backward(model(x).float().square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+        copy_into(mirror, model)
+        reference.update_parameters(mirror)
+    before, probe = model.state_dict(), torch.ones(3, WIDTH)
+    model.eval()
+    with ema.applied():
+        inside = model.state_dict()
+        with torch.no_grad():
+            output = model(probe)
+    after = model.state_dict()
+    expected = reference.module.state_dict()
+    for name, tensor in inside.items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+        assert torch.equal(after[name], before[name]), name
+    reference.module.eval()
+    with torch.no_grad():
+        wanted = reference.module(probe)
+    home = model.manager.home
+    if home.moves:
+        home.close()
+    return (output.float() - wanted).abs().max().item()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_averages_equal_torchs(name, precision, size, tmp_path):
+    options = dict(VARIANTS[name])
+    if name == "disk":
+        options["offload_dir"] = str(tmp_path)
+    for difference in run_on_ranks(averages, size, options, precision):
+        assert difference <= (1e-6 if precision == "fp32" else 0.05)

@@ -1,0 +1,283 @@
+"""What can go wrong while chunks move: the error comes on every rank, says what to do, and nothing is lost."""
+
+import contextlib
+import os
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from booster_core import Booster
+from booster_core.errors import ConfigError, OffloadError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_core.testing.models import tiny_llama
+from booster_gemini import GeminiPlugin
+from booster_gemini.placement.auto import BudgetError
+
+DISK = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}
+
+
+def boost(folder, **options):
+    booster = Booster(plugin=GeminiPlugin(**{"min_chunk_bytes": 8192, "offload_dir": folder, **options}))
+    torch.manual_seed(0)
+    model = tiny_llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    return booster, model, optimizer
+
+
+def step(booster, model, optimizer, number=0):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(64, (2 * size, 8), generator=generator)[rank::size].contiguous()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    booster.backward(loss, optimizer)
+    try:
+        optimizer.step()
+    finally:
+        optimizer.zero_grad()
+    return loss.item()
+
+
+@contextlib.contextmanager
+def full_disk(offset):
+    """Let no file of this process grow beyond so many bytes after the start of the chunks' file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (offset, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def run_into_a_full_disk(folder, bad_rank, saved):
+    """Fill the disk of one rank at the first step; save what there is, and go on."""
+    booster, model, optimizer = boost(folder, **DISK)
+    store = model.manager.home.store
+    limit = store._end + 30_000 if dist.get_rank() == bad_rank else resource.RLIM_INFINITY
+    # States are made in the first step, and found no room for.
+    with full_disk(limit), pytest.raises(OffloadError, match=r"needs \d+ more bytes, and .*Nothing is lost"):
+        step(booster, model, optimizer)
+    booster.save_model(model, f"{saved}/model", shard=True)
+    booster.save_optimizer(optimizer, f"{saved}/optimizer", shard=True)
+    losses = [step(booster, model, optimizer, number) for number in (1, 2)]
+    state = model.state_dict()
+    model.manager.home.close()
+    return losses, state
+
+
+def run_from(saved, is_loaded):
+    booster, model, optimizer = boost(None)
+    if is_loaded:
+        booster.load_model(model, f"{saved}/model")
+        booster.load_optimizer(optimizer, f"{saved}/optimizer")
+    else:
+        step(booster, model, optimizer)
+    losses = [step(booster, model, optimizer, number) for number in (1, 2)]
+    return losses, model.state_dict()
+
+
+def test_a_full_disk_loses_nothing_and_the_step_can_be_saved(tmp_path):
+    folder, saved = tmp_path / "disk", tmp_path / "saved"
+    folder.mkdir()
+    went_on = run_on_ranks(run_into_a_full_disk, 2, str(folder), 1, str(saved))
+    loaded = run_on_ranks(run_from, 2, str(saved), True)
+    undisturbed = run_on_ranks(run_from, 2, str(saved), False)
+    for runs in (went_on, loaded):
+        for (losses, state), (expected_losses, expected) in zip(runs, undisturbed, strict=True):
+            assert losses == expected_losses
+            assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def boost_on_a_full_disk(folder):
+    with full_disk(10_000 if dist.get_rank() == 1 else resource.RLIM_INFINITY):
+        boost(folder, **DISK)
+
+
+def test_a_disk_that_is_full_at_boost_is_told_on_every_rank(tmp_path):
+    expect_on_ranks(OffloadError, r"needs \d+ more bytes", boost_on_a_full_disk, 2, str(tmp_path))
+
+
+def boost_without_a_folder(folder):
+    boost(f"{folder}/{dist.get_rank()}", **DISK)
+
+
+def test_a_folder_that_one_rank_lacks_is_told_on_every_rank(tmp_path):
+    (tmp_path / "0").mkdir()
+    expect_on_ranks(ConfigError, "does not exist on this host", boost_without_a_folder, 2, str(tmp_path))
+
+
+def remove_the_folder(folder):
+    """Train on although folder and files are removed; return the files that were there, and what came of it."""
+    booster, model, optimizer = boost(folder, **DISK)
+    dist.barrier()
+    files = [*Path(folder).iterdir()]
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    dist.barrier()
+    losses = [step(booster, model, optimizer, number) for number in range(3)]
+    model.manager.home.close()
+    return files, losses
+
+
+def test_a_folder_that_is_removed_takes_nothing_along(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    moved = run_on_ranks(remove_the_folder, 2, str(folder))
+    still = run_on_ranks(losses_of, 2, None, {})
+    assert [files for files, _ in moved] == [[], []], "chunks' files have no name, so that none is left by a crash"
+    assert [losses for _, losses in moved] == still
+
+
+def losses_of(folder, options):
+    run = boost(folder, **options)
+    losses = [step(*run, number) for number in range(3)]
+    home = run[1].manager.home
+    if home.moves:
+        home.close()
+    return losses
+
+
+def cut_the_file(folder):
+    run = boost(folder, **DISK)
+    for number in range(2):
+        step(*run, number)
+    os.ftruncate(run[1].manager.home.store._file, 0)
+    for number in range(2, 4):
+        step(*run, number)
+
+
+def test_a_file_that_was_cut_is_told(tmp_path):
+    expect_on_ranks(OffloadError, "somebody has cut it", cut_the_file, 2, str(tmp_path))
+
+
+def least_budget(folder):
+    run = boost(folder, placement_policy="auto", memory_budget_bytes=12_000, min_chunk_bytes=512)
+    with pytest.raises(BudgetError, match=r"is too small: .* needs \d+ bytes at once") as caught:
+        step(*run)
+    run[1].manager.home.close()
+    return caught.value.least_bytes, str(caught.value)
+
+
+def test_a_budget_that_is_too_small_names_the_least_that_does(tmp_path):
+    told = run_on_ranks(least_budget, 2, str(tmp_path))
+    least = max(bytes_ for bytes_, _ in told)
+    assert all(
+        re.search(r"`memory_budget_bytes=12000` is too small: (model\.\S+|lm_head|backward|step) ", message)
+        for _, message in told
+    )
+    options = {"placement_policy": "auto", "memory_budget_bytes": least, "min_chunk_bytes": 512}
+    assert run_on_ranks(losses_of, 2, str(tmp_path), options) == run_on_ranks(losses_of, 2, None, {})
+
+
+def descriptors_after(folder):
+    """Return how many files of a folder are open after models came and went, closed or not."""
+
+    def count():
+        links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        return sum(link.startswith(folder) for link in links)
+
+    run = boost(folder, **DISK)
+    during = count()
+    step(*run)
+    run[1].manager.home.close()
+    closed = count()
+    run = boost(folder, **DISK)
+    step(*run)
+    del run
+    import gc
+
+    gc.collect()
+    return during, closed, count()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are listed on Linux")
+def test_files_go_with_their_model(tmp_path):
+    assert run_on_ranks(descriptors_after, 2, str(tmp_path)) == [(1, 0, 0)] * 2
+
+
+# ---- parameters changed by hand
+
+
+def change_in_place(module):
+    with torch.no_grad():
+        module.weight.mul_(2)
+
+
+def change_through_data(module):
+    module.weight.data.mul_(2)
+
+
+def give_other_memory(module):
+    module.weight.data = torch.zeros_like(module.weight.data)
+
+
+def fill_while_released(module):
+    module.weight.data.fill_(1)
+
+
+INSIDE = {"was changed in place": change_in_place, "was changed through `.data`": change_through_data}
+OUTSIDE = {"was given other memory": give_other_memory, "was changed through `.data`": fill_while_released}
+
+
+def change(folder, how, is_inside):
+    """Change a parameter on one rank, inside of its use or between steps."""
+    options = {} if folder is None else DISK
+    run = boost(folder, debug=True, **options)
+    step(*run)
+    module = run[1].unwrap().model.layers[0].mlp.up_proj
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if is_inside:
+            module.register_forward_hook(lambda *_: INSIDE[how](module))
+        else:
+            OUTSIDE[how](module)
+    step(*run)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("how", "is_inside"), [*((how, True) for how in INSIDE), *((how, False) for how in OUTSIDE)])
+def test_a_parameter_changed_by_hand_is_named_in_debugging(how, is_inside, size):
+    match = f"rank {size - 1}: 'model.layers.0.mlp.up_proj.weight' {how}"
+    expect_on_ranks(ConfigError, match, change, size, None, how, is_inside)
+
+
+def test_a_parameter_changed_by_hand_is_named_wherever_chunks_lie(tmp_path):
+    match = "'model.layers.0.mlp.up_proj.weight' was changed in place"
+    expect_on_ranks(ConfigError, match, change, 2, str(tmp_path), "was changed in place", True)
+
+
+def change_lawfully(folder, options, saved):
+    """Do all that may change parameters, in debugging, and return what comes of it."""
+    booster, model, optimizer = boost(folder, **options)
+    losses = [step(booster, model, optimizer)]
+    ema = booster.ema(model, 0.5)
+    losses.append(step(booster, model, optimizer, 1))
+    ema.update()
+    with ema.applied():
+        model.eval()
+        with torch.inference_mode():
+            losses.append(model(input_ids=torch.arange(8).view(1, 8)).logits.sum().item())
+        model.train()
+    with model.whole_parameters(writes=True), torch.no_grad():
+        for parameter in model.unwrap().parameters():
+            parameter.mul_(0.5)
+    losses.append(step(booster, model, optimizer, 2))
+    booster.save_model(model, f"{saved}/model", shard=True)
+    model.load_state_dict(model.state_dict())
+    losses.append(step(booster, model, optimizer, 3))
+    booster.load_model(model, f"{saved}/model")
+    losses.append(step(booster, model, optimizer, 4))
+    if model.manager.home.moves:
+        model.manager.home.close()
+    return losses
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"shard_param_frac": 0.0}, DISK], ids=["here", "whole", "disk"])
+def test_what_may_change_parameters_is_no_false_alarm(options, size, tmp_path):
+    folder = str(tmp_path) if options is DISK else None
+    watched = run_on_ranks(change_lawfully, size, folder, {**options, "debug": True}, str(tmp_path / "saved"))
+    assert watched == run_on_ranks(change_lawfully, size, None, {}, str(tmp_path / "saved"))

@@ -1,0 +1,173 @@
+"""Prefetching follows the order of uses: recorded, expected again, and recorded anew where a run goes another way."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from booster_core import Booster
+from booster_core.testing import run_on_ranks
+from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_gemini import GeminiPlugin
+from booster_gemini.chunk.chunk import Chunk
+from booster_gemini.chunk.manager import ChunkManager
+from booster_gemini.chunk.state import ChunkState
+
+WIDTH, DEPTH = 16, 8
+
+
+class Layers(nn.Module):
+    """Layers that run in a given order; input of shape ``(N, T, 16)``."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+        self.is_checkpointed = False
+
+    def forward(self, x, order):
+        for index in order:
+            if self.is_checkpointed:
+                x = checkpoint(lambda x, layer=self.layers[index]: torch.tanh(layer(x)), x, use_reentrant=False)
+            else:
+                x = torch.tanh(self.layers[index](x))
+        return x
+
+
+class Counts:
+    """Counts gathers, and uses of chunks that nobody had begun to bring."""
+
+    def __init__(self, manager):
+        self.gathers = self.waits = 0
+        for chunk in manager.layout.buckets:
+            chunk.start_gather = lambda chunk=chunk: self.gather(chunk)
+        manager.use = lambda chunk: self.use(manager, chunk)
+
+    def gather(self, chunk):
+        self.gathers += 1
+        Chunk.start_gather(chunk)
+
+    def use(self, manager, chunk):
+        self.waits += chunk.state is ChunkState.SHARDED
+        ChunkManager.use(manager, chunk)
+
+    def take(self):
+        taken, self.gathers, self.waits = (self.gathers, self.waits), 0, 0
+        return taken
+
+
+FORWARDS = list(range(DEPTH))
+OTHER = [0, 2, 4, 6, 1, 3, 5, 7]
+PART = [0, 1, 2, 5, 6, 7]
+
+
+def batch(step, length):
+    return torch.randn(4, length, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def run(events):
+    """Train and evaluate; return outputs, how often a step waited, and parameters."""
+    net = Layers()
+    plain = Layers()
+    booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=WIDTH * WIDTH * 4))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    counted, counts = [], None
+    for step, (what, order, length) in enumerate(events):
+        x = batch(step, length)
+        if what == "eval":
+            model.eval()
+            with torch.inference_mode():
+                assert torch.allclose(model(x, order), plain(x, order), atol=1e-6)
+            model.train()
+        else:
+            loss = plain(x, order).square().mean()
+            loss.backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+            booster.backward(model(x[rank::size], order).square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        if counts is None:
+            counts = Counts(model.manager)  # after the first step, which lays chunks out anew
+        counted.append(counts.take())
+    assert_same_tensors(model.state_dict(), plain.state_dict(), tolerance_for(torch.float32))
+    return counted
+
+
+EVENTS = {
+    "the same": [("train", FORWARDS, 3)] * 4,
+    "another order": [*[("train", FORWARDS, 3)] * 3, *[("train", OTHER, 3)] * 3, *[("train", FORWARDS, 3)] * 2],
+    "a part": [*[("train", FORWARDS, 3)] * 3, *[("train", PART, 3)] * 3],
+    "evaluation in between": [
+        *[("train", FORWARDS, 3)] * 3,
+        *[("eval", OTHER, 5)] * 2,
+        ("train", FORWARDS, 3),
+        ("eval", OTHER, 5),
+    ],
+    "another length": [*[("train", FORWARDS, 3)] * 3, *[("train", FORWARDS, 7)] * 2],
+}
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_the_order_is_recorded_anew_and_results_equal_one_process(name):
+    events = EVENTS[name]
+    for counted in run_on_ranks(run, 2, events):
+        before = {}
+        for (what, order, _), (gathers, waits) in zip(events[1:], counted[1:], strict=True):
+            uses = len(order) if what == "eval" else 2 * len(order)
+            assert gathers <= uses + 3, "what is gathered in vain is little, also where the order was another one"
+            if before.get(what) == order:
+                assert waits <= 2, "forward and backward wait for their first chunk alone"
+                assert gathers <= uses
+            before[what] = order
+
+
+def gathers_when_checkpointed():
+    net = Layers()
+    net.is_checkpointed = True
+    booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=WIDTH * WIDTH * 4))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    counts = None
+    for step in range(3):
+        booster.backward(model(batch(step, 2), FORWARDS).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        counts = counts or Counts(model.manager)
+        counted = counts.take()
+    return counted
+
+
+def test_what_is_computed_again_is_gathered_once_for_that_and_for_its_gradient():
+    # Forward gathers all; in backward the last is still there, and each serves recomputation and gradient at once.
+    for gathers, waits in run_on_ranks(gathers_when_checkpointed, 2):
+        assert gathers == 2 * DEPTH - 1
+        assert waits <= 2
+
+
+def generate_between_steps(does_generate):
+    from booster_core.testing.models import tiny_llama
+
+    torch.manual_seed(0)
+    net = tiny_llama(use_cache=True, pad_token_id=0)
+    booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=4096))
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if does_generate:
+            with torch.inference_mode():
+                generated = model.generate(tokens[:1, :4], max_new_tokens=4, do_sample=False)
+            assert generated.shape == (1, 8)
+    return losses
+
+
+def test_generating_in_inference_mode_leaves_training_as_it_was():
+    assert run_on_ranks(generate_between_steps, 2, True) == run_on_ranks(generate_between_steps, 2, False)

@@ -1,0 +1,73 @@
+"""Optimizers, formats and all kinds of parameters, wherever chunks lie: the bits of a run whose chunks stay.
+
+The model has frozen, unused and tied parameters and a repeated layer, and its optimizer two groups; that the run whose
+chunks stay equals one process is the conformance kit's business.
+"""
+
+import gc
+
+import pytest
+import torch
+
+from booster_core.testing import run_on_ranks
+from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_core.testing.training import Training, train_boosted, train_plainly
+from booster_gemini import GeminiPlugin
+
+PLACES = {
+    "static halves": {"offload_param_frac": 0.5, "offload_optim_frac": 0.5},
+    "everything on disk": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
+    "auto": {"placement_policy": "auto", "memory_budget_bytes": 8_000},
+}
+OPTIMIZERS = ["sgd", "adamw", "adagrad", "adafactor", "muon"]
+
+
+class Run(Training):
+    """A training with one more optimizer."""
+
+    def make_optimizer(self, model):
+        if self.optimizer != "adagrad":
+            return super().make_optimizer(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return torch.optim.Adagrad([{"params": trained[:2]}, {"params": trained[2:], "lr": 0.02}], lr=0.05)
+
+
+def make(optimizer, precision=None, options=None):
+    return Run(
+        plugin_class=GeminiPlugin,
+        options={"min_chunk_bytes": 256, **(options or {})},
+        optimizer=optimizer,
+        precision=precision,
+        micro_batches=(2, 3),
+        max_norm=0.05,
+        steps=3,
+    )
+
+
+def train(training):
+    trained = train_boosted(training)
+    gc.collect()  # the threads of the disk go with the model
+    return trained
+
+
+@pytest.mark.parametrize("precision", [None, "fp16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bits_do_not_depend_on_the_placement(optimizer, precision, tmp_path):
+    still = run_on_ranks(train, 2, make(optimizer, precision))
+    for name, place in PLACES.items():
+        moved = run_on_ranks(train, 2, make(optimizer, precision, {**place, "offload_dir": str(tmp_path)}))
+        for actual, expected in zip(moved, still, strict=True):
+            assert (actual.losses, actual.norms) == (expected.losses, expected.norms), name
+            for got, wanted in zip(
+                [*actual.gradients, *actual.parameters], [*expected.gradients, *expected.parameters], strict=True
+            ):
+                assert got.keys() == wanted.keys()
+                assert [key for key, tensor in wanted.items() if not torch.equal(got[key], tensor)] == [], name
+
+
+def test_adagrad_equals_one_process():
+    expected = train_plainly(make("adagrad"), 2)
+    tolerance = tolerance_for(torch.float32)
+    for actual in run_on_ranks(train, 2, make("adagrad")):
+        assert_same_tensors(actual.gradients[0], expected.gradients[0], tolerance)
+        assert actual.norms[0] == pytest.approx(expected.norms[0], rel=tolerance.relative)

@@ -1,0 +1,146 @@
+"""Chunks between a device and its host: equal bits at every placement, what the device holds, and what is moved."""
+
+import pytest
+import simulated_device as sim
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster
+from booster_core.testing import run_on_ranks
+from booster_gemini import GeminiPlugin
+
+WIDTH, DEPTH = 64, 8
+NUMEL = DEPTH * WIDTH * WIDTH
+LAYER_BYTES = WIDTH * WIDTH * 4
+PLACES = {
+    "halves on the host": {"offload_param_frac": 0.5, "offload_optim_frac": 0.5},
+    "all on the host": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
+    "auto": {"placement_policy": "auto", "memory_budget_bytes": 10 * LAYER_BYTES},
+    "disk beneath": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0, "offload_dir": True},
+    "host, then disk": {
+        "placement_policy": "auto",
+        "memory_budget_bytes": 10 * LAYER_BYTES,
+        "host_budget_bytes": 6 * LAYER_BYTES,
+        "offload_dir": True,
+    },
+}
+
+
+def boost(options, precision=None):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    booster = Booster("simulated", precision, GeminiPlugin(min_chunk_bytes=LAYER_BYTES, **options))
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    return booster, model, optimizer
+
+
+def step(booster, model, optimizer, number=0, micro_batches=1):
+    for micro in range(micro_batches):
+        generator = torch.Generator().manual_seed(100 * number + 10 * micro + dist.get_rank())
+        x = torch.randn(4, WIDTH, generator=generator).to(booster.device)
+        booster.backward(model(x).float().square().mean(), optimizer)
+    norm = float(optimizer.clip_grad_by_norm(0.5))
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def close(model):
+    home = model.manager.home
+    if home.moves:
+        home.close()
+
+
+def with_folder(options, folder):
+    return {**options, "offload_dir": str(folder)} if options.get("offload_dir") else options
+
+
+def trained(library, options, precision):
+    sim.load(library)
+    booster, model, optimizer = boost(options, precision)
+    norms = [step(booster, model, optimizer, number, micro_batches=2) for number in range(4)]
+    state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
+    close(model)
+    return norms, state
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", PLACES)
+def test_bits_do_not_depend_on_the_placement(place, precision, size, simulated_device, tmp_path):
+    expected = run_on_ranks(trained, size, simulated_device, {}, precision)
+    actual = run_on_ranks(trained, size, simulated_device, with_folder(PLACES[place], tmp_path), precision)
+    for (norms, state), (plain_norms, plain) in zip(actual, expected, strict=True):
+        assert norms == plain_norms
+        assert all(torch.equal(state[key], value) for key, value in plain.items())
+
+
+def peak(library, options, limit):
+    """Return what the device holds at most in later steps, beyond what was there before, under a limit or without."""
+    sim.load(library)
+    before = torch.simulated.memory_allocated()
+    most = torch.iinfo(torch.int64).max // 2 if limit is None else before + limit
+    with sim.memory_limit(most):
+        booster, model, optimizer = boost(options)
+        for number in range(2):
+            step(booster, model, optimizer, number)
+        torch.simulated.reset_peak_memory_stats()
+        for number in range(2, 4):
+            step(booster, model, optimizer, number)
+        found = torch.simulated.max_memory_allocated() - before
+    close(model)
+    return found
+
+
+def two_steps():
+    run = boost({})
+    for number in range(2):
+        step(*run, number)
+
+
+def out_of_memory(library, limit):
+    sim.load(library)
+    with sim.memory_limit(torch.simulated.memory_allocated() + limit):  # noqa: SIM117 - the limit ends after the check
+        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate"):
+            two_steps()
+
+
+def test_a_budget_trains_where_the_device_has_no_room_for_everything(simulated_device):
+    budget = 12 * LAYER_BYTES
+    limit = budget + 8 * LAYER_BYTES  # and activations, gradients before they are reduced, copies of optimizer kernels
+    run_on_ranks(out_of_memory, 1, simulated_device, limit)
+    options = {"placement_policy": "auto", "memory_budget_bytes": budget}
+    (found,) = run_on_ranks(peak, 1, simulated_device, options, limit)
+    assert found <= limit
+    (everything,) = run_on_ranks(peak, 1, simulated_device, {}, None)
+    assert everything >= 4 * DEPTH * LAYER_BYTES
+
+
+def moved(library, options):
+    """Return what lies where between steps, and the bytes that one step moves to the device and to the host."""
+    sim.load(library)
+    booster, model, optimizer = boost(options)
+    for number in range(3):
+        step(booster, model, optimizer, number)
+    before = sim.bytes_moved()
+    step(booster, model, optimizer, 3)
+    counted = [after - start for start, after in zip(before, sim.bytes_moved(), strict=True)]
+    places = model.manager.home.bytes_by_place()
+    close(model)
+    return places, counted
+
+
+def test_optimizer_state_on_the_host_is_stepped_there(simulated_device):
+    """Gradients go down and new values come up, once; the states of Adam never move."""
+    (places, (to_device, to_host)) = run_on_ranks(moved, 1, simulated_device, {"offload_optim_frac": 1.0})[0]
+    assert places == {"simulated": 4 * NUMEL, "cpu": 8 * NUMEL}
+    assert to_device == pytest.approx(4 * NUMEL, abs=4096)
+    assert to_host == pytest.approx(8 * NUMEL, abs=4096), "gradients, and values before the step"
+
+
+def test_parameters_on_the_host_come_for_each_use(simulated_device):
+    (places, (to_device, to_host)) = run_on_ranks(moved, 1, simulated_device, {"offload_param_frac": 1.0})[0]
+    assert places["cpu"] >= 4 * (NUMEL - 3 * WIDTH * WIDTH)
+    assert 4 * NUMEL <= to_device <= 3 * 4 * NUMEL + 4096, "for forward, backward, and the step"
+    assert 4 * (NUMEL - 3 * WIDTH * WIDTH) <= to_host <= 4 * NUMEL + 4096, "only what the step has changed"

@@ -1,0 +1,185 @@
+"""What goes wrong in a pipeline is raised on every rank, and nobody waits for a rank that has failed."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from model_zoo import get_model
+
+from booster_core import Booster
+from booster_core.errors import ConfigError, GradientError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+
+ZOO = "transformers/llama"
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(3)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=4, **sizes))
+
+
+def boosted(**options):
+    from booster_hybrid import HybridParallelPlugin
+
+    booster = Booster(plugin=HybridParallelPlugin(**{"pp_size": 2, **options}))
+    model = llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return booster, model, optimizer
+
+
+def batch(samples=4):
+    return get_model(ZOO).share(0, 0, samples)
+
+
+def execute(criterion, samples, options):
+    booster, model, optimizer = boosted(**options)
+    booster.execute_pipeline(iter([batch(samples)]), model, criterion, optimizer)
+
+
+def own_loss(outputs, _):
+    return outputs.loss
+
+
+def vector(outputs, _):
+    return outputs.logits.mean((1, 2))
+
+
+def nothing(outputs, _):
+    del outputs
+
+
+def detached(outputs, _):
+    return outputs.loss.detach()
+
+
+def broken(outputs, _):
+    raise KeyError(outputs.loss.dim())
+
+
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 2}, {"pp_style": "zbv"}], ids=["1f1b", "zero2", "zbv"])
+@pytest.mark.parametrize(
+    ("criterion", "kind", "message"),
+    [
+        (vector, ConfigError, r"must return a scalar tensor; it returned shape \(2,\)"),
+        (nothing, ConfigError, "must return a scalar tensor; it returned `NoneType`"),
+        (detached, GradientError, "The loss has no gradient"),
+        (broken, KeyError, "0"),
+    ],
+)
+def test_a_criterion_that_goes_wrong_is_told_on_every_rank(criterion, kind, message, options):
+    expect_on_ranks(kind, message, execute, 4, criterion, 4, options)
+
+
+def test_a_batch_that_cannot_be_split_is_told_on_every_rank():
+    expect_on_ranks(
+        ConfigError, r"batch of 3 sample\(s\) can't be split into `num_microbatches=4`", execute, 2, own_loss, 3,
+        {"num_microbatches": 4},
+    )  # fmt: skip
+
+
+def goes_on_after_an_error():
+    booster, model, optimizer = boosted()
+    losses = []
+    for criterion in (own_loss, broken, own_loss):
+        try:
+            result = booster.execute_pipeline(iter([batch()]), model, criterion, optimizer)
+        except KeyError:
+            continue
+        losses.append(result["loss"])
+        optimizer.zero_grad()
+    return None if losses[0] is None else [float(loss) for loss in losses]
+
+
+def test_a_pipeline_can_be_used_after_an_error():
+    first, last = run_on_ranks(goes_on_after_an_error, 2)
+    assert first is None
+    assert last[0] == last[1]
+
+
+def call_the_model():
+    _, model, _ = boosted()
+    model(**batch())
+
+
+def generate():
+    _, model, _ = boosted()
+    model.generate(batch()["input_ids"], max_new_tokens=1)
+
+
+def backward():
+    booster, model, optimizer = boosted()
+    booster.backward(next(model.parameters()).sum(), optimizer)
+
+
+@pytest.mark.parametrize("function", [call_the_model, generate, backward])
+def test_the_ordinary_loop_is_refused(function):
+    expect_on_ranks(ConfigError, "execute_pipeline", function, 2)
+
+
+def without_pipeline():
+    booster, model, optimizer = boosted(pp_size=1)
+    booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
+
+
+def test_execute_pipeline_without_a_pipeline_is_refused():
+    expect_on_ranks(ConfigError, "`execute_pipeline` needs a pipeline, and `pp_size=1` makes none", without_pipeline, 2)
+
+
+def built_apart():
+    boosted(pp_style="gpipe" if torch.distributed.get_rank() else "1f1b")
+
+
+def test_ranks_with_different_settings_are_named():
+    message = r"different settings: `pipeline.style` is '1f1b' on rank\(s\) 0, 'gpipe' on rank\(s\) 1"
+    expect_on_ranks(ConfigError, message, built_apart, 2)
+
+
+def test_more_stages_than_layers_are_refused():
+    expect_on_ranks(
+        ConfigError, "4 layers can't fill 8 stages", execute, 4, own_loss, 4, {"pp_size": 4, "pp_style": "zbv"}
+    )
+
+
+class Stranger(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def boost_a_stranger():
+    from booster_hybrid import HybridParallelPlugin
+    from booster_hybrid.policy.base import ShardingPolicy
+
+    Booster(plugin=HybridParallelPlugin(pp_size=2, custom_policy=ShardingPolicy(layers=("blocks",)))).boost(Stranger())
+
+
+def test_a_model_without_an_example_is_refused():
+    expect_on_ranks(
+        ConfigError, "needs an example of what its forward takes. Pass the data loader", boost_a_stranger, 2
+    )
+
+
+def few_microbatches():
+    booster, model, optimizer = boosted(num_microbatches=1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
+    return [str(each.message) for each in seen]
+
+
+def test_fewer_microbatches_than_stages_work_and_are_warned_of():
+    first, second = run_on_ranks(few_microbatches, 2)
+    assert len(first) == 1
+    assert first[0].startswith("1 microbatch(es) leave each of the 2 ranks of the pipeline idle for 50% of a step.")
+    assert second == []

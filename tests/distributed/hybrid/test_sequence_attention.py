@@ -1,0 +1,130 @@
+"""Attention over split sequences gives what torch's own gives on one process, forward and backward, in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.mask import Visibility, make_mask
+from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
+from booster_hybrid.tensor_parallel.group import TensorGroup
+
+BATCH, SIZE, VALUE_SIZE = 3, 4, 5
+
+
+def inputs(heads, key_heads, length):
+    generator = torch.Generator().manual_seed(length)
+    shapes = [
+        (BATCH, heads, length, SIZE),
+        (BATCH, key_heads, length, SIZE),
+        (BATCH, key_heads, length, VALUE_SIZE),
+        (BATCH, heads, length, VALUE_SIZE),
+    ]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+
+
+def mask_for(kind, length):
+    """Return a mask as a model makes it, the tensor that it stands for, and whether there is none but causality."""
+    if kind == "causal":
+        return None, None, True
+    if kind == "none":
+        return None, None, False
+    if kind == "tensor":
+        values = torch.randn(BATCH, 1, length, length, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        return values, values, False
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        sdpa_mask,
+        sliding_window_causal_mask_function,
+    )
+
+    rule = {
+        "padded": bidirectional_mask_function,
+        "padded_causal": causal_mask_function,
+        "sliding": sliding_window_causal_mask_function(3),
+    }[kind]
+    padding = torch.ones(BATCH, length, dtype=torch.bool)
+    if kind != "sliding":
+        padding[0, : length // 2] = False
+        padding[1, length - length // 3 :] = False
+    sizes = {"batch_size": BATCH, "q_length": length, "kv_length": length}
+    rules = {"mask_function": rule, "attention_mask": padding, "local_size": 3 if kind == "sliding" else None}
+    made = make_mask(**sizes, **rules, allow_is_causal_skip=kind != "padded")
+    return made, sdpa_mask(**sizes, **rules, allow_is_causal_skip=False), False
+
+
+def attends(mode, heads, key_heads, length, kind):
+    group = TensorGroup.of(None)
+    layout = SequenceLayout(length, group.size, zigzag=mode == "ring_attn")
+    mask, tensor, is_causal = mask_for(kind, length)
+    whole = [each.requires_grad_() for each in inputs(heads, key_heads, length)]
+    query, key, value, weights = whole
+    expected = nn.functional.scaled_dot_product_attention(
+        query, key, value, tensor, is_causal=is_causal, scale=0.3, enable_gqa=True
+    )
+    (expected * weights).sum().backward()
+    local = [layout.take(each.detach(), 2, group.rank).clone().requires_grad_() for each in whole]
+    if mode == "ring_attn":
+        visibility = Visibility(mask, is_causal=is_causal)
+        found = ring_attention(*local[:3], visibility, layout, group, scaling=0.3)
+    else:
+        found = all_to_all_attention(*local[:3], tensor, layout, group, is_causal=is_causal, scaling=0.3)
+    torch.testing.assert_close(found, layout.take(expected, 2, group.rank).detach())
+    (found * local[3]).sum().backward()
+    for ours, theirs in zip(local, whole, strict=True):
+        torch.testing.assert_close(ours.grad, layout.take(theirs.grad, 2, group.rank))
+
+
+def attends_in_all_ways(mode, heads, key_heads, length):
+    for kind in ("causal", "none", "padded", "padded_causal", "sliding", "tensor"):
+        attends(mode, heads, key_heads, length, kind)
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@pytest.mark.parametrize(
+    ("num_ranks", "heads", "key_heads", "length"),
+    [(1, 2, 2, 5), (2, 4, 2, 16), (2, 4, 1, 13), (2, 2, 2, 1), (3, 6, 2, 17), (4, 4, 2, 9), (4, 8, 8, 3)],
+)
+def test_parts_of_a_sequence_attend_as_the_whole_does(mode, num_ranks, heads, key_heads, length):
+    run_on_ranks(attends_in_all_ways, num_ranks, mode, heads, key_heads, length)
+
+
+def attends_without_dividing_heads():
+    attends("ring_attn", 3, 1, 11, "causal")
+    attends("all_to_all", 3, 1, 11, "causal")
+
+
+def test_only_the_exchange_of_heads_needs_heads_that_divide():
+    expect_on_ranks(ConfigError, "3 heads are no multiple of 2 ranks", attends_without_dividing_heads, 2)
+
+
+def drops():
+    """With an identity for values, outputs are the weights: dropped ones are zero, the others grow."""
+    group = TensorGroup.of(None)
+    length, dropout = 64, 0.25
+    layout = SequenceLayout(length, group.size, zigzag=True)
+    query, key = torch.zeros(1, 2, length, 4), torch.zeros(1, 2, length, 4)
+    value = torch.eye(length).expand(1, 2, -1, -1)
+    local = [layout.take(each, 2, group.rank).clone().requires_grad_() for each in (query, key, value)]
+    torch.manual_seed(group.rank)
+    weights = ring_attention(*local, Visibility(None, is_causal=False), layout, group, dropout=dropout) * length
+    kept = weights != 0
+    assert float(kept.float().mean()) == pytest.approx(1 - dropout, abs=0.05)
+    torch.testing.assert_close(weights[kept], torch.full_like(weights[kept], 1 / (1 - dropout)))
+    # The gradient of a sum of columns is what the column's kept weights sum up to, over all ranks' queries.
+    weights.sum().backward()
+    columns = weights.detach().sum(2)
+    dist.all_reduce(columns)
+    mine = layout.take(columns.unsqueeze(-1), 2, group.rank)
+    torch.testing.assert_close(local[2].grad, mine.expand_as(local[2].grad))
+
+
+def test_attention_weights_are_dropped_alike_in_backward():
+    run_on_ranks(drops, 2)
