@@ -204,3 +204,39 @@ def test_a_rule_for_a_module_that_is_not_there_raises():
 def test_a_model_without_policy_is_told_how_to_write_one():
     with pytest.raises(ConfigError, match=r"no sharding policy for Stranger.*custom_policy=ShardingPolicy"):
         policy_for(Stranger())
+
+
+class InPlace(torch.nn.Module):
+    """Changes what its layers return in place, as models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.head = (torch.nn.Linear(*sizes) for sizes in ((6, 8), (8, 6), (6, 5)))
+
+    def forward(self, x):
+        hidden = self.down(torch.nn.functional.relu(self.up(x), inplace=True))
+        hidden += x
+        return self.head(hidden).mul_(0.5)
+
+
+def in_place():
+    torch.manual_seed(0)
+    whole = InPlace().double()
+    model = copy.deepcopy(whole)
+    rules = (
+        ModuleRule("up", Style.COLUMN),
+        ModuleRule("down", Style.ROW),
+        ModuleRule("head", Style.COLUMN_GATHER),
+    )
+    split = parallelize(model, ShardingPolicy(rules=rules), TensorGroup.of(None))
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    whole(x).square().sum().backward()
+    model(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        gradient = whole.get_parameter(name).grad
+        part = split.splits[name].take(gradient) if name in split.splits else gradient
+        torch.testing.assert_close(parameter.grad, part)
+
+
+def test_what_split_layers_return_may_be_changed_in_place():
+    run_on_ranks(in_place, 2)

@@ -178,7 +178,20 @@ def gathered_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> T
             buffer[first:last].view(-1, size) for first, last, size in zip(bounds, bounds[1:], sizes, strict=False)
         ]
         torch.cat(parts, dim=-1, out=whole[start : start + step])
-    return whole.view(*tensor.shape[:-1], -1)
+    return not_a_view(whole.view(*tensor.shape[:-1], sum(sizes)))
+
+
+def not_a_view(tensor: Tensor) -> Tensor:
+    """Return the result of a differentiable function so that the model may change it in place.
+
+    Autograd refuses that for a view that was made inside of one, be it of memory that nobody else has.
+
+    Collective: none.
+    """
+    if not tensor._is_view():  # noqa: SLF001 - no public name
+        return tensor
+    fresh: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)  # noqa: SLF001 - no public name
+    return fresh
 
 
 def _summed_together(tensors: Sequence[Tensor], group: TensorGroup) -> list[Tensor]:

@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from booster_core import collectives
-from booster_hybrid.tensor_parallel.collectives import gather_last, refuse_second_derivative, scatter_last
+from booster_hybrid.tensor_parallel.collectives import (
+    gather_last,
+    not_a_view,
+    refuse_second_derivative,
+    scatter_last,
+)
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -80,7 +85,7 @@ class _Columns(torch.autograd.Function):
         )
         with torch.autocast(device_type, enabled=False):
             return tuple(
-                nn.functional.linear(source, weight.t() if siblings.is_transposed else weight, bias)
+                not_a_view(nn.functional.linear(source, weight.t() if siblings.is_transposed else weight, bias))
                 for weight, bias in zip(weights, biases, strict=True)
             )
 
@@ -267,7 +272,7 @@ class _Row(torch.autograd.Function):
                 source, weight.t() if transposed else weight, bias if group.rank == 0 else None
             ).contiguous()
         collectives.all_reduce(outputs, group=group.group).wait()
-        return outputs
+        return not_a_view(outputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
