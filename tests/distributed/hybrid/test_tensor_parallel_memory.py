@@ -64,13 +64,14 @@ def held_while_training(options):
     return built.kept_bytes + trained.peak_bytes, sum(parameter.numel() * 4 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_rank_holds_its_part_of_the_state_while_it_trains(size):
-    """Parameters, gradients and two moments of 20.9 M numbers: 319 MiB, of which a rank has its part within 5%."""
-    whole = sum(parameter.numel() * 4 for parameter in llama().parameters())
-    for peak, here in run_on_ranks(held_while_training, size, {"tp_size": size, "parallel_output": True}):
-        assert here == pytest.approx(whole / size, rel=1e-3)  # norms are whole
-        assert peak == pytest.approx(4 * whole / size, rel=0.05)
+def test_a_rank_holds_its_part_of_what_one_process_holds():
+    """At the peak, of parameters, gradients, two moments and what gradients are summed in: 1/size within 5%."""
+    options = {"parallel_output": True}
+    ((whole, numbers),) = run_on_ranks(held_while_training, 1, {"tp_size": 1, **options})
+    for size in (2, 4):
+        for peak, here in run_on_ranks(held_while_training, size, {"tp_size": size, **options}):
+            assert here == pytest.approx(numbers / size, rel=1e-3)  # norms are whole
+            assert peak == pytest.approx(whole / size, rel=0.05)
 
 
 def splits_and_frees():
@@ -112,10 +113,10 @@ def loss_of_split_logits(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_needs_no_copy_of_the_logits(dtype):
-    """Their gradient alone is as large, in their own format."""
+    """Only their gradient is as large, in their own format; in bf16 a copy in fp32 would take twice as much."""
     for forward, backward, nbytes in run_on_ranks(loss_of_split_logits, 2, dtype):
         assert forward < 8 * MIB
-        assert nbytes <= backward < nbytes + 8 * MIB
+        assert nbytes <= backward < 1.5 * nbytes
 
 
 def same_loss(dtype, size):

@@ -178,7 +178,7 @@ def gathered_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> T
             buffer[first:last].view(-1, size) for first, last, size in zip(bounds, bounds[1:], sizes, strict=False)
         ]
         torch.cat(parts, dim=-1, out=whole[start : start + step])
-    return whole.view(*tensor.shape[:-1], -1)
+    return whole.view(*tensor.shape[:-1], whole.shape[-1])
 
 
 def _summed_together(tensors: Sequence[Tensor], group: TensorGroup) -> list[Tensor]:

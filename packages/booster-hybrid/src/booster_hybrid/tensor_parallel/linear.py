@@ -45,6 +45,23 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
+def _product(source: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
+    """Return what a linear layer computes, outside of autograd.
+
+    In memory of its own: ``nn.functional.linear`` may return a view, and models write into layers' outputs (Falcon adds
+    its residual in place), which autograd forbids for views that a function of ours returns.
+    """
+    factor = weight if is_transposed else weight.t()
+    flat = source.reshape(-1, source.shape[-1])
+    outputs = flat.new_empty((*source.shape[:-1], factor.shape[1]))
+    rows = outputs.view(flat.shape[0], factor.shape[1])
+    if bias is None:
+        torch.mm(flat, factor, out=rows)
+    else:
+        torch.addmm(bias, flat, factor, out=rows)
+    return outputs
+
+
 def _weight_gradient(row: Tensor, flat: Tensor, dtype: torch.dtype, *, is_transposed: bool) -> Tensor:
     return ((flat.t() @ row) if is_transposed else (row.t() @ flat)).to(dtype)
 
@@ -80,7 +97,7 @@ class _Columns(torch.autograd.Function):
         )
         with torch.autocast(device_type, enabled=False):
             return tuple(
-                nn.functional.linear(source, weight.t() if siblings.is_transposed else weight, bias)
+                _product(source, weight, bias, is_transposed=siblings.is_transposed)
                 for weight, bias in zip(weights, biases, strict=True)
             )
 
@@ -263,9 +280,7 @@ class _Row(torch.autograd.Function):
             bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(source if needs_weight else None, weight if needs_source else None)
         with torch.autocast(device_type, enabled=False):
-            outputs = nn.functional.linear(
-                source, weight.t() if transposed else weight, bias if group.rank == 0 else None
-            ).contiguous()
+            outputs = _product(source, weight, bias if group.rank == 0 else None, is_transposed=transposed)
         collectives.all_reduce(outputs, group=group.group).wait()
         return outputs
 
