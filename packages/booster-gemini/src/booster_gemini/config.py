@@ -40,7 +40,8 @@ class GeminiConfig:
         min_chunk_bytes: Smallest size of a chunk in bytes; the first size up to four times as large that wastes next
             to nothing is taken. A parameter that is larger has a chunk of its own. Where ``memory_budget_bytes`` does
             not hold the state of three such chunks, they are smaller.
-        max_prefetch: How many chunks are gathered ahead of their use; 0 waits for each.
+        max_prefetch: How many chunks are gathered ahead of their use, at most, and no more than a quarter of
+            ``memory_budget_bytes`` holds; 0 waits for each.
         max_norm: Clip gradients by this global norm in each step before which ``clip_grad_by_norm`` was not called;
             0 does not.
         overlap_communication: Go on with backward while chunks' gradients are being reduced.

@@ -165,10 +165,9 @@ class ParameterHooks:
         index_of = self._manager.index_of
         found = []
         for value in values:
-            if isinstance(value, nn.Parameter):
-                index = index_of.get(id(value))
-                if index is not None:
-                    found.append(index)
+            index = index_of.get(id(value))  # the parameters live as long as their numbers, so an id tells
+            if index is not None:
+                found.append(index)
             elif isinstance(value, (list, tuple)):
                 found += self.parameters_among(value)
         return found
@@ -200,12 +199,14 @@ class _FunctionUses(TorchFunctionMode):
         """Fetch what a function reads, and call it."""
         kwargs = kwargs or {}
         hooks = self._hooks()
-        if hooks is None or _only_describes(func):
+        if hooks is None:
             return func(*args, **kwargs)
         indices = hooks.parameters_among(args)
         if kwargs:
             indices += hooks.parameters_among(kwargs.values())
-        return hooks.call(func, indices, args, kwargs) if indices else func(*args, **kwargs)
+        if not indices or _only_describes(func):  # most calls get no parameter: that is seen soonest
+            return func(*args, **kwargs)
+        return hooks.call(func, indices, args, kwargs)
 
 
 def _only_describes(func: Any) -> bool:

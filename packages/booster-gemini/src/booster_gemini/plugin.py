@@ -23,7 +23,7 @@ from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
 from booster_gemini.lazy import fill_chunks, hollow_model
-from booster_gemini.memory.make import make_home, most_chunk_numel
+from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_numel
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
 from booster_gemini.state import GeminiStateAdapter
@@ -186,6 +186,7 @@ class GeminiPlugin(Plugin):
             kind=kind,
             chunk_bytes=self._chunk_bytes(model, ranks, format_of),
             max_prefetch=self.config.max_prefetch,
+            max_ahead_bytes=max_ahead_bytes(self.config),
             shard_param_frac=self.config.shard_param_frac,
             home=make_home(self.config, context),
             lazy=lazy,

@@ -104,7 +104,7 @@ class Chunk(HousedBucket):
         if self.ranks.shard_size == 1:
             self.buffer = self.shard
             return
-        self.home.reserve(self._whole_bytes)
+        self.home.reserve(self.whole_bytes)
         self.buffer = self._pool.take(self.plan.numel, self.format.working, self.format.device)
         self.buffer[bounds[rank] : bounds[rank + 1]].copy_(self.shard)
         self._release(Role.PARAM, changed=False)
@@ -159,11 +159,12 @@ class Chunk(HousedBucket):
         if self.ranks.shard_size == 1:
             self._release(Role.PARAM, changed=False)
         else:
-            self.home.free(self._whole_bytes)
+            self.home.free(self.whole_bytes)
             self._pool.give(buffer)
 
     @property
-    def _whole_bytes(self) -> int:
+    def whole_bytes(self) -> int:
+        """What the whole takes where ranks share it, in bytes."""
         return self.plan.numel * self.format.working.itemsize
 
     def mark_changed(self) -> None:

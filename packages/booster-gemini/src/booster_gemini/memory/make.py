@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _CHUNKS_AT_ONCE = 3
 """One that is computed with, one that comes, one that goes."""
 
+_AHEAD_PART = 4
+"""The part of a budget that is for what is not needed yet: a quarter, so that it drives out nothing needed sooner."""
+
 _STATES = 2
 """Elementwise states that an optimizer is taken to keep of each element, as Adam does."""
 
@@ -39,11 +42,12 @@ def make_home(config: GeminiConfig, context: BoostContext) -> Home:
         context: Device and ranks.
 
     Raises:
-        ConfigError: If the memories that are asked for are not there.
+        ConfigError: If the memories that are asked for are not there, or ranks were given different budgets.
         PluginError: If nobody knows a placement policy of the name.
 
     Collective: every rank of the world, in step: an error on one is raised on all.
     """
+    _check_budgets(config, context)
     home: Home | None = None
     error: Exception | None = None
     try:
@@ -53,6 +57,15 @@ def make_home(config: GeminiConfig, context: BoostContext) -> Home:
     context.coordinator.raise_together(error)
     assert home is not None, "what was not made has raised"
     return home
+
+
+def _check_budgets(config: GeminiConfig, context: BoostContext) -> None:
+    """Raise on every rank where budgets differ: chunks are cut, and gathered ahead, by what all know."""
+    budgets = context.coordinator.all_gather_object(config.memory_budget_bytes)
+    if len(set(budgets)) > 1:
+        told = ", ".join(f"rank {rank}: {budget}" for rank, budget in enumerate(budgets))
+        msg = f"`memory_budget_bytes` differs between ranks ({told}). Pass the same on all, such as the least of them."
+        raise ConfigError(msg)
 
 
 def most_chunk_numel(config: GeminiConfig, formats: Iterable[Format], shard_size: int) -> int | None:
@@ -81,6 +94,14 @@ def most_chunk_numel(config: GeminiConfig, formats: Iterable[Format], shard_size
             state += (1 + _STATES) * master
         needed = max(needed, -(-state // shard_size) + (working if shard_size > 1 else 0))
     return max(budget // (_CHUNKS_AT_ONCE * needed), 1)
+
+
+def max_ahead_bytes(config: GeminiConfig) -> int | None:
+    """Return how much chunks that are gathered ahead of their use may take; ``None`` where no budget was given.
+
+    Collective: none; every rank has the same budget.
+    """
+    return None if config.memory_budget_bytes is None else config.memory_budget_bytes // _AHEAD_PART
 
 
 def _make(config: GeminiConfig, context: BoostContext) -> Home:

@@ -25,11 +25,13 @@ class StepRecorder:
     Attributes:
         moment: What the model is doing.
         num_unplanned: How many events of the last step were not expected.
+        is_settled: Whether the last step was as the one before.
     """
 
     def __init__(self, policy: PlacementPolicy) -> None:
         self.moment = ""
         self.num_unplanned = 0
+        self.is_settled = False
         self._policy = policy
         self._events: list[Event] = []
         self._plan: Sequence[Moves] = ()
@@ -103,6 +105,7 @@ class StepRecorder:
         self._events = []
         self.num_unplanned, self._unplanned = self._unplanned, 0
         is_same = len(events) == len(self._expected) and all(map(Event.is_like, events, self._expected))
+        self.is_settled = is_same
         if not is_same:
             self._plans.clear()
             self._expected = events
@@ -114,6 +117,7 @@ class StepRecorder:
         if state not in self._plans:
             if len(self._plans) > _WINDOW:
                 self._plans.clear()
+            self._plan = ()  # also where no other is found
             budget = None if budget_bytes is None else [budget_bytes] * len(events)
             self._plans[state] = self._policy.plan(
                 Request(events=events, sizes=sizes, resident=resident, away=away, budget_bytes=budget)

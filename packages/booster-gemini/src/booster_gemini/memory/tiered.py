@@ -266,7 +266,8 @@ class TieredHome:
         self._start_moves([self._recorder.end_step(mine, here, away, room.budget_bytes)])
         for each in self.rooms:
             each.end_step()
-        if room.device.type == "cpu" and self.store is not None:
+        if room.device.type == "cpu" and self.store is not None and not self._recorder.is_settled:
+            # Laying out and first states leave much behind; later steps use again what the ones before have freed.
             give_back_freed()
         if self._record is not None:
             self._note_record()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from booster_core import collectives
 from booster_hybrid.tensor_parallel.collectives import refuse_second_derivative
@@ -92,40 +91,3 @@ def vocabulary_cross_entropy(
     known = labels.masked_fill(~is_counted, 0)
     losses: Tensor = _CrossEntropy.apply(logits, known, is_counted, first, group)  # type: ignore[no-untyped-call]
     return losses
-
-
-class CausalLoss:
-    """The loss of transformers' causal language models over split logits, with its arguments.
-
-    Args:
-        first: Index of the first local logit in the whole vocabulary.
-        group: The tensor parallel ranks.
-    """
-
-    def __init__(self, first: int, group: TensorGroup) -> None:
-        self._first, self._group = first, group
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """Return the mean over counted tokens, or their sum over ``num_items_in_batch`` where that is given.
-
-        Collective: the group.
-        """
-        del vocab_size
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        flat = shift_labels.reshape(-1)
-        losses = vocabulary_cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), flat, self._first, self._group, ignore_index=ignore_index
-        )
-        if num_items_in_batch is not None:
-            return losses.sum() / num_items_in_batch
-        return losses.sum() / (flat != ignore_index).sum()

@@ -1,0 +1,74 @@
+"""How many chunks are gathered ahead of their use: as many as asked for, and as memory has room for."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_gemini import GeminiPlugin
+from booster_gemini.chunk.chunk import Chunk
+from booster_gemini.memory.make import max_ahead_bytes
+
+LAYERS, WIDTH = 8, 64
+LAYER_BYTES = WIDTH * WIDTH * 4
+
+
+def most_ahead(max_prefetch, folder=None, budget=None, chunk_bytes=LAYER_BYTES):
+    """Train, and return the most chunks and bytes that were underway at once, and the peak of the budget."""
+    where = {}
+    if budget is not None:
+        where = {"placement_policy": "auto", "memory_budget_bytes": budget, "offload_dir": folder}
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    plugin = GeminiPlugin(min_chunk_bytes=chunk_bytes, max_prefetch=max_prefetch, **where)
+    model, optimizer, *_ = Booster("cpu", plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))
+    manager = model.manager
+    seen = [(0, 0)]
+    start = Chunk.start_gather
+
+    def counted(chunk):
+        start(chunk)
+        seen.append((len(manager._ahead), sum(each.whole_bytes for each in manager._ahead.values())))
+
+    Chunk.start_gather = counted
+    try:
+        for _ in range(3):
+            optimizer.backward(model(torch.ones(2, WIDTH)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        Chunk.start_gather = start
+    peak = manager.home.rooms[0].peak_bytes if budget is not None else 0
+    if budget is not None:
+        manager.home.close()
+    return max(count for count, _ in seen), max(size for _, size in seen), peak
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_as_many_chunks_are_underway_as_asked_for(depth):
+    assert {count for count, _, _ in run_on_ranks(most_ahead, 2, depth)} == {depth}
+
+
+def test_a_budget_bounds_what_is_underway(tmp_path):
+    budget = 16 * LAYERS * WIDTH * WIDTH // 2 // 2  # half of what a rank has
+    quarter = max_ahead_bytes(GeminiPlugin(placement_policy="auto", memory_budget_bytes=budget).config)
+    assert quarter < 4 * LAYER_BYTES
+    for count, size, peak in run_on_ranks(most_ahead, 2, 100, str(tmp_path), budget):
+        assert count >= 1
+        assert 0 < size <= quarter
+        assert peak <= budget
+
+
+def boost_with_budget_of_rank(folder):
+    plugin = GeminiPlugin(
+        placement_policy="auto", memory_budget_bytes=10**6 * (1 + dist.get_rank()), offload_dir=folder
+    )
+    model = torch.nn.Linear(WIDTH, WIDTH)
+    Booster("cpu", plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_different_budgets_are_refused_everywhere(tmp_path):
+    match = r"`memory_budget_bytes` differs between ranks \(rank 0: 1000000, rank 1: 2000000\)\. Pass the same on all"
+    expect_on_ranks(ConfigError, match, boost_with_budget_of_rank, 2, str(tmp_path))
