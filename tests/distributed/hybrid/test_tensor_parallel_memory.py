@@ -1,4 +1,4 @@
-"""What a rank of tensor parallelism holds, measured as the kernel counts it."""
+"""What splitting a model, its loss and its gathers hold in memory, measured as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core import Booster
 from booster_core.testing import peak_memory, run_on_ranks
-from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.tensor_parallel.apply import parallelize
 from booster_hybrid.tensor_parallel.collectives import gathered_last
@@ -36,41 +34,6 @@ def llama(hidden=512, layers=3, vocabulary=4096):
         use_cache=False,
     )
     return LlamaForCausalLM(config)
-
-
-def train(model, options, steps=3):
-    """Return what has to stay alive, and a function that takes steps."""
-    booster = Booster("cpu", "fp32", HybridParallelPlugin(**options))
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), fused=True))
-    tokens = torch.arange(8).view(1, 8)
-
-    def step():
-        for _ in range(steps):
-            booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
-
-
-def held_while_training(options):
-    """Return the peak while training above what was there before the model, and the bytes of one copy of it here."""
-    train(llama(64, 1, 64), options)()  # what torch and the process group take once
-    with peak_memory() as built:
-        model = llama()
-        step = train(model, options)
-    with peak_memory() as trained:
-        step()
-    return built.kept_bytes + trained.peak_bytes, sum(parameter.numel() * 4 for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_rank_holds_its_part_of_the_state_while_it_trains(size):
-    """Parameters, gradients and two moments of 20.9 M numbers: 319 MiB, of which a rank has its part within 5%."""
-    whole = sum(parameter.numel() * 4 for parameter in llama().parameters())
-    for peak, here in run_on_ranks(held_while_training, size, {"tp_size": size, "parallel_output": True}):
-        assert here == pytest.approx(whole / size, rel=1e-3)  # norms are whole
-        assert peak == pytest.approx(4 * whole / size, rel=0.05)
 
 
 def splits_and_frees():
@@ -112,10 +75,10 @@ def loss_of_split_logits(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_needs_no_copy_of_the_logits(dtype):
-    """Their gradient alone is as large, in their own format."""
+    """Only their gradient is as large, in their own format; in bf16 a copy in fp32 would take twice as much."""
     for forward, backward, nbytes in run_on_ranks(loss_of_split_logits, 2, dtype):
-        assert forward < 8 * MIB
-        assert nbytes <= backward < nbytes + 8 * MIB
+        assert forward < 0.5 * nbytes
+        assert nbytes <= backward < 1.5 * nbytes
 
 
 def same_loss(dtype, size):

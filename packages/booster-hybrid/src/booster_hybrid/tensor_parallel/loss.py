@@ -1,7 +1,7 @@
 """Cross entropy over logits whose vocabulary is split over ranks: the whole logits never exist.
 
-Two numbers per token travel, once: the logarithm of the sum of exponentials, and the label's logit.
-Reference: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), section 3, which sends three, in two rounds.
+Three numbers per token travel: the largest logit, the sum of exponentials, and the label's logit.
+They travel in one collective. Reference: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), section 3.
 """
 
 from __future__ import annotations
@@ -34,26 +34,33 @@ class _CrossEntropy(torch.autograd.Function):
         is_elsewhere = (local < 0) | (local >= logits.shape[-1])
         index = local.masked_fill_(is_elsewhere, 0).unsqueeze(-1)
         num_tokens = labels.numel()
-        terms = torch.empty((group.size, 2, num_tokens), dtype=dtype, device=logits.device)
+        terms = torch.empty((group.size, 3, num_tokens), dtype=dtype, device=logits.device)
         own = terms[group.rank]
         for block in _blocks(logits):
-            own[0, block] = logits[block].to(dtype).logsumexp(-1)
-        own[1] = logits.gather(-1, index).squeeze(-1).masked_fill(is_elsewhere, 0)
-        bounds = [rank * 2 * num_tokens for rank in range(group.size + 1)]
+            values = logits[block].to(dtype)
+            # Where all logits are -inf, so would be their differences to it not be numbers.
+            largest = values.amax(-1).clamp_(min=torch.finfo(dtype).min)
+            own[0, block] = largest
+            own[1, block] = (values - largest.unsqueeze(-1)).exp_().sum(-1)
+        own[2] = logits.gather(-1, index).squeeze(-1).masked_fill(is_elsewhere, 0)
+        bounds = [rank * 3 * num_tokens for rank in range(group.size + 1)]
         collectives.all_gather(terms.view(-1), bounds, group.group).wait()
-        normalizer = terms[:, 0].logsumexp(0)
-        ctx.save_for_backward(logits, normalizer, index, is_elsewhere, is_counted)
-        return (normalizer - terms[:, 1].sum(0)).masked_fill(~is_counted, 0)
+        # Kept apart from the largest logit: beside a large one, their sum would lose the small differences.
+        largest = terms[:, 0].amax(0)
+        normalizer = (terms[:, 1] * (terms[:, 0] - largest).exp_()).sum(0).log_()
+        ctx.save_for_backward(logits, largest, normalizer, index, is_elsewhere, is_counted)
+        return (normalizer - (terms[:, 2].sum(0) - largest)).masked_fill(~is_counted, 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         refuse_second_derivative()
-        logits, normalizer, index, is_elsewhere, is_counted = ctx.saved_tensors
+        logits, largest, normalizer, index, is_elsewhere, is_counted = ctx.saved_tensors
         weight = gradient.masked_fill(~is_counted, 0).unsqueeze(-1)
         of_label = -weight.masked_fill(is_elsewhere.unsqueeze(-1), 0)
         of_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for block in _blocks(logits):
-            softmax = (logits[block] - normalizer[block].unsqueeze(-1)).exp_()
+            shifted = logits[block] - largest[block].unsqueeze(-1)
+            softmax = shifted.sub_(normalizer[block].unsqueeze(-1)).exp_()
             softmax.mul_(weight[block]).scatter_add_(-1, index[block], of_label[block])
             of_logits[block] = softmax
         return of_logits, None, None, None, None
