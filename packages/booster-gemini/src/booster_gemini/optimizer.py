@@ -117,7 +117,8 @@ class GeminiOptimizer(ShardedOptimizer):
     def _end_step(self) -> None:
         """Raise on every rank what went wrong on any beside the step itself, which is complete.
 
-        Where a budget does not hold what is gathered ahead of its use, nothing is from now on.
+        Where a budget does not hold what is gathered ahead of its use, nothing is from now on. A step in which chunks
+        were laid out anew does not tell how much is needed.
 
         Collective: every rank of the world, where blocks move; else none.
         """
@@ -129,8 +130,10 @@ class GeminiOptimizer(ShardedOptimizer):
         except ConfigError as caught:
             shortage = caught
         problem = home.problem()
-        if self._is_anywhere(shortage) and not self.manager.stop_looking_ahead():
+        manager = self.manager
+        if self._is_anywhere(shortage) and not manager.stop_looking_ahead() and not manager.is_laid_out_anew:
             problem = problem or shortage
+        manager.is_laid_out_anew = False
         self._raise_together(problem)
 
     def _is_anywhere(self, error: Exception | None) -> bool:

@@ -54,6 +54,7 @@ class ChunkManager:
         names: Their names in the user's model, by number.
         layout: What lies where.
         first_uses: The parameters in the order of their first use, until they have been laid out by it.
+        is_laid_out_anew: Whether that has happened since this was last set to ``False``.
     """
 
     def __init__(
@@ -83,12 +84,13 @@ class ChunkManager:
             self.names[index] = named.name_of[id(parameter)]
             self.index_of[id(parameter)] = index
         trained = {index: parameter for index, parameter in self.parameters.items() if parameter.requires_grad}
-        check_distinct_memory(trained, self.names)
+        check_distinct_memory(trained, dict(enumerate(path for path, _ in model.named_parameters())))
         self._watch = ChangeWatch(self.names) if debug else None
         self.first_uses: dict[int, None] | None = {}
         self._max_prefetch = max_prefetch
         self._has_looked_ahead = False
         self._max_ahead_bytes = max_ahead_bytes
+        self.is_laid_out_anew = False
         self._shard_param_frac = shard_param_frac
         self._pool = BufferPool(least_bytes=chunk_bytes, most_idle_bytes=2 * chunk_bytes)
         self._used: dict[int, Chunk] = {}
@@ -291,6 +293,7 @@ class ChunkManager:
         self._pool.clear()
         self._enumerate()
         self.timeline.forget()
+        self.is_laid_out_anew = True
 
     def publish(self, chunks: Sequence[Chunk]) -> None:
         """Let the next use of chunks see what the optimizer made of their shards.
