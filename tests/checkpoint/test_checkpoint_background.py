@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from booster_core.checkpoint import CheckpointIO, ModelPart
-from booster_core.checkpoint import io as io_module
+from booster_core.checkpoint import saver as saver_module
 from booster_core.checkpoint.naming import MODEL, FileNames
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError
@@ -33,13 +33,13 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.event = threading.Event()
-        real = io_module.write_directly
+        real = saver_module.write_directly
 
         def held_back(*args):
             assert self.event.wait(30)
             real(*args)
 
-        monkeypatch.setattr(io_module, "write_directly", held_back)
+        monkeypatch.setattr(saver_module, "write_directly", held_back)
 
 
 def test_the_file_holds_what_was_there_when_the_call_returned(tmp_path, monkeypatch):
@@ -80,26 +80,26 @@ def test_buffers_are_used_again(tmp_path):
     for index in range(3):
         io.save_model(adapter, tmp_path / f"{index}.safetensors", use_async=True)
         io.wait()
-        sizes.append(io._buffers.nbytes)
+        sizes.append(io._saver.buffers.nbytes)
     state = sum(shard.data.nbytes for shard in adapter.model_shards())
     assert len(set(sizes)) == 1
     assert state <= sizes[0] <= state + 4096
     io.close()
-    assert io._buffers.nbytes == 0
+    assert io._saver.buffers.nbytes == 0
 
 
 def fail_on(rank, folder, then):
     io, adapter, _ = make()
     if io._session.rank == rank:
         (folder / "m").mkdir()  # a folder takes the file's place once the save is on its way
-    real = io_module.write_directly
+    real = saver_module.write_directly
 
     def fail(*args):
         if io._session.rank == rank:
             raise OSError(28, "No space left on device")
         real(*args)
 
-    io_module.write_directly = fail
+    saver_module.write_directly = fail
     try:
         io.save_model(adapter, folder / "new" / "m.safetensors", use_async=True)
         next_call = {
@@ -110,7 +110,7 @@ def fail_on(rank, folder, then):
         with pytest.raises(CheckpointError, match="The disk is full"):
             next_call()
     finally:
-        io_module.write_directly = real
+        saver_module.write_directly = real
     io.wait()  # an error is raised once
 
 
@@ -124,7 +124,7 @@ def test_an_error_surfaces_on_every_rank_at_the_next_call(rank, then, tmp_path):
 def snapshot_fails(folder):
     io, adapter, _ = make()
     if io._session.rank == 1:
-        io._buffers.take = lambda pieces: (_ for _ in ()).throw(MemoryError("no room for the copy"))
+        io._saver.buffers.take = lambda pieces: (_ for _ in ()).throw(MemoryError("no room for the copy"))
     io.save_model(adapter, folder / "m.safetensors", use_async=True)
     with pytest.raises(MemoryError, match="no room for the copy"):
         io.wait()
@@ -193,13 +193,13 @@ def test_a_commit_that_fails_is_an_error_on_every_rank(use_async, tmp_path):
 SCRIPT = """
 import sys
 from torch import nn
-from booster_core.checkpoint import CheckpointIO, io as io_module
+from booster_core.checkpoint import CheckpointIO, saver as saver_module
 from booster_core.coordinator import DistCoordinator
 from booster_core.state.replicated import ReplicatedStateAdapter
 if sys.argv[2] == "fail":
     def fail(*args):
         raise OSError(28, "No space left on device")
-    io_module.write_directly = fail
+    saver_module.write_directly = fail
 c = DistCoordinator()
 CheckpointIO(c).save_model(ReplicatedStateAdapter(nn.Linear(2, 2), None, c), sys.argv[1], use_async=True)
 """

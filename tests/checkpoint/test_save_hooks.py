@@ -49,7 +49,7 @@ def test_it_is_not_called_for_a_save_that_failed(listener, tmp_path, monkeypatch
     def fail(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("booster_core.checkpoint.io.write_directly", fail)
+    monkeypatch.setattr("booster_core.checkpoint.saver.write_directly", fail)
     booster.save_model(model, tmp_path / "model.safetensors", use_async=True)
     with pytest.raises(CheckpointError, match="No space left"):
         booster.wait()

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from booster_core import Booster, disable_activation_checkpointing, enable_activation_checkpointing
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError
 from booster_core.single import SingleDevicePlugin
 from booster_core.testing import run_on_ranks
@@ -17,6 +16,7 @@ from booster_core.testing.models import tiny_llama
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
 from booster_zero import LowLevelZeroPlugin
 
 RUNS = {
@@ -25,6 +25,7 @@ RUNS = {
     "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
     "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 2),
+    "hybrid": (HybridParallelPlugin, {"tp_size": 2}, 2),
     "gemini": (GeminiPlugin, {}, 2),
 }
 
@@ -89,11 +90,11 @@ def gradients_of_a_llama(plugin_class, options, how):
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if how == "after":
         assert enable_activation_checkpointing(model) == ["model.layers.0", "model.layers.1"]
-    coordinator = DistCoordinator()
+    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context)
     results = {}
     for index in range(2):  # the second step runs with what the first one recorded
         tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(index))
-        tokens = tokens[coordinator.rank :: coordinator.world_size]
+        tokens = tokens[data_rank::data_size]
         booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
         names = [name for name, _ in tiny_llama().named_parameters()]
         results |= {f"{index} {name}": booster.full_gradient(model, name) for name in names}

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from booster_core import Booster, enable_activation_checkpointing
-from booster_core.coordinator import DistCoordinator
 from booster_core.single import SingleDevicePlugin
 from booster_core.testing import run_on_ranks
 from booster_core.testing.compare import assert_same_tensors, tolerance_for
@@ -17,6 +16,7 @@ from booster_core.testing.training import whole_model
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
 from booster_zero import LowLevelZeroPlugin
 
 RUNS = {
@@ -26,6 +26,7 @@ RUNS = {
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
     "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 2),
     "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}, 2),
+    "hybrid": (HybridParallelPlugin, {"tp_size": 2}, 2),
 }
 HOW = ["before", "method", "blocks", "wrapped-blocks", "after", "after-method", "checkpointed"]
 
@@ -66,11 +67,11 @@ def train(plugin_class, options, how, backend):
         model = torch.compile(model, backend=backend)
     elif how == "after-method":
         model.compile(backend=backend)
-    coordinator = DistCoordinator()
+    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context)
     losses = []
     for step in range(3):
         tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(step))
-        tokens = tokens[coordinator.rank :: coordinator.world_size]
+        tokens = tokens[data_rank::data_size]
         loss = model(input_ids=tokens, labels=tokens).loss
         booster.backward(loss, optimizer)
         if step == 0:

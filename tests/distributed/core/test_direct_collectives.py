@@ -227,12 +227,16 @@ def falls_back():
     def refuses(*_):
         raise PermissionError
 
+    reads = direct.channel.memory.read
     if dist.get_rank() == 1:
         direct.channel.memory.read = refuses
-    assert direct.channel_of(dist.new_group()) is None
-    group = dist.new_group()
-    tensor = torch.ones(4)
-    collectives.all_reduce(tensor, group=group).wait()
+    try:
+        assert direct.channel_of(dist.new_group()) is None
+        group = dist.new_group()
+        tensor = torch.ones(4)
+        collectives.all_reduce(tensor, group=group).wait()
+    finally:  # the process serves other tests
+        direct.channel.memory.read = reads
     assert torch.equal(tensor, torch.full((4,), 2.0))
 
 

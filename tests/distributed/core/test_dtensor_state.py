@@ -97,7 +97,7 @@ def sharded_run(name):
     sizes, axes = MESHES[name]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
     torch.manual_seed(len(sizes))
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3), nn.Tanh())
     if "tp" in axes:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"] if "tp" in axes else mesh)
@@ -113,9 +113,9 @@ def step(model, optimizer, number):
 
 
 def whole_values(model, optimizer):
-    tensors = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-    moments = {f"{name}/exp_avg": optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
-    return {**tensors, **{name: moment.full_tensor() for name, moment in moments.items()}}
+    parameters = dict(model.named_parameters())
+    moments = {f"{name}/exp_avg": optimizer.state[parameter]["exp_avg"] for name, parameter in parameters.items()}
+    return {name: tensor.detach().full_tensor().clone() for name, tensor in {**parameters, **moments}.items()}
 
 
 def save_and_go_on(name, folder):

@@ -155,7 +155,7 @@ def test_a_file_that_was_cut_is_told(tmp_path):
 
 
 def least_budget(folder):
-    run = boost(folder, placement_policy="auto", memory_budget_bytes=12_000, min_chunk_bytes=4096)
+    run = boost(folder, placement_policy="auto", memory_budget_bytes=12_000, min_chunk_bytes=512)
     with pytest.raises(BudgetError, match=r"is too small: .* needs \d+ bytes at once") as caught:
         step(*run)
     run[1].manager.home.close()
@@ -169,7 +169,7 @@ def test_a_budget_that_is_too_small_names_the_least_that_does(tmp_path):
         re.search(r"`memory_budget_bytes=12000` is too small: (model\.\S+|lm_head|backward|step) ", message)
         for _, message in told
     )
-    options = {"placement_policy": "auto", "memory_budget_bytes": least, "min_chunk_bytes": 4096}
+    options = {"placement_policy": "auto", "memory_budget_bytes": least, "min_chunk_bytes": 512}
     assert run_on_ranks(losses_of, 2, str(tmp_path), options) == run_on_ranks(losses_of, 2, None, {})
 
 

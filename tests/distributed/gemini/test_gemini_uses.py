@@ -357,6 +357,17 @@ def test_other_memory_of_a_parameter_is_refused():
     expect_on_ranks(ConfigError, r"'layers.0.weight' was given other memory after `boost`", give_other_memory, 2)
 
 
+def share_memory():
+    net = make("repeated")
+    net.layers[1].weight = nn.Parameter(net.layers[0].weight.data)
+    boost(net)
+
+
+def test_two_parameters_over_one_memory_are_refused():
+    match = "'layers.0.weight' and 'layers.1.weight' are two objects over the same memory"
+    expect_on_ranks(ConfigError, match, share_memory, 2)
+
+
 def gathers_of_a_step(frac):
     """Return how many chunks are gathered in a step, how many there are, and the parameters after it."""
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))

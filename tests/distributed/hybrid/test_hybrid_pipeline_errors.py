@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from model_zoo import get_model
@@ -128,6 +130,15 @@ def test_execute_pipeline_without_a_pipeline_is_refused():
     expect_on_ranks(ConfigError, "`execute_pipeline` needs a pipeline, and `pp_size=1` makes none", without_pipeline, 2)
 
 
+def built_apart():
+    boosted(pp_style="gpipe" if torch.distributed.get_rank() else "1f1b")
+
+
+def test_ranks_with_different_settings_are_named():
+    message = r"different settings: `pipeline.style` is '1f1b' on rank\(s\) 0, 'gpipe' on rank\(s\) 1"
+    expect_on_ranks(ConfigError, message, built_apart, 2)
+
+
 def test_more_stages_than_layers_are_refused():
     expect_on_ranks(
         ConfigError, "4 layers can't fill 8 stages", execute, 4, own_loss, 4, {"pp_size": 4, "pp_style": "zbv"}
@@ -160,16 +171,15 @@ def test_a_model_without_an_example_is_refused():
 
 def few_microbatches():
     booster, model, optimizer = boosted(num_microbatches=1)
-    with pytest.warns(
-        UserWarning, match="1 microbatch.* leave each of the 2 ranks of the pipeline idle for 50%"
-    ) as seen:
-        booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
-        if torch.distributed.get_rank():
-            import warnings
-
-            warnings.warn("1 microbatch leave each of the 2 ranks of the pipeline idle for 50%", stacklevel=1)
-    return len(seen)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
+    return [str(each.message) for each in seen]
 
 
 def test_fewer_microbatches_than_stages_work_and_are_warned_of():
-    assert run_on_ranks(few_microbatches, 2) == [1, 1]
+    first, second = run_on_ranks(few_microbatches, 2)
+    assert len(first) == 1
+    assert first[0].startswith("1 microbatch(es) leave each of the 2 ranks of the pipeline idle for 50% of a step.")
+    assert second == []

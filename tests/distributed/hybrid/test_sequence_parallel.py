@@ -46,11 +46,13 @@ def batch_of(step, data_size, length, padding):
     return batch
 
 
-def boosted(name, options, precision="fp32"):
+def boosted(name, options, precision="fp32", dropouts=()):
     from booster_hybrid import HybridParallelPlugin
 
     booster = Booster(plugin=HybridParallelPlugin(**options), mixed_precision=precision)
     model, optimizer = make(name)
+    for each in dropouts:
+        model.get_submodule(each).p = 0.5
     model, optimizer, *_ = booster.boost(model, optimizer)
     parts = options.get("tp_size", 1) * options.get("sp_size", 1)
     return booster, model, optimizer, dist.get_world_size() // parts, dist.get_rank() // parts
@@ -208,10 +210,10 @@ def test_layers_that_are_computed_again_give_the_same_gradients(options):
 
 
 def dropped(options):
-    _, model, _, _, _ = boosted("transformers/gpt2_lm", options)
+    name = "transformer.h.1.mlp.dropout"
+    _, model, _, _, _ = boosted("transformers/gpt2_lm", options, dropouts=[name])
     seen = []
-    dropout = model.unwrap().transformer.h[1].mlp.dropout
-    dropout.p = 0.5
+    dropout = model.unwrap().get_submodule(name)
     dropout.register_forward_hook(lambda _, args, output: seen.append((output == 0) & (args[0] != 0)))
     before = torch.get_rng_state()
     model(**batch_of(0, 1, 8, None))
@@ -222,15 +224,23 @@ def dropped(options):
     assert 0.3 < float(seen[0].float().mean()) < 0.7
     assert not torch.equal(after[0][0], after[1][0])
     assert torch.equal(after[0][1], after[1][1])  # outside of the layers all draw alike
-    dropout.p = 0.0
+
+
+def draws_nothing(options):
+    _, model, _, _, _ = boosted("transformers/gpt2_lm", options)
     before = torch.get_rng_state()
     model(**batch_of(0, 1, 8, None))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("options", [ULYSSES, RING, SPLIT], ids=["all_to_all", "ring_attn", "split_gather"])
+@MODES
 def test_each_part_of_a_sequence_drops_other_numbers(options):
     run_on_ranks(dropped, 2, options)
+
+
+@MODES
+def test_a_model_without_dropout_draws_no_numbers(options):
+    run_on_ranks(draws_nothing, 2, options)
 
 
 def packed(options):
@@ -307,3 +317,13 @@ def test_what_cannot_be_split_is_named(name, options, more, message):
 def test_heads_that_do_not_divide_are_refused_on_every_rank():
     options = {"sp_size": 3, "sequence_parallelism_mode": "all_to_all"}
     expect_on_ranks(ConfigError, "4 heads are no multiple of 3 ranks", boost_and_run, 3, "llama", options)
+
+
+def generate(options):
+    _, model, _, _, _ = boosted("transformers/llama", options)
+    model.unwrap().generate(torch.full((1, 5), 7), max_new_tokens=2, use_cache=True, do_sample=False)
+
+
+@pytest.mark.parametrize("options", [ULYSSES, RING], ids=["all_to_all", "ring_attn"])
+def test_generating_with_a_cache_is_refused(options):
+    expect_on_ranks(ConfigError, "is not attention within one sequence", generate, 2, options)

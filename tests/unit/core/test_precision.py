@@ -139,6 +139,7 @@ def test_optimizer_state_follows_the_parameters_format():
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     Booster("cpu", "fp32").boost(model, optimizer)
     assert optimizer.state[model.first.weight]["exp_avg"].dtype == torch.float32
     optimizer.zero_grad()

@@ -36,6 +36,40 @@ class TrustRatio(Lion):
                 p.sub_(p.grad * group["lr"] * p.norm() / p.grad.norm())
 
 
+class FactorsLarge(Lion):
+    """Scales updates by row from a size on, as memory-saving optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                scale = p.grad.abs().amax(-1, keepdim=True) if p.dim() == 2 and min(p.shape) >= 128 else 1.0
+                p.sub_(p.grad * group["lr"] / scale)
+
+
+class TreatsKernels(Lion):
+    """Scales updates of convolutions by channel."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                scale = p.grad.abs().amax((1, 2, 3), keepdim=True) if p.dim() == 4 else 1.0
+                p.sub_(p.grad * group["lr"] / scale)
+
+
+class TakesMatricesAndVectors(Lion):
+    """Elementwise, and knows nothing of further dimensions."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() > 2:
+                    raise ValueError
+                p.sub_(p.grad * group["lr"])
+
+
 class NeedsMatrices(Lion):
     @torch.no_grad()
     def step(self, closure=None):
@@ -91,7 +125,15 @@ def test_the_probe_agrees_with_the_declared_matrix_optimizers(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [(Lion, "flat"), (TrustRatio, "parameter"), (NeedsMatrices, "parameter")]
+    ("kind", "expected"),
+    [
+        (Lion, "flat"),
+        (TakesMatricesAndVectors, "flat"),
+        (TrustRatio, "parameter"),
+        (NeedsMatrices, "parameter"),
+        (FactorsLarge, "parameter"),
+        (TreatsKernels, "parameter"),
+    ],
 )
 def test_a_strange_optimizer_is_tried_out(kind, expected):
     assert partition_for(kind(parameters()), "auto") == expected

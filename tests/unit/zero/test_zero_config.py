@@ -27,16 +27,17 @@ def test_a_wrong_option_is_refused_at_once(options, message):
 
 
 @pytest.mark.parametrize(
-    ("asked", "gradient_bytes", "expected"),
+    ("options", "gradient_bytes", "expected"),
     [
-        (None, 2**30, 25 * 2**20),
-        (None, 48 * 2**20, 6 * 2**20),
-        (None, 1000, 2**20),
-        (77, 2**30, 77),
+        ({"stage": 2}, 2**30, 25 * 2**20),
+        ({"stage": 2}, 48 * 2**20, 6 * 2**20),
+        ({"stage": 2}, 1000, 2**20),
+        ({"stage": 2, "bucket_bytes": 77}, 2**30, 77),
+        ({"stage": 1}, 1000, 25 * 2**20),
     ],
 )
-def test_small_models_have_smaller_buckets(asked, gradient_bytes, expected):
-    assert LowLevelZeroPlugin(bucket_bytes=asked).config.bucket_bytes_for(gradient_bytes) == expected
+def test_small_models_have_smaller_buckets_where_gradients_are_split(options, gradient_bytes, expected):
+    assert LowLevelZeroPlugin(**options).config.bucket_bytes_for(gradient_bytes) == expected
 
 
 def test_a_narrow_precision_has_fp32_masters():

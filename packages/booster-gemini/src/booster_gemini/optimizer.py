@@ -117,22 +117,31 @@ class GeminiOptimizer(ShardedOptimizer):
     def _end_step(self) -> None:
         """Raise on every rank what went wrong on any beside the step itself, which is complete.
 
+        Where a budget does not hold what is gathered ahead of its use, nothing is from now on.
+
         Collective: every rank of the world, where blocks move; else none.
         """
         home = self.manager.home
-        error: Exception | None = None
+        problem: Exception | None = None
+        shortage: ConfigError | None = None
         try:
             home.end_step()
         except ConfigError as caught:
-            error = caught
-        self._raise_together(home.problem() or error)
+            shortage = caught
+        problem = home.problem()
+        if self._is_anywhere(shortage) and not self.manager.stop_looking_ahead():
+            problem = problem or shortage
+        self._raise_together(problem)
 
-    def _raise_together(self, error: Exception | None) -> None:
+    def _is_anywhere(self, error: Exception | None) -> bool:
         if not self.manager.home.moves:
-            return
+            return False
         flag = torch.tensor([error is not None], dtype=torch.uint8, device=self._device())
         collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
-        if flag.item():
+        return bool(flag.item())
+
+    def _raise_together(self, error: Exception | None) -> None:
+        if self._is_anywhere(error):
             DistCoordinator().raise_together(error, name="step")
 
     def step_pieces(self) -> Any:

@@ -4,5 +4,17 @@ from __future__ import annotations
 
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig
 from booster_hybrid.plugin import HybridParallelPlugin
+from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
+from booster_hybrid.tensor_parallel.logits import SplitLogits
 
-__all__ = ["HybridConfig", "HybridParallelPlugin", "PipelineConfig", "SequenceConfig", "TensorConfig"]
+__all__ = [
+    "HybridConfig",
+    "HybridParallelPlugin",
+    "ModuleRule",
+    "PipelineConfig",
+    "SequenceConfig",
+    "ShardingPolicy",
+    "SplitLogits",
+    "Style",
+    "TensorConfig",
+]

@@ -1,6 +1,6 @@
 """`HybridParallelPlugin`: tensor, pipeline, sequence and data parallelism behind `Booster`; wires their parts together.
 
-This version trains with tensor, pipeline and data parallelism; asking for sequence parallelism raises.
+Each axis is its own package: `tensor_parallel`, `sequence_parallel` and `pipeline`; data parallelism is booster-zero's.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from booster_core.precision import PrecisionPolicy
 from booster_core.replicated import place_model
 from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.ranks import ShardingRanks
-from booster_core.state.naming import NamedTensors
+from booster_core.state.adapted import has_adapters
+from booster_core.state.naming import NamedTensors, named_modules
 from booster_core.state.replicated import Place
 from booster_core.wrappers import boosted_inside, unscaled_gradient, unwrap_model
+from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
@@ -29,7 +31,7 @@ from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.record import PipelineRecord
-from booster_hybrid.pipeline.stages import StagePlan
+from booster_hybrid.pipeline.stages import StageMap, StagePlan
 from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
@@ -71,9 +73,9 @@ class HybridParallelPlugin(PipelinePlugin):
             looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
         sequence_parallelism_mode: See `SequenceConfig`.
         zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it by ZeRO.
-        parallel_output: Leave the logits of causal language models split by vocabulary, so that the whole ones never
-            exist: the model's own loss works on split logits, and ``outputs.logits`` is this rank's part, which a
-            criterion of one's own must know. ``False`` puts them together.
+        parallel_output: Leave the logits of language models split by vocabulary, so that the whole ones never exist:
+            ``outputs.logits`` are `SplitLogits`, on which the model's own loss and cross entropy work as on whole
+            ones; what would be wrong on a part raises. ``False`` puts them together.
         custom_policy: How the model is split, where it is not one that is known; see
             `booster_hybrid.policy.base.ShardingPolicy`.
         max_norm: Clip gradients by this global norm in each step; 0 does not.
@@ -94,6 +96,7 @@ class HybridParallelPlugin(PipelinePlugin):
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
+            Capability.LORA,
             Capability.PIPELINE,
             Capability.DATA_PARALLEL,
             Capability.SYNCHRONOUS,
@@ -156,10 +159,12 @@ class HybridParallelPlugin(PipelinePlugin):
         """Split the model's layers, cut it into stages, and shard what the optimizer updates.
 
         Raises:
-            ConfigError: If the sizes do not divide the world, the model has no policy, or its sizes can't be split.
+            ConfigError: If ranks have different settings, the sizes do not divide the world, the model has no policy,
+                or its sizes can't be split.
 
         Collective: every rank of the world.
         """
+        check_same_settings(self.describe(), context.coordinator)
         axes = self._axes_of_world()
         model = objects.model
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
@@ -168,7 +173,7 @@ class HybridParallelPlugin(PipelinePlugin):
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
         policy = None
         if tensor.size > 1 or self.config.pipeline.size > 1:
-            policy = policy_for(model, self.custom_policy, context.hooks)
+            policy = policy_for(self._without_adapters(model), self.custom_policy, context.hooks)
         # The dry run sees the whole model: nothing is communicated in it.
         plan = None if self.config.pipeline.size == 1 else self._plan_stages(objects, policy, context)
         split = TensorParallelModel()
@@ -296,7 +301,9 @@ class HybridParallelPlugin(PipelinePlugin):
         boosted: Any = boosted_inside(model)
         if boosted.stages is None:
             return super().parameter_paths(model)
-        return {name: path for name, path in boosted.stages.paths.items() if name in boosted.stages.parameters}
+        stages: StageMap = boosted.stages
+        named = {name: path for name, path in stages.paths.items() if name in stages.parameters}
+        return {**{path: path for path in named.values()}, **named}
 
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, in the shape that it has in the user's model, on every rank."""
@@ -330,6 +337,23 @@ class HybridParallelPlugin(PipelinePlugin):
         """Return the options and their values."""
         return {**asdict(self.config), "parallel_output": self.parallel_output}
 
+    def _without_adapters(self, model: nn.Module) -> nn.Module:
+        """Return the model inside of peft's, which has a policy.
+
+        Raises:
+            ConfigError: If a model with adapters is to be split over tensor parallel ranks.
+        """
+        if not has_adapters(model):
+            return model
+        if self.config.tensor.size > 1:
+            msg = (
+                f"`tp_size={self.config.tensor.size}` can't split layers that have adapters. Use `tp_size=1` with "
+                "`enable_lora`, and `pp_size` or `zero_stage` to spread the model."
+            )
+            raise ConfigError(msg)
+        base: nn.Module = model.get_base_model()  # type: ignore[operator]
+        return base
+
     def _plan_stages(self, objects: Boosted, policy: ShardingPolicy | None, context: BoostContext) -> StagePlan:
         """Return what a dry run on the first rank has seen, and what follows from it.
 
@@ -339,7 +363,9 @@ class HybridParallelPlugin(PipelinePlugin):
         if context.coordinator.rank == 0:
             try:
                 batch = to_device(example_batch(model, objects.dataloader, self.example_batch), context.device)
-                trace = trace_layers(model, () if policy is None else policy.layers, batch)
+                paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
+                lists = [paths.get(name, name) for name in (() if policy is None else policy.layers)]
+                trace = trace_layers(model, lists, batch)
             except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                 error = caught
         context.coordinator.raise_together(error, name="boost")

@@ -11,7 +11,7 @@ import torch
 from booster_core.errors import ConfigError
 
 _MOST_BYTES, _LEAST_BYTES, _BUCKETS = 25 * 2**20, 2**20, 8
-"""Sizes of buckets where the user names none, and how many a small model has."""
+"""Sizes of buckets where the user names none, and how many a small model has whose gradients are split."""
 _WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -25,9 +25,9 @@ class ZeroConfig:
         max_norm: Clip gradients by this global norm in each step before which ``clip_grad_by_norm`` was not called;
             0 does not.
         bucket_bytes: Size of the buckets in which gradients are reduced and parameters gathered, in bytes. A parameter
-            that is larger has a bucket of its own. ``None`` for 25 MiB, or an eighth of all gradients where that is
-            less, but at least 1 MiB: as a few buckets are underway at a time, larger ones would keep a small model's
-            gradients whole.
+            that is larger has a bucket of its own. ``None`` for 25 MiB; in stage 2 for an eighth of all gradients
+            where that is less, but at least 1 MiB: as a few buckets are underway at a time, larger ones would keep a
+            small model's gradients whole.
         overlap_communication: Go on with backward while buckets are being reduced.
         communication_dtype: Format in which gradients travel, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a dtype; ``None``
             for the parameters' own. CPUs sum in fp32 whatever travels; devices in the format that travels.
@@ -124,6 +124,8 @@ class ZeroConfig:
         """
         if self.bucket_bytes is not None:
             return self.bucket_bytes
+        if self.stage == 1:
+            return _MOST_BYTES  # fewer messages; there is nothing to save
         return min(_MOST_BYTES, max(gradient_bytes // _BUCKETS, _LEAST_BYTES))
 
     @property

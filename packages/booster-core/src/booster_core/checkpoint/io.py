@@ -1,21 +1,18 @@
 """`CheckpointIO`: saves and loads models, optimizers and schedulers under any plugin, through its `StateAdapter`.
 
-This file holds the order of things: who checks what, when ranks agree, what is written before what. How files look,
-what goes where, and how bytes move is in the files beside it.
+This file holds what callers see: who checks what before anything moves, and how loads go. How a save goes, how files
+look, what goes where, and how bytes move is in the files beside it.
 """
 
 from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from booster_core.checkpoint.async_writer import BackgroundWriter, SnapshotBuffers
 from booster_core.checkpoint.compare import Expectation, compare
 from booster_core.checkpoint.index import read_json
-from booster_core.checkpoint.job import JobPlan, WriteJob, WrittenFile, local_specs, make_plan, merge_specs, pieces_of
 from booster_core.checkpoint.naming import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
 from booster_core.checkpoint.optimizer_check import (
     check_same_parameters,
@@ -25,16 +22,15 @@ from booster_core.checkpoint.optimizer_check import (
     states_by_parameter,
 )
 from booster_core.checkpoint.parts import ModelPart, OptimizerInfo, OptimizerPart, Part
-from booster_core.checkpoint.pieces import Piece
 from booster_core.checkpoint.pretrained import pretrained_files
 from booster_core.checkpoint.progress import Progress
 from booster_core.checkpoint.reader import ShardReader
+from booster_core.checkpoint.saver import Saver
 from booster_core.checkpoint.scheduler import scheduler_from_json, scheduler_to_json
-from booster_core.checkpoint.session import Route, Session
+from booster_core.checkpoint.session import Session
 from booster_core.checkpoint.source import Source, open_source
 from booster_core.checkpoint.target import check_is_no_folder, target_of
 from booster_core.checkpoint.transformers_names import renamed
-from booster_core.checkpoint.writer import FileWriter, OneBucket, receive_pieces, send_pieces, write_directly
 from booster_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -42,9 +38,9 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-    from torch.distributed import ProcessGroup
     from torch.optim.lr_scheduler import LRScheduler
 
+    from booster_core.checkpoint.job import WrittenFile
     from booster_core.checkpoint.report import LoadReport
     from booster_core.coordinator import DistCoordinator
     from booster_core.state.adapter import StateAdapter
@@ -83,8 +79,7 @@ class CheckpointIO:
             raise ConfigError(msg)
         self._session = Session(coordinator, shared_filesystem=shared_filesystem, timeout_seconds=timeout_seconds)
         self._bucket_bytes = bucket_bytes
-        self._background = BackgroundWriter()
-        self._buffers = SnapshotBuffers(bucket_bytes)
+        self._saver = Saver(self._session, bucket_bytes)
 
     # What users call, by way of `Booster` ----------------------------------------------------------------------------
 
@@ -138,7 +133,7 @@ class CheckpointIO:
         part = ModelPart(
             adapter, names, max_bytes=target.max_bytes, file_name=target.file_name, dtype=dtype, texts=texts
         )
-        self._save("save_model", target.folder, [part], check=target.check, use_async=use_async)
+        self._saver.save("save_model", target.folder, [part], check=target.check, use_async=use_async)
 
     def save_optimizer(
         self,
@@ -178,7 +173,7 @@ class CheckpointIO:
         names = FileNames(base=OPTIMIZER, prefix=prefix)
         target = target_of(checkpoint, names, shard=shard, prefix=prefix, size_per_shard=size_per_shard)
         part = OptimizerPart(adapter, names, max_bytes=target.max_bytes, file_name=target.file_name)
-        self._save("save_optimizer", target.folder, [part], check=target.check, use_async=use_async)
+        self._saver.save("save_optimizer", target.folder, [part], check=target.check, use_async=use_async)
 
     def load_model(
         self,
@@ -308,7 +303,7 @@ class CheckpointIO:
         """
         path = Path(checkpoint)
         text = json.dumps(scheduler_to_json(scheduler), indent=1) + "\n"
-        self._save(
+        self._saver.save(
             "save_lr_scheduler", path.parent, [], texts={path.name: text}, check=lambda: check_is_no_folder(path)
         )
 
@@ -350,7 +345,7 @@ class CheckpointIO:
 
         Collective: none.
         """
-        self._background.follow(call)
+        self._saver.background.follow(call)
 
     def close(self) -> None:
         """Wait, and give back the memory that snapshots are kept in.
@@ -360,7 +355,7 @@ class CheckpointIO:
         try:
             self.wait()
         finally:
-            self._buffers.release()
+            self._saver.buffers.release()
 
     # What a whole training state is written with ---------------------------------------------------------------------
 
@@ -399,7 +394,7 @@ class CheckpointIO:
 
         Collective: every rank.
         """
-        return self._save(
+        return self._saver.save(
             name, folder, parts, texts=texts, use_async=use_async, want_checksums=want_checksums, commit=commit
         )
 
@@ -407,7 +402,7 @@ class CheckpointIO:
 
     def _begin(self, name: str) -> None:
         """Meet all ranks, when the save before is through."""
-        self._session.begin(name, self._background.join())
+        self._session.begin(name, self._saver.background.join())
 
     def _refuse_for_dcp(self, *, prefix: str | None, use_async: bool) -> None:
         for option, is_used in (("use_async=True", use_async), (f"prefix={prefix!r}", prefix is not None)):
@@ -417,126 +412,6 @@ class CheckpointIO:
                     "of them."
                 )
                 raise ConfigError(msg)
-
-    def _save(
-        self,
-        name: str,
-        folder: Path,
-        parts: Sequence[Part],
-        *,
-        texts: Mapping[str, str] | None = None,
-        check: Callable[[], None] = lambda: None,
-        use_async: bool = False,
-        want_checksums: bool = False,
-        commit: Callable[[list[WrittenFile]], None] | None = None,
-    ) -> list[WrittenFile]:
-        session = self._session
-        error = self._background.join()
-        if error is None and session.rank == 0:
-            error = _error_of(check)
-        session.begin(name, error)
-        job = _Save(
-            name=name, folder=folder, parts=parts, texts=dict(texts or {}), want_checksums=want_checksums, commit=commit
-        )
-        if not use_async:
-            return self._run(
-                job, lambda: [(part.local_facts(), local_specs(part)) for part in parts], lambda: pieces_of(parts)
-            )
-        # From here on, whatever goes wrong is told to the other ranks in the background: this rank is through when
-        # its values are copied. The background has a process group of its own.
-        facts, pieces, failure = None, list[Piece](), None
-        try:
-            facts = [(part.local_facts(), local_specs(part)) for part in parts]
-            pieces = self._buffers.take(pieces_of(parts))
-        except Exception as caught:  # noqa: BLE001 - raised in the background, on every rank
-            failure = caught
-        group = session.cpu_group() if session.world_size > 1 else None
-
-        def known_facts() -> Any:
-            if failure is not None:
-                raise failure
-            return facts
-
-        session.before_close(self._background.settle)
-        self._background.start(
-            name, lambda: self._run(replace(job, group=group, in_background=True), known_facts, lambda: pieces)
-        )
-        return []
-
-    def _run(self, save: _Save, facts: Callable[[], Any], pieces: Callable[[], Iterable[Piece]]) -> list[WrittenFile]:
-        """Plan a save with all ranks, write, and commit."""
-        session = self._session
-        token, undo = session.prepare_folder(save.folder, save.group)
-        try:
-            plan, route = self._plan(save, token, facts)
-            if not route.is_shared:
-                session.cpu_group()
-            job = WriteJob(
-                plan,
-                rank=session.rank,
-                world_size=session.world_size,
-                write=lambda: self._write(plan, route, pieces(), is_shown=not save.in_background),
-                agree=session.agree(save.name),
-                exchange=session.exchange(save.name, token),
-                is_route_shared=route.is_shared,
-                want_checksums=save.want_checksums,
-                commit=save.commit,
-            )
-            job.run()
-        except BaseException:
-            undo()
-            raise
-        finally:
-            if save.in_background:
-                session.linger(token)
-        return job.written
-
-    def _plan(self, save: _Save, token: str, facts: Callable[[], Any]) -> tuple[JobPlan, Route]:
-        """Let all ranks know what is to be written, and lay it out alike on each."""
-        session, folder = self._session, save.folder
-        gathered = session.gather(
-            save.name, folder, lambda: (facts(), save.texts, session.look_for_token(folder, token)), save.group
-        )
-        # What follows is computed from the same values on every rank, and so raises on all of them or on none.
-        route = session.choose_route(folder, token, [seen for _, _, seen in gathered])
-        texts: dict[str, str] = {}
-        for _, rank_texts, _ in reversed(gathered):
-            texts |= rank_texts
-        specs = []
-        for index, part in enumerate(save.parts):
-            part_facts = [rank_facts[index][0] for rank_facts, _, _ in gathered]
-            part.learn(part_facts, session.rank)
-            owned = [rank_facts[index][1] for rank_facts, _, _ in gathered]
-            extra = [part.learned_specs(entry, rank) for rank, entry in enumerate(part_facts)]
-            specs.append(merge_specs([[*a, *b] for a, b in zip(owned, extra, strict=True)]))
-        return make_plan(folder, token, save.parts, specs, texts), route
-
-    def _write(self, plan: JobPlan, route: Route, pieces: Iterable[Piece], *, is_shown: bool) -> None:
-        session = self._session
-        pieces = (piece for piece in pieces if piece.key not in plan.elsewhere[piece.part])
-        bucket = OneBucket(self._bucket_bytes)
-        total = plan.total_bytes // (session.world_size if route.is_shared else 1)
-        with Progress("Saving", total, is_shown=is_shown and session.rank == 0) as progress:
-            if route.is_shared:
-                with FileWriter(plan, one_host=route.one_host, progress=progress.advance) as writer:
-                    write_directly(writer, pieces, bucket)
-                    writer.sync()
-                return
-            group = session.cpu_group()
-            if session.rank != 0:
-                send_pieces(pieces, bucket, group, 0)
-                return
-            with FileWriter(plan, progress=progress.advance) as writer:
-                failure: Exception | None = None
-                try:
-                    write_directly(writer, pieces, bucket)
-                except Exception as error:  # noqa: BLE001 - the senders have to be heard out first
-                    failure = error
-                sources = range(1, session.world_size)
-                receive_pieces(writer if failure is None else None, plan, bucket, group, sources)
-                if failure is not None:
-                    raise failure
-                writer.sync()
 
     def _fill(
         self, title: str, source: Source, shards: Iterable[Any], homes: Mapping[str, str], num_threads: int
@@ -551,28 +426,6 @@ class CheckpointIO:
             for shard in shards:
                 if shard.key in homes and shard.numel:
                     reader.fill(shard, homes[shard.key])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Save:
-    """One call's wishes; see `CheckpointIO.write_folder`."""
-
-    name: str
-    folder: Path
-    parts: Sequence[Part]
-    texts: dict[str, str]
-    want_checksums: bool
-    commit: Callable[[list[WrittenFile]], None] | None
-    in_background: bool = False
-    group: ProcessGroup | None = None
-
-
-def _error_of(check: Callable[[], None]) -> Exception | None:
-    try:
-        check()
-    except (CheckpointError, OSError) as error:
-        return error
-    return None
 
 
 def _check_threads(num_threads: int) -> None:

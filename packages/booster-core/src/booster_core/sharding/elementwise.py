@@ -1,8 +1,9 @@
 """Whether an optimizer treats every element alike, so that it may step on any slice of a parameter.
 
-torch's own optimizers are declared. Of any other class a probe steps tiny tensors in both ways: a matrix, and the same
-numbers flattened and cut in two, must agree bit for bit after several steps. Where they do not, parameters stay whole:
-that is right for every optimizer whose parameters don't influence each other, which is tried out as well.
+torch's own optimizers are declared. Of any other class a probe steps small tensors in both ways: a matrix, and the same
+numbers flattened and cut in two, must agree bit for bit after several steps; so must one of a hundred rows and columns,
+as some factor their state from some size on, and one of four dimensions. Where they do not, parameters stay whole: that
+is right for every optimizer whose parameters don't influence each other, which is tried out as well.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     }
 )
 WHOLE: frozenset[type[Optimizer]] = frozenset({optim.Adafactor, *([optim.Muon] if hasattr(optim, "Muon") else [])})
-_SHAPE, _CUT, _STEPS = (6, 5), 13, 4
+_SHAPE, _STEPS = (6, 5), 4
+_FURTHER_SHAPES = ((130, 129), (4, 3, 2, 2))
 _RUN_STATE = ("state", "param_groups", "step")
 """What a probe gets of its own. ``step`` is there where a scheduler has wrapped the optimizer's method."""
 
@@ -104,16 +106,33 @@ def _probed(optimizer: Optimizer) -> str:
             "clip (`max_norm`); else use plugin='ddp'."
         )
         raise ConfigError(msg)
-    try:
-        halves = probed_steps(optimizer, _halves(first), [_halves(grad) for grad in ones])
-    except Exception:  # noqa: BLE001 - whatever it minds about vectors, it can have matrices
+    if not _is_same_in_halves(optimizer, first, ones, alone):
         return "parameter"
-    return "flat" if torch.equal(torch.cat(halves), alone.flatten()) else "parameter"
+    for shape in _FURTHER_SHAPES:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            value, grads = torch.randn(shape), [torch.randn(shape) for _ in range(_STEPS)]
+        try:
+            whole = probed_steps(optimizer, [value], [[grad] for grad in grads])[0]
+        except Exception:  # noqa: BLE001, S112 - it takes no such tensor, so the model has none
+            continue
+        if not _is_same_in_halves(optimizer, value, grads, whole):
+            return "parameter"
+    return "flat"
+
+
+def _is_same_in_halves(optimizer: Optimizer, value: Tensor, gradients: Sequence[Tensor], expected: Tensor) -> bool:
+    try:
+        halves = probed_steps(optimizer, _halves(value), [_halves(grad) for grad in gradients])
+    except Exception:  # noqa: BLE001 - whatever it minds about vectors, it can have matrices
+        return False
+    return torch.equal(torch.cat(halves), expected.flatten())
 
 
 def _halves(tensor: Tensor) -> list[Tensor]:
     flat = tensor.flatten()
-    return [flat[:_CUT].clone(), flat[_CUT:].clone()]
+    cut = len(flat) // 2 - 2  # within a row
+    return [flat[:cut].clone(), flat[cut:].clone()]
 
 
 def probed_steps(

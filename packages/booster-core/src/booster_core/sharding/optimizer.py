@@ -17,6 +17,7 @@ from booster_core.gradients.clip import clip_by_norm
 from booster_core.liveness import naming_missing_ranks
 from booster_core.sharding.agreement import send_first
 from booster_core.sharding.buffers import BufferWatch
+from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.hosting import HostedOptimizer
 from booster_core.sharding.reducer import Reducer
 from booster_core.state.naming import NamedTensors
@@ -123,22 +124,13 @@ class ShardedOptimizer(OptimizerWrapper):
         return self.layout.buckets
 
     def _check_parameters(self, parameters: Mapping[int, nn.Parameter]) -> None:
-        addresses: dict[object, int] = {}
         for index, parameter in parameters.items():
-            name = self.names[index]
             if not parameter.is_floating_point():
-                msg = f"Parameter '{name}' is of {parameter.dtype}; only floating parameters can be sharded."
-                raise ConfigError(msg)
-            if not parameter.numel():
-                continue
-            storage = parameter.untyped_storage().data_ptr() + parameter.storage_offset() * parameter.element_size()
-            other = addresses.setdefault((storage, parameter.device), index)
-            if other != index:
                 msg = (
-                    f"Parameters '{self.names[other]}' and '{name}' are two objects over the same memory. Tie them by "
-                    "assigning one Parameter to both modules."
+                    f"Parameter '{self.names[index]}' is of {parameter.dtype}; only floating parameters can be sharded."
                 )
                 raise ConfigError(msg)
+        check_distinct_memory(parameters, self.names)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters to the optimizer inside.

@@ -11,6 +11,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from booster_core.collectives import Pending
 from booster_core.sharding.bucket import ShardedBucket
@@ -21,7 +22,7 @@ from booster_gemini.memory.home import Role
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from booster_core.sharding.bucket import Format
     from booster_core.sharding.hosting import State
@@ -121,14 +122,20 @@ class HousedBucket(ShardedBucket):
             self._point(_placeholder(self.values))
 
     def _fetch(self, role: Role) -> Pending:
+        if role not in self._roles:
+            return Pending()
         self._uses[role] += 1
         return self.home.fetch((self._number, role))
 
     def _release(self, role: Role, *, changed: bool) -> None:
+        if role not in self._roles:
+            return
         self._uses[role] -= 1
         self.home.release((self._number, role), changed=changed)
 
     def _add(self, role: Role, flat: Tensor) -> None:
+        if not flat.numel():  # a rank may own nothing of a chunk
+            return
         self._roles.add(role)
         rebind = {Role.PARAM: self._rebind_values, Role.GRAD: self._rebind_gradient, Role.OPTIM: self._rebind_optim}
         self.home.add((self._number, role), flat, rebind[role])
@@ -163,7 +170,7 @@ class HousedBucket(ShardedBucket):
         """Let the optimizer's pieces be views of values that lie elsewhere now."""
         self.values = values
         for piece in self.pieces:
-            piece.values.data = self.slice_of(values, piece)
+            _assign(piece.values, self.slice_of(values, piece))
 
     # ---- gradients
 
@@ -277,7 +284,7 @@ class HousedBucket(ShardedBucket):
         if self.format.has_copy:
             self._point(_placeholder(self.values) if flat is None else _view(flat, self.values, 0))
         for tensor, start in self._views:
-            tensor.data = _placeholder(tensor) if flat is None else _view(flat, tensor, start)
+            _assign(tensor, _placeholder(tensor) if flat is None else _view(flat, tensor, start))
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -286,6 +293,15 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
     num_bytes = numel * dtype.itemsize
     return aligned_buffer(num_bytes)[:num_bytes].view(dtype)
+
+
+def _assign(tensor: Tensor, values: Tensor) -> None:
+    """Let a tensor object have other memory, also of another device, to which ``.data`` can't always go."""
+    if tensor.device.type == values.device.type:
+        tensor.data = values
+        return
+    other = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
 
 
 def _aligned(tensor: Tensor) -> int:

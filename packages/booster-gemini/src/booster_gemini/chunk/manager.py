@@ -10,6 +10,7 @@ import torch
 
 from booster_core import collectives
 from booster_core.errors import ConfigError
+from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.layout import Layout
 from booster_core.state.naming import NamedTensors
 from booster_gemini.chunk.chunk import Chunk
@@ -45,6 +46,9 @@ class ChunkManager:
         lazy: Numbers of parameters that have no values yet.
         debug: Look for parameters that are changed by hand.
 
+    Raises:
+        ConfigError: If two parameters that are trained are one memory.
+
     Attributes:
         parameters: By number.
         names: Their names in the user's model, by number.
@@ -78,9 +82,12 @@ class ChunkManager:
             self.parameters[index] = parameter
             self.names[index] = named.name_of[id(parameter)]
             self.index_of[id(parameter)] = index
+        trained = {index: parameter for index, parameter in self.parameters.items() if parameter.requires_grad}
+        check_distinct_memory(trained, self.names)
         self._watch = ChangeWatch(self.names) if debug else None
         self.first_uses: dict[int, None] | None = {}
         self._max_prefetch = max_prefetch
+        self._has_looked_ahead = False
         self._max_ahead_bytes = max_ahead_bytes
         self._shard_param_frac = shard_param_frac
         self._pool = BufferPool(least_bytes=chunk_bytes, most_idle_bytes=2 * chunk_bytes)
@@ -191,8 +198,17 @@ class ChunkManager:
                 if self._max_ahead_bytes is not None and taken > self._max_ahead_bytes:
                     return
                 self._ahead[number] = chunk
+                self._has_looked_ahead = True
                 with _plainly():
                     chunk.start_gather()
+
+    def stop_looking_ahead(self) -> bool:
+        """Gather nothing ahead of its use from now on, and return whether that makes a difference.
+
+        Collective: none, but every rank must do the same.
+        """
+        has_looked_ahead, self._has_looked_ahead, self._max_prefetch = self._has_looked_ahead, False, 0
+        return has_looked_ahead
 
     def release_unused(self, keep: int) -> None:
         """Release chunks that nobody pins, the least recently used first, until so many are left.

@@ -41,10 +41,17 @@ def search_chunk_numel(numels: Sequence[int], world_size: int, min_numel: int, m
     if max_numel is not None:
         min_numel = min(min_numel, max_numel)
         span = min(span, max_numel - min_numel)
-    sizes = sorted({min_numel + span * step // _CANDIDATES for step in range(_CANDIDATES + 1)})
+    tried = {min_numel + span * step // _CANDIDATES for step in range(_CANDIDATES + 1)}
+    sizes = sorted(tried | {max(_fullest(numels, world_size, size), min_numel) for size in tried})
     wasted = {size: wasted_numel(numels, world_size, size) for size in sizes}
     good = [size for size in sizes if wasted[size] <= _TOLERATED * sum(numels)]
     return good[0] if good else min(sizes, key=lambda size: (wasted[size], size))
+
+
+def _fullest(numels: Sequence[int], world_size: int, chunk_numel: int) -> int:
+    """Return the length of the fullest chunk of a size: all parameters lie as they do there, and less is wasted."""
+    plans = plan_flat(list(enumerate(numels)), world_size, chunk_numel)
+    return max((plan.numel for plan in plans if plan.numel <= chunk_numel), default=chunk_numel)
 
 
 def wasted_numel(numels: Sequence[int], world_size: int, chunk_numel: int) -> int:

@@ -117,6 +117,7 @@ class StepRecorder:
         if state not in self._plans:
             if len(self._plans) > _WINDOW:
                 self._plans.clear()
+            self._plan = ()  # also where no other is found
             budget = None if budget_bytes is None else [budget_bytes] * len(events)
             self._plans[state] = self._policy.plan(
                 Request(events=events, sizes=sizes, resident=resident, away=away, budget_bytes=budget)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_gemini.chunk.pool import is_free
-from booster_gemini.memory.disk import aligned, aligned_buffer
+from booster_gemini.memory.disk import ALIGNMENT, aligned, aligned_buffer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ class Room:
             if buffer.numel() == length and is_free(buffer):
                 return self._idle.pop(position)
         self._trim(length)
-        return torch.empty(length, dtype=torch.uint8, pin_memory=True) if self._pins else aligned_buffer(length)
+        return _pinned(length) if self._pins else aligned_buffer(length)
 
     def give(self, buffer: Tensor, num_bytes: int) -> None:
         """Take a buffer back; it is lent again when nobody else reads it."""
@@ -85,6 +85,14 @@ class Room:
     def clear(self) -> None:
         """Give all idle memory back to the system."""
         self._idle.clear()
+
+
+def _pinned(num_bytes: int) -> Tensor:
+    """Return page-locked memory at an address that a disk can read and write directly, as not every device gives it."""
+    storage = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True).untyped_storage()
+    start = -storage.data_ptr() % ALIGNMENT
+    buffer: Tensor = torch.empty(0, dtype=torch.uint8).set_(storage, start, (num_bytes,), (1,))
+    return buffer
 
 
 def give_back_freed() -> None:

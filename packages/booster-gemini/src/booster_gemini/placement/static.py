@@ -96,4 +96,6 @@ def _until(key: Key, sizes: Mapping[Key, int]) -> list[Key]:
 
 def _is_away(bytes_before: int, size: int, fraction: float) -> bool:
     """Whether a block is away: the middles of those that are cut the bytes into even steps."""
+    if not size:
+        return False
     return int((bytes_before + size) * fraction / size + 0.5) > int(bytes_before * fraction / size + 0.5)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.trace import call_with, named_arguments, taken_by
+from booster_hybrid.pipeline.trace import call_with, named_arguments, named_forward, taken_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,7 +157,7 @@ class StagedModel:
             module: Any = modules[layer.name]
             if hasattr(module, "gradient_checkpointing") and not self._holds(position):
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
-            module.forward = _Gate(self, module.forward, position, layer)
+            module.forward = _Gate(self, module, position, layer)
         self.hollow = self._hollow(modules)
 
     def _holds(self, position: int) -> bool:
@@ -210,18 +210,16 @@ class StagedModel:
         except _StageEndError as end:
             return None, end.payload
 
-    def call_layer(
-        self, forward: Callable[..., Any], position: int, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call_layer(self, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a layer does in the active stage.
 
         Raises:
             ConfigError: If no stage is active, and this rank lacks some of the layers.
         """
-        stage = self._active
+        stage, position, layer = self._active, gate.position, gate.layer
         if stage is None:
             if not self.hollow:
-                return forward(*args, **kwargs)
+                return gate.forward(*args, **kwargs)
             msg = (
                 f"{type(self._model).__name__} is cut into pipeline stages, of which this rank has only some, so that "
                 "it can't be called by itself. Run batches through `booster.execute_pipeline`; it evaluates where it "
@@ -232,13 +230,13 @@ class StagedModel:
             first = args[0] if args else next(iter(kwargs.values()))
             return first if layer.returned is None else (first, *(None for _ in range(layer.returned - 1)))
         if position == stage.last:
-            arguments = named_arguments(forward, args, kwargs)
+            arguments = named_arguments(gate, args, kwargs)
             arguments.update(self._given(stage, position))
             raise _StageEndError({name: arguments[name] for name in layer.carried if _is_tensor(arguments.get(name))})
         given = self._given(stage, position)
         if not given:
-            return forward(*args, **kwargs)
-        return forward(**{**named_arguments(forward, args, kwargs), **given})
+            return gate.forward(*args, **kwargs)
+        return gate.forward(**{**named_arguments(gate, args, kwargs), **given})
 
     def _given(self, stage: StageRange, position: int) -> dict[str, Tensor]:
         """Return those of a layer's arguments that the stage before has sent.
@@ -261,9 +259,10 @@ def _is_tensor(value: Any) -> bool:
 class _Gate:
     """The forward of a layer in a staged model."""
 
-    def __init__(self, staged: StagedModel, forward: Callable[..., Any], position: int, layer: Layer) -> None:
-        self._staged, self._forward, self._position, self._layer = staged, forward, position, layer
-        self.__signature__ = inspect.signature(forward)  # callers look at what a layer takes
+    def __init__(self, staged: StagedModel, module: nn.Module, position: int, layer: Layer) -> None:
+        self._staged, self.position, self.layer = staged, position, layer
+        self.forward = module.forward
+        self.__signature__ = inspect.signature(named_forward(module))  # callers look at what a layer takes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._staged.call_layer(self._forward, self._position, self._layer, args, kwargs)
+        return self._staged.call_layer(self, args, kwargs)

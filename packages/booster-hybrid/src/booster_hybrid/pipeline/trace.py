@@ -7,6 +7,7 @@ of experts that loops over the experts that were hit), the dry run computes them
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 from collections.abc import Mapping
@@ -53,6 +54,17 @@ class Trace:
 
     layers: tuple[Layer, ...]
     uses: Mapping[str, tuple[int, ...]] = field(repr=False)
+
+
+def named_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward whose arguments have names: a module's, or its class's where something general replaced it.
+
+    Activation checkpointing does so.
+    """
+    kinds = {each.kind for each in inspect.signature(module.forward).parameters.values()}
+    if kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        return functools.partial(type(module).forward, module)
+    return module.forward
 
 
 def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,7 +204,7 @@ class _Recorder:
         return Trace(tuple(layers), {name: tuple(uses) for name, uses in self._uses.items()})
 
     def _on_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._calls.append((self._layers[id(module)], named_arguments(module.forward, args, kwargs)))
+        self._calls.append((self._layers[id(module)], named_arguments(named_forward(module), args, kwargs)))
 
     def _on_return(self, module: nn.Module, _: Any, output: Any) -> None:
         name = self._layers[id(module)]

@@ -2,7 +2,6 @@
 
 from booster_hybrid.policy.base import ModuleRule, Style
 
-HEAD = Style.COLUMN_GATHER
 LAYERS = ("bert.encoder.layer", "encoder.layer")
 RULES = (
     ModuleRule("**.self.query", Style.COLUMN, "num_attention_heads", scaled=("num_attention_heads", "all_head_size")),

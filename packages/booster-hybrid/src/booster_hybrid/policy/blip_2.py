@@ -2,7 +2,6 @@
 
 from booster_hybrid.policy.base import ModuleRule, Style
 
-HEAD = Style.COLUMN_GATHER
 PARTS = ("language_model",)
 LAYERS = ("vision_model.encoder.layers", "qformer.encoder.layer")
 _HEADS = "num_attention_heads"

@@ -6,7 +6,6 @@ from typing import Any
 
 from booster_hybrid.policy.base import ModuleRule, Style
 
-HEAD = Style.HEAD
 LAYERS = ("transformer.h", "h")
 _HEADS = "num_attention_heads"
 _ATTENTION = "**.self_attention"

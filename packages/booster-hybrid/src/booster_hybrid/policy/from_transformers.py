@@ -42,7 +42,7 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
     config: Any = getattr(model, "config", None)
     has_groups = bool(getattr(config, "num_key_value_heads", None))
     parameters = {name for name, _ in model.named_parameters()}
-    rules = vocabulary_rules(model, Style.HEAD)
+    rules = vocabulary_rules(model)
     for pattern, text in plan.items():
         if text not in _STYLES:
             known = ", ".join(map(repr, _STYLES))
@@ -80,17 +80,16 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
     return ShardingPolicy(rules=tuple(rules), layers=_layer_lists(model))
 
 
-def vocabulary_rules(model: nn.Module, head_style: Style) -> list[ModuleRule]:
+def vocabulary_rules(model: nn.Module) -> list[ModuleRule]:
     """Return rules that split a transformers model's embedding and head by vocabulary.
 
     Args:
         model: The user's model; one without embedding or head has no rule for it.
-        head_style: `Style.HEAD` where the model's own loss can work on split logits, else `Style.COLUMN_GATHER`.
     """
     rules: list[ModuleRule] = []
     for getter, kind, style in (
         ("get_input_embeddings", nn.Embedding, Style.VOCABULARY),
-        ("get_output_embeddings", nn.Linear, head_style),
+        ("get_output_embeddings", nn.Linear, Style.HEAD),
     ):
         try:
             found = getattr(model, getter)() if hasattr(model, getter) else None

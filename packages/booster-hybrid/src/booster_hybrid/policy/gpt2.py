@@ -2,7 +2,6 @@
 
 from booster_hybrid.policy.base import ModuleRule, Style
 
-HEAD = Style.HEAD
 LAYERS = ("transformer.h", "h")
 RULES = (
     ModuleRule("**.attn.c_attn", Style.COLUMN, "num_attention_heads", num_blocks=3, scaled=("num_heads", "split_size")),

@@ -2,7 +2,6 @@
 
 from booster_hybrid.policy.base import ModuleRule, Style
 
-HEAD = Style.HEAD
 LAYERS = ("transformer.h", "h")
 RULES = (
     *(

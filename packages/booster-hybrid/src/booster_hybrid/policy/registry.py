@@ -6,16 +6,17 @@ Families without a plan have a small module here, named after transformers' ``mo
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy
 from booster_hybrid.policy.from_transformers import read_plan, vocabulary_rules
 
-if TYPE_CHECKING:
-    from torch import nn
-
+_SHOWN = 12
 FAMILIES = ("bert", "blip_2", "bloom", "falcon", "gpt2", "gptj", "opt", "sam", "t5", "vit", "whisper")
 
 
@@ -42,11 +43,21 @@ def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, ho
     if own is not None:
         return own
     msg = (
-        f"There is no sharding policy for {type(model).__name__}. Pass `custom_policy=ShardingPolicy(rules=[ModuleRule("
-        "'blocks.*.up', Style.COLUMN), ModuleRule('blocks.*.down', Style.ROW)], layers=['blocks'])`, or register one "
-        "through the hook `sharding_policy`."
+        f"There is no sharding policy for {type(model).__name__}. Pass `custom_policy=ShardingPolicy(rules=(ModuleRule("
+        "'blocks.*.up', Style.COLUMN), ModuleRule('blocks.*.down', Style.ROW)), layers=('blocks',))` with the names of "
+        f"its own modules ({_layer_names(model)}), or register one through the hook `sharding_policy`; "
+        "docs/sharding-policies.md has a whole example."
     )
     raise ConfigError(msg)
+
+
+def _layer_names(model: nn.Module) -> str:
+    """Return what the linear layers of a model are called, one for each name but for numbers."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
+    listed = [f"'{pattern}'" for pattern in patterns]
+    shown = listed[:_SHOWN] + ([f"and {len(listed) - _SHOWN} more"] if len(listed) > _SHOWN else [])
+    return "linear layers: " + ", ".join(shown) if listed else "it has no nn.Linear"
 
 
 def _own(model: nn.Module) -> ShardingPolicy | None:
@@ -60,7 +71,7 @@ def _own(model: nn.Module) -> ShardingPolicy | None:
     layers: tuple[str, ...] = module.LAYERS
     parts = [(name, model.get_submodule(name)) for name in getattr(module, "PARTS", ()) if hasattr(model, name)]
     if not parts:
-        return ShardingPolicy(rules=(*vocabulary_rules(model, module.HEAD), *rules), layers=layers)
+        return ShardingPolicy(rules=(*vocabulary_rules(model), *rules), layers=layers)
     for name, part in parts:
         inner = policy_for(part)
         rules += tuple(rule for each in inner.rules for rule in _inside(name, part, each))

@@ -2,7 +2,6 @@
 
 from booster_hybrid.policy.base import ModuleRule, Style
 
-HEAD = Style.COLUMN_GATHER
 LAYERS = ("vision_encoder.layers",)
 _DECODER = ("self_attn", "cross_attn_token_to_image", "cross_attn_image_to_token", "final_attn_token_to_image")
 RULES = (

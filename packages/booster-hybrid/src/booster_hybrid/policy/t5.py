@@ -2,7 +2,6 @@
 
 from booster_hybrid.policy.base import ModuleRule, Style
 
-HEAD = Style.COLUMN_GATHER
 LAYERS = ("encoder.block", "decoder.block")
 _SCALED = ("n_heads", "inner_dim")
 RULES = (

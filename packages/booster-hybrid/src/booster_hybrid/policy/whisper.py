@@ -2,7 +2,6 @@
 
 from booster_hybrid.policy.base import ModuleRule, Style
 
-HEAD = Style.COLUMN_GATHER
 LAYERS = ("model.encoder.layers", "model.decoder.layers", "encoder.layers", "decoder.layers")
 RULES = (
     *(

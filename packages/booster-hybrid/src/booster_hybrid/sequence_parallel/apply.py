@@ -26,7 +26,6 @@ from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility, chec
 from booster_hybrid.sequence_parallel.random import RankStream
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention, head_ranges
-from booster_hybrid.tensor_parallel.loss import CausalLoss
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,8 +125,7 @@ def split_sequences(
     _install_attention(model, sequence)
     gathers = not (parallel_output and has_causal_loss(model))
     if not gathers:
-        inner: Any = vars(model).get("_loss_function")
-        model.loss_function = SequenceLoss(sequence.layout, group, inner)  # type: ignore[assignment]
+        model.loss_function = SequenceLoss(sequence.layout, group)  # type: ignore[assignment]
         model.register_forward_pre_hook(_refuse_partial_logits, with_kwargs=True)
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
     for index, layer in enumerate(layers):
@@ -139,11 +137,8 @@ def split_sequences(
 
 def has_causal_loss(model: nn.Module) -> bool:
     """Return whether a model's loss is that of transformers' causal language models, which can be taken in parts."""
-    loss = vars(model).get("_loss_function")
-    is_known = loss is None or isinstance(loss, CausalLoss)
-    return (
-        is_known and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) and hasattr(model, "loss_function")
-    )
+    is_own = vars(model).get("_loss_function") is None
+    return is_own and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) and hasattr(model, "loss_function")
 
 
 class _LayerHooks:
@@ -229,6 +224,13 @@ def attention(
         msg = (
             f"{sequence.model_name} asks its attention for '{asked[0]}', which "
             f"`sequence_parallelism_mode={sequence.mode!r}` can't do. Use 'split_gather' with `tp_size`."
+        )
+        raise ConfigError(msg)
+    if key.shape[2] != query.shape[2]:
+        msg = (
+            f"{sequence.model_name} attends from {query.shape[2]} positions of this rank to {key.shape[2]} others, as "
+            "with a cache of keys or another sequence's states, which is not split. Pass neither `past_key_values` nor "
+            "`encoder_hidden_states`, and generate without sequence parallelism."
         )
         raise ConfigError(msg)
     sequence.num_attentions += 1

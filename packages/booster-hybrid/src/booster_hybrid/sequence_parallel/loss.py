@@ -29,17 +29,14 @@ class SequenceLoss:
     Args:
         layout_for: Returns how a sequence of a length is split.
         group: The sequence parallel ranks.
-        inner: The loss of split vocabularies, where logits are split so as well: called with logits, labels that are
-            shifted already, and a number to divide their sum by.
     """
 
     def __init__(
         self,
         layout_for: Callable[[int], SequenceLayout],
         group: TensorGroup,
-        inner: Callable[..., Tensor] | None = None,
     ) -> None:
-        self._layout_for, self._group, self._inner = layout_for, group, inner
+        self._layout_for, self._group = layout_for, group
 
     def __call__(
         self,
@@ -69,13 +66,8 @@ class SequenceLoss:
         shift_labels = shift_labels.to(logits.device)
         count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         local = self._layout_for(shift_labels.shape[1]).take(shift_labels, 1, self._group.rank)
-        if self._inner is not None:
-            total = self._inner(
-                logits=logits, labels=None, shift_labels=local, num_items_in_batch=1, ignore_index=ignore_index
-            )
-        else:
-            total = nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), local.flatten(), ignore_index=ignore_index, reduction="sum"
-            )
+        total = nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), local.flatten(), ignore_index=ignore_index, reduction="sum"
+        )
         count = count.to(total.device) if isinstance(count, torch.Tensor) else count
         return sum_over_ranks(total, self._group) / count

@@ -19,8 +19,9 @@ from booster_hybrid.tensor_parallel.collectives import enter, leave, summed
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
 from booster_hybrid.tensor_parallel.heads import LocalCount
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_linear, is_transposed
-from booster_hybrid.tensor_parallel.loss import CausalLoss
+from booster_hybrid.tensor_parallel.logits import split_logits
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
+from booster_hybrid.tensor_parallel.streams import RandomStreams, draws
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,8 +59,7 @@ def parallelize(
         model: The user's model, whole.
         policy: How its class is split.
         group: The tensor parallel ranks.
-        parallel_output: Leave the logits split by vocabulary; the model's own causal loss then works on split logits.
-            ``False`` puts them together.
+        parallel_output: Leave the logits split by vocabulary, as `SplitLogits`; ``False`` puts them together.
 
     Raises:
         ConfigError: If a rule names a module that the model lacks, or sizes can't be split over the ranks.
@@ -104,7 +104,18 @@ class _Applier:
                 self._apply(rule, name)
         for members in columns.values():
             self._apply_columns(members)
+        self._separate_random_numbers(found)
         return self._result
+
+    def _separate_random_numbers(self, found: list[tuple[ModuleRule, str]]) -> None:
+        if not draws(self._model):
+            return
+        by_style: dict[Style, list[nn.Module]] = defaultdict(list)
+        for rule, name in found:
+            if name in self._modules:
+                by_style[rule.style].append(self._modules[name])
+        device = next(iter(self._parameters.values())).device
+        RandomStreams(self._group, device).watch(self._model, by_style[Style.COLUMN], by_style[Style.ROW])
 
     def _targets(self, rule: ModuleRule) -> list[str]:
         names = [*self._modules, *self._parameters]
@@ -166,11 +177,19 @@ class _Applier:
                 _set_size(module, outputs=module.weight.shape[1 if transposed else 0])
                 self._scale(rule, name)
                 gathers = None
-                if rule.style is Style.COLUMN_GATHER or (rule.style is Style.HEAD and not self._parallel_output):
+                if rule.style is Style.HEAD and self._parallel_output:
+                    self._keep_split(module, self._lengths(split, rule, name))
+                elif rule.style in (Style.COLUMN_GATHER, Style.HEAD):
                     gathers = self._lengths(split, rule, name)
-                elif rule.style is Style.HEAD and hasattr(self._model, "loss_function"):
-                    self._model.loss_function = CausalLoss(split.ranges[0][0], self._group)  # type: ignore[assignment]
                 module.forward = ColumnForward(module, siblings, self._group, gathers)
+
+    def _keep_split(self, head: nn.Module, sizes: list[int]) -> None:
+        """Let a head's logits know which part of the vocabulary they are."""
+
+        def mark(_module: nn.Module, _args: Any, logits: Tensor) -> Tensor:
+            return split_logits(logits, sizes, self._group)
+
+        head.register_forward_hook(mark)
 
     def _apply_row(self, rule: ModuleRule, name: str, module: Any) -> None:
         dim = 0 if is_transposed(module) else 1
@@ -313,7 +332,8 @@ def _summed_shares(gradient: Tensor, split: Split, group: TensorGroup) -> Tensor
 
 def _experts_forward(forward: Callable[..., Tensor], group: TensorGroup) -> Callable[..., Tensor]:
     def split_forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        partial = forward(enter(hidden_states, group), top_k_index, enter(top_k_weights, group))
+        hidden_states, top_k_weights = enter((hidden_states, top_k_weights), group)
+        partial = forward(hidden_states, top_k_index, top_k_weights)
         return leave(partial, group)
 
     return split_forward

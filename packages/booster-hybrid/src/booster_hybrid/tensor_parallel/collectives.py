@@ -6,11 +6,14 @@ region, where its gradient becomes a sum over ranks, and partial results *leave*
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from booster_core import collectives
+from booster_core.errors import GradientError
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,15 +23,37 @@ if TYPE_CHECKING:
     from booster_hybrid.tensor_parallel.group import TensorGroup
 
 
+_GATHER_BYTES, _DEVICE_GATHER_BYTES = 1 << 21, 1 << 27
+"""Results are put together in blocks of about this size, so that they need not exist twice."""
+
+
+def refuse_second_derivative() -> None:
+    """Raise in a backward that is itself to be differentiated: the result would leave out the other ranks.
+
+    Raises:
+        GradientError: Under ``create_graph=True``.
+    """
+    if torch.is_grad_enabled():  # nothing else runs backward with gradients enabled
+        msg = (
+            "Layers that are split over tensor parallel ranks have no second derivative, which `create_graph=True` "
+            "asks for. Leave it out, or train this model with `tp_size=1`."
+        )
+        raise GradientError(msg)
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, group: TensorGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return tensor.view_as(tensor)
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return summed(gradient, ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_derivative()
+        known = [gradient for gradient in gradients if gradient is not None]
+        sums = iter(_summed_together(known, ctx.group))
+        return None, *(None if gradient is None else next(sums) for gradient in gradients)
 
 
 class _Leave(torch.autograd.Function):
@@ -40,6 +65,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         del ctx
+        refuse_second_derivative()
         return gradient, None
 
 
@@ -51,6 +77,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative()
         return _own_part(gradient, ctx.sizes, ctx.group), None, None
 
 
@@ -62,20 +89,23 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative()
         return gathered_last(gradient, ctx.sizes, ctx.group), None, None
 
 
-def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
-    """Return a replicated tensor for use by split layers; its gradient is summed over ranks.
+@outside_of_graphs
+def enter(tensors: Sequence[Tensor], group: TensorGroup) -> tuple[Tensor, ...]:
+    """Return replicated tensors for use by split layers; their gradients are summed over ranks, together.
 
     Collective: the group, in backward.
     """
     if group.size == 1:
-        return tensor
-    result: Tensor = _Enter.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return result
+        return tuple(tensors)
+    results: tuple[Tensor, ...] = _Enter.apply(group, *tensors)  # type: ignore[no-untyped-call]
+    return results
 
 
+@outside_of_graphs
 def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
     """Return the sum over ranks of partial results; its gradient is the same on every rank.
 
@@ -87,6 +117,7 @@ def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
     return result
 
 
+@outside_of_graphs
 def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
     """Return the ranks' parts of the last dimension, put together; what follows is computed alike on every rank.
 
@@ -103,6 +134,7 @@ def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Ten
     return result
 
 
+@outside_of_graphs
 def scatter_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
     """Return this rank's part of a replicated tensor's last dimension.
 
@@ -132,16 +164,35 @@ def gathered_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> T
 
     Collective: the group.
     """
-    lead = tensor.shape[:-1]
-    rows = lead.numel()
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + rows * size)
-    buffer = tensor.new_empty(bounds[-1])
-    buffer[bounds[group.rank] : bounds[group.rank + 1]] = tensor.reshape(-1)
-    collectives.all_gather(buffer, bounds, group.group).wait()
-    parts = [buffer[bounds[rank] : bounds[rank + 1]].view(*lead, size) for rank, size in enumerate(sizes)]
-    return torch.cat(parts, dim=-1)
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    whole = tensor.new_empty((rows.shape[0], sum(sizes)))
+    nbytes = _GATHER_BYTES if tensor.device.type == "cpu" else _DEVICE_GATHER_BYTES
+    step = max(nbytes // max(whole.shape[-1] * tensor.element_size(), 1), 1)
+    buffer = tensor.new_empty(min(step, rows.shape[0]) * whole.shape[-1])
+    for start in range(0, rows.shape[0], step):
+        own = rows[start : start + step]
+        bounds = [0, *(own.shape[0] * end for end in itertools.accumulate(sizes))]
+        buffer[bounds[group.rank] : bounds[group.rank + 1]].view(own.shape).copy_(own)
+        collectives.all_gather(buffer[: bounds[-1]], bounds, group.group).wait()
+        parts = [
+            buffer[first:last].view(-1, size) for first, last, size in zip(bounds, bounds[1:], sizes, strict=False)
+        ]
+        torch.cat(parts, dim=-1, out=whole[start : start + step])
+    return whole.view(*tensor.shape[:-1], -1)
+
+
+def _summed_together(tensors: Sequence[Tensor], group: TensorGroup) -> list[Tensor]:
+    """Return sums over ranks of tensors that others may read, of which those of one format travel as one."""
+    if len(tensors) == 1:
+        return [summed(tensors[0], group)]
+    sums: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        flat = torch.cat([tensors[index].reshape(-1) for index in places])
+        collectives.all_reduce(flat, group=group.group).wait()
+        for index, part in zip(places, torch.split(flat, [tensors[index].numel() for index in places]), strict=True):
+            sums[index] = part.view(tensors[index].shape)
+    return [sums[index] for index in range(len(tensors))]
 
 
 def _own_part(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:

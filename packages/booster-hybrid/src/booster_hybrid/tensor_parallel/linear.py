@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from booster_core import collectives
-from booster_core.errors import GradientError
-from booster_hybrid.tensor_parallel.collectives import gather_last, scatter_last
+from booster_hybrid.tensor_parallel.collectives import gather_last, refuse_second_derivative, scatter_last
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,16 +39,6 @@ def is_linear(module: nn.Module) -> bool:
         return isinstance(module, nn.Linear)
     # Both compute the plain map, in code of their own.
     return kind.__name__ in ("Conv1D", "FalconLinear") and kind.__module__.startswith("transformers.")
-
-
-def _refuse_second_derivative() -> None:
-    # Backward runs with gradients enabled under `create_graph=True` only.
-    if torch.is_grad_enabled():
-        msg = (
-            "Layers that are split over tensor parallel ranks have no second derivative, which `create_graph=True` "
-            "asks for. Leave it out, or train this model with `tp_size=1`."
-        )
-        raise GradientError(msg)
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -96,7 +86,7 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        _refuse_second_derivative()
+        refuse_second_derivative()
         siblings: ColumnSiblings = ctx.siblings
         siblings.forget()  # backward has come this far: nobody will fetch the rest
         source, *weights = ctx.saved_tensors
@@ -245,6 +235,7 @@ class ColumnForward:
         self._module, self._group = module, group
         self.siblings, self.gathers = siblings, gathers
 
+    @outside_of_graphs
     def __call__(self, source: Tensor) -> Tensor:
         outputs = self.siblings(self._module, source)
         return outputs if self.gathers is None else gather_last(outputs, self.gathers, self._group)
@@ -280,7 +271,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        _refuse_second_derivative()
+        refuse_second_derivative()
         source, weight = ctx.saved_tensors
         row = gradient.reshape(-1, gradient.shape[-1])
         of_source, of_weight, of_bias = None, None, None
@@ -310,6 +301,7 @@ class RowForward:
     def __init__(self, module: nn.Module, group: TensorGroup, splits: Sequence[int] | None = None) -> None:
         self._module, self._group, self.splits = module, group, splits
 
+    @outside_of_graphs
     def __call__(self, source: Tensor) -> Tensor:
         if self.splits is not None:
             source = scatter_last(source, self.splits, self._group)

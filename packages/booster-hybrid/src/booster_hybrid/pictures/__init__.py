@@ -1,0 +1,1 @@
+"""Pictures of what pipelines did, drawn from the records of their ranks."""

@@ -1,0 +1,130 @@
+"""Saved here, loaded there: tensor, pipeline and data parallel ranks, and the other plugins, at one to four ranks."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from model_zoo import get_model
+
+from booster_core import Booster, discovery
+from booster_core.testing import run_on_ranks
+
+NAME = "transformers/llama_tied"
+SAMPLES = 4
+RUNS = {
+    "tp2pp2": ("hybrid", {"tp_size": 2, "pp_size": 2}, 4),
+    "pp2dp2zero1": ("hybrid", {"pp_size": 2, "zero_stage": 1}, 4),
+    "pp2dp2zero2": ("hybrid", {"pp_size": 2, "zero_stage": 2}, 4),
+    "pp4": ("hybrid", {"pp_size": 4}, 4),
+    "zbv": ("hybrid", {"pp_size": 2, "pp_style": "zbv"}, 2),
+    "tp4": ("hybrid", {"tp_size": 4}, 4),
+    "ddp x1": ("ddp", {}, 1),
+    "zero2 x3": ("zero", {"stage": 2, "bucket_bytes": 1024}, 3),
+    "gemini x2": ("gemini", {"min_chunk_bytes": 2**12}, 2),
+}
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=4, tie_word_embeddings=True, **sizes))
+
+
+def boosted(run, precision=None, *, shift=0.0):
+    plugin, options, _ = RUNS[run]
+    booster = Booster(plugin=discovery.load(plugin)(**options), mixed_precision=precision)
+    model = llama()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(shift)
+    decay = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": others, "lr": 2e-3}], lr=1e-3)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return booster, model, optimizer
+
+
+def own_loss(outputs, _):
+    return outputs.loss
+
+
+def step_once(booster, model, optimizer, step):
+    """Take a step, on the same samples whatever the number of ranks, and return its gradients' norm."""
+    batch = get_model(NAME).share(step, 0, SAMPLES)
+    batch = {key: value % 64 for key, value in batch.items()}
+    if getattr(booster.plugin, "config", None) is not None and hasattr(model, "engine") and model.engine is not None:
+        booster.execute_pipeline(iter([batch]), model, own_loss, optimizer)
+    else:
+        halves = [{key: value[start : start + 2] for key, value in batch.items()} for start in (0, 2)]
+        for index, half in enumerate(halves):
+            with booster.no_sync(model, optimizer) if index == 0 else contextlib.nullcontext():
+                booster.backward(model(**half).loss / 2, optimizer)
+    norm = float(optimizer.clip_grad_by_norm(0.5))
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def save(run, folder, precision=None):
+    booster, model, optimizer = boosted(run, precision)
+    for step in range(2):
+        step_once(booster, model, optimizer, step)
+    booster.save_model(model, folder / "model", shard=True)
+    booster.save_optimizer(optimizer, folder / "optimizer", shard=True)
+    return [step_once(booster, model, optimizer, step) for step in (2, 3, 4)]
+
+
+def load(run, folder, precision=None):
+    booster, model, optimizer = boosted(run, precision, shift=0.5)
+    booster.load_model(model, folder / "model")
+    booster.load_optimizer(optimizer, folder / "optimizer")
+    return [step_once(booster, model, optimizer, step) for step in (2, 3, 4)]
+
+
+def on_ranks(function, run, *args):
+    per_rank = run_on_ranks(function, RUNS[run][2], run, *args)
+    assert all(norms == pytest.approx(per_rank[0], rel=1e-6) for norms in per_rank)
+    return per_rank[0]
+
+
+CUT = ["tp2pp2", "pp2dp2zero1", "pp2dp2zero2", "pp4", "zbv"]
+PAIRS = [("tp2pp2", other) for other in RUNS] + [(other, "tp2pp2") for other in RUNS if other != "tp2pp2"]
+PAIRS += [("pp4", "pp2dp2zero2"), ("pp2dp2zero1", "ddp x1"), ("zero2 x3", "zbv"), ("zbv", "pp4"), ("ddp x1", "pp4")]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+def test_a_run_goes_on_under_another_mesh_or_plugin(saved, loaded, tmp_path):
+    expected = on_ranks(save, saved, tmp_path)
+    assert on_ranks(load, loaded, tmp_path) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("run", ["tp2pp2", "pp2dp2zero1"])
+def test_a_saved_model_is_one_of_transformers(run, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    on_ranks(save, run, tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    expected = run_on_ranks(plain_parameters, 1)[0]
+    assert set(expected) == {name for name, _ in loaded.named_parameters()}
+    for name, parameter in loaded.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def plain_parameters():
+    """Return the parameters after two steps of one process."""
+    booster, model, optimizer = boosted("ddp x1")
+    for step in range(2):
+        step_once(booster, model, optimizer, step)
+    return {name: parameter.detach().clone() for name, parameter in model.unwrap().named_parameters()}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("tp2pp2", "zero2 x3"), ("zero2 x3", "pp2dp2zero2"), ("pp4", "tp2pp2")])
+def test_masters_win_over_the_rounded_model(saved, loaded, tmp_path):
+    expected = on_ranks(save, saved, tmp_path, "bf16")
+    # bf16 keeps 8 bits, and is rounded in another order.
+    assert on_ranks(load, loaded, tmp_path, "bf16") == pytest.approx(expected, rel=2**-6)

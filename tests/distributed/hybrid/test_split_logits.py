@@ -1,0 +1,178 @@
+"""Logits that are split by vocabulary: losses as on whole ones, an error for what would be wrong, little memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from apart import import_quietly
+from model_zoo import ZOO, get_model
+from model_zoo.transformers_heads import HEADS
+from torch.nn import functional
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_core.testing.memory import peak_memory
+from booster_hybrid import HybridParallelPlugin, SplitLogits
+from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.tensor_parallel.logits import split_logits
+
+SIZES = {1: [7], 2: [4, 3], 3: [3, 2, 2]}
+
+
+def make(shape=(2, 5)):
+    """Return whole logits, and the same split over the ranks, both with gradients."""
+    sizes = SIZES[dist.get_world_size()]
+    rank = dist.get_rank()
+    whole = torch.randn(*shape, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    start = sum(sizes[:rank])
+    local = whole.detach()[..., start : start + sizes[rank]].clone().requires_grad_()
+    return whole, local, split_logits(local * 1, sizes, TensorGroup.of(None)), slice(start, start + sizes[rank])
+
+
+def losses(logits, labels):
+    flat = logits.float().view(-1, 7)
+    yield functional.cross_entropy(flat, labels.view(-1))
+    yield functional.cross_entropy(input=logits.reshape(-1, logits.size(-1)), target=labels.view(-1), reduction="sum")
+    yield torch.nn.CrossEntropyLoss(ignore_index=2)(logits.flatten(0, 1), labels.flatten().clamp(min=0))
+    shifted = logits[..., :-1, :].contiguous()
+    yield functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[:, 1:].reshape(-1))
+    yield functional.cross_entropy(torch.tanh(logits / 3.0)[:, -1] * 3.0, labels[:, -1])
+    yield functional.cross_entropy(logits[labels > 3], labels[labels > 3], reduction="none").square().sum()
+    yield functional.cross_entropy(torch.cat([logits, logits])[0], labels[0])
+
+
+def compare_losses():
+    labels = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(1))
+    labels[0, 0] = -100
+    labels[0, 1], labels[1, 2] = 4, 5
+    number = len(list(losses(make()[0], labels)))
+    for index in range(number):
+        whole, local, split, own = make()
+        expected, found = list(losses(whole, labels))[index], list(losses(split, labels))[index]
+        assert type(found) is torch.Tensor
+        torch.testing.assert_close(found, expected)
+        (expected,), (found,) = (
+            torch.autograd.grad(expected, whole, retain_graph=True),
+            torch.autograd.grad(found, local, retain_graph=True),
+        )
+        torch.testing.assert_close(found, expected[..., own], msg=str(index))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_cross_entropy_in_all_its_forms_is_that_of_whole_logits(num_ranks):
+    run_on_ranks(compare_losses, num_ranks)
+
+
+def compare_facts():
+    whole, _, split, own = make()
+    assert isinstance(split, SplitLogits)
+    assert split.shape == whole.shape
+    assert (split.numel(), split.dim(), len(split), split.size(-1)) == (70, 3, 2, 7)
+    assert torch.equal(split.gather(), whole)
+    assert torch.equal(split.local(), whole[..., own])
+    assert torch.equal(split.argmax(-1), whole.argmax(-1))
+    assert torch.equal(torch.argmax(split, dim=2, keepdim=True), whole.argmax(2, keepdim=True))
+    assert f"{own.start}:{own.stop} of 7" in repr(split)
+    assert isinstance(split.to(torch.bfloat16), SplitLogits)
+
+
+def test_they_look_whole():
+    run_on_ranks(compare_facts, 3)
+
+
+WRONG = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "log_softmax": lambda logits: functional.log_softmax(logits, dim=-1),
+    "mse_loss": lambda logits: functional.mse_loss(logits, torch.zeros(2, 5, 7)),
+    "mean": lambda logits: logits.mean(),
+    "topk": lambda logits: torch.topk(logits, 2),
+    "gather": lambda logits: torch.gather(logits, -1, torch.zeros(2, 5, 1, dtype=torch.int64)),
+    "getitem": lambda logits: logits[..., 3],
+    "getitem of a range": lambda logits: logits[:, :, :2],
+    "view": lambda logits: logits.view(2, 35),
+    "mul": lambda logits: logits * torch.ones(7),
+    "cross_entropy of more than two dimensions": lambda logits: functional.cross_entropy(
+        logits, torch.zeros(2, 7, dtype=torch.int64)
+    ),
+    "cross_entropy with weights": lambda logits: functional.cross_entropy(
+        logits.view(-1, 7), torch.zeros(10, dtype=torch.int64), label_smoothing=0.1
+    ),
+    "stack": lambda logits: torch.stack([logits, logits]),
+}
+
+
+def wrong_use(name):
+    WRONG[name](make()[2])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_would_be_wrong_on_a_part_raises(name):
+    named = name.split(" of a range", maxsplit=1)[0]
+    message = rf"`_*{named}.*` would see [34] of 7 logits.*cross_entropy.*`parallel_output=False`"
+    expect_on_ranks(ConfigError, message, wrong_use, 2, name)
+
+
+def compare_models(names):
+    for name in names:
+        zoo = ({**ZOO, **HEADS})[name]
+        import_quietly(zoo.needs)
+        whole, original = zoo.seeded(), zoo.seeded()
+        batch = zoo.whole(0, 1, 4)
+        expected = zoo.loss_of(whole, batch)
+        expected.backward()
+        booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, parallel_output=True))
+        model, optimizer, *_ = booster.boost(original, torch.optim.SGD(original.parameters(), lr=0.1))
+        found = zoo.loss_of(model, batch)
+        torch.testing.assert_close(found, expected, msg=name)
+        booster.backward(found, optimizer)
+        for key, parameter in whole.named_parameters():
+            if parameter.grad is not None:
+                gradient = booster.full_gradient(model, key)
+                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=2e-6, msg=f"{name}: {key}")
+
+
+MODELS = {
+    "causal": ["transformers/llama_tied", "transformers/gpt2_double_heads", "transformers/cohere", "transformers/opt"],
+    "masked": ["transformers/bert_masked_lm", "transformers/bert_pretraining"],
+    "conditional": ["transformers/t5_generation", "transformers/whisper_generation", "transformers/blip2"],
+    "composed": ["heads/blip2_t5"],
+    "without vocabulary": ["heads/llama_classification", "transformers/vit_classification"],
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_losses_of_models_need_no_whole_logits(kind):
+    run_on_ranks(compare_models, 2, MODELS[kind])
+
+
+VOCABULARY = 32768
+
+
+def peak_of_a_step(parallel_output):
+    """Return the memory that a forward and backward takes at its peak, in units of the whole logits."""
+    get_model("transformers/llama")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    original = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, use_cache=False, **sizes))
+    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, parallel_output=parallel_output))
+    model, optimizer, *_ = booster.boost(original, torch.optim.SGD(original.parameters(), lr=0.1))
+    tokens = torch.randint(VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(0))
+
+    def step():
+        booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+
+    step()
+    with peak_memory() as memory:
+        step()
+    return memory.peak_bytes / (tokens.numel() * VOCABULARY * 4)
+
+
+def test_the_whole_logits_never_exist():
+    split, whole = (max(run_on_ranks(peak_of_a_step, 2, kind)) for kind in (True, False))
+    # Here: a half of the logits, their exponentials (which become the softmax), and the gradient.
+    assert split < 2.1
+    assert whole > split + 1

@@ -1,0 +1,522 @@
+"""Split linear layers on their own: what they compute, what they skip, what they keep, and when they send."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import time
+import warnings
+import weakref
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from model_zoo import get_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from booster_core import collectives
+from booster_core.errors import GradientError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
+from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.tensor_parallel import linear
+from booster_hybrid.tensor_parallel.apply import parallelize
+from booster_hybrid.tensor_parallel.group import TensorGroup
+
+WIDTH, HEADS = 16, 4
+
+
+class Conv(nn.Module):
+    """A linear layer with its weight stored as (inputs, outputs), known as such by its name and module."""
+
+    def __init__(self, num_outputs, num_inputs):
+        super().__init__()
+        self.nf, self.nx = num_outputs, num_inputs
+        self.weight = nn.Parameter(torch.randn(num_inputs, num_outputs) * 0.1)
+        self.bias = nn.Parameter(torch.randn(num_outputs) * 0.1)
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+Conv.__name__, Conv.__module__ = "Conv1D", "transformers.pytorch_utils"
+
+
+def make_linear(kind, num_outputs):
+    if kind == "conv":
+        return Conv(num_outputs, WIDTH)
+    return nn.Linear(WIDTH, num_outputs, bias=kind == "bias")
+
+
+class Attention(nn.Module):
+    def __init__(self, kind="bias"):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (make_linear(kind, WIDTH) for _ in range(4))
+
+    def forward(self, x, other=None):
+        other = x if other is None else other
+        q, k, v = (
+            each.view(*each.shape[:-1], -1, WIDTH // HEADS).transpose(-2, -3)
+            for each in (self.q(x), self.k(other), self.v(other))
+        )
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self, kind="bias"):
+        super().__init__()
+        self.attention = Attention(kind)
+
+    def forward(self, x, other=None):
+        return x + self.attention(x, other)
+
+
+class Stack(nn.Module):
+    def __init__(self, kind="bias", depth=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(depth))
+        self.checkpoint = None
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.checkpoint is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.checkpoint == "reentrant")
+        return x
+
+
+POLICY = ShardingPolicy(
+    rules=(
+        *(ModuleRule(f"blocks.*.attention.{name}", Style.COLUMN, HEADS) for name in "qkv"),
+        ModuleRule("blocks.*.attention.out", Style.ROW, HEADS),
+    )
+)
+
+
+def make(kind="bias", depth=2, dtype=torch.float64, before=None):
+    """Return a whole model, the split one, and which part of each parameter is here."""
+    torch.manual_seed(0)
+    whole = Stack(kind, depth).to(dtype)
+    if before is not None:
+        before(whole)
+    model = copy.deepcopy(whole)
+    split = parallelize(model, POLICY, TensorGroup.of(None))
+    return whole, model, split.splits
+
+
+def batch(dtype=torch.float64, seed=1):
+    return torch.randn(2, 5, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def same_gradients(whole, model, splits, **tolerance):
+    for name, parameter in model.named_parameters():
+        expected = whole.get_parameter(name).grad
+        if expected is None:
+            assert parameter.grad is None, name
+        else:
+            part = splits[name].take(expected) if name in splits else expected
+            torch.testing.assert_close(parameter.grad, part, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Calls:
+    """Counts sums over ranks while it is entered, and may change how they are done."""
+
+    def __init__(self, around=None):
+        self.numels, self._around = [], around
+
+    def __enter__(self):
+        self._original = collectives.all_reduce
+
+        def all_reduce(tensor, *args, **options):
+            self.numels.append(tensor.numel())
+            start = partial(self._original, tensor, *args, **options)
+            return start() if self._around is None else self._around(start)
+
+        collectives.all_reduce = all_reduce
+        return self
+
+    def __exit__(self, *_):
+        collectives.all_reduce = self._original
+
+
+# ---- what they compute
+
+
+def accumulates(kind):
+    whole, model, splits = make(kind)
+    for seed in (1, 2, 3):
+        for each in (whole, model):
+            each(batch(seed=seed)).square().sum().backward()
+    same_gradients(whole, model, splits)
+
+
+@pytest.mark.parametrize("kind", ["bias", "plain", "conv"])
+def test_gradients_accumulate(kind):
+    run_on_ranks(accumulates, 2, kind)
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_gradients_accumulate_on_more_ranks(num_ranks):
+    run_on_ranks(accumulates, num_ranks, "bias")
+
+
+def under_autocast(kind, dtype):
+    whole, model, splits = make(kind, dtype=torch.float32)
+    source, other = (batch(torch.float32).requires_grad_() for _ in range(2))
+    with torch.autocast("cpu", dtype=dtype):
+        expected, found = whole(source), model(other)
+    assert found.dtype == expected.dtype
+    assert model.blocks[0].attention.q(other).dtype == torch.float32  # outside of autocast
+    with torch.autocast("cpu", dtype=dtype):
+        assert model.blocks[0].attention.q(other).dtype == dtype
+        assert model.blocks[0].attention.out(other[..., : WIDTH // 2]).dtype == dtype
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    # Two roundings where one process has one: a few units in the last place of the largest gradient.
+    steps = 3 * torch.finfo(dtype).eps
+    largest = max(float(parameter.grad.abs().max()) for parameter in whole.parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        gradient = whole.get_parameter(name).grad
+        part = splits[name].take(gradient) if name in splits else gradient
+        assert float((parameter.grad - part).abs().max()) <= steps * largest, name
+    assert other.grad.dtype == torch.float32
+    assert float((other.grad - source.grad).abs().max()) <= steps * float(source.grad.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["bias", "conv"])
+def test_autocast_holds_in_split_layers(kind, dtype):
+    run_on_ranks(under_autocast, 2, kind, dtype)
+
+
+def differentiate_twice():
+    _, model, _ = make()
+    source = batch().requires_grad_()
+    torch.autograd.grad(model(source).sum(), source, create_graph=True)
+
+
+def test_second_derivatives_are_refused():
+    expect_on_ranks(GradientError, r"no second derivative.*`create_graph=True`.*tp_size=1", differentiate_twice, 2)
+
+
+def recomputed(way):
+    whole, model, splits = make()
+    model.checkpoint = way
+    source, other = (batch().requires_grad_() for _ in range(2))
+    whole(source).square().sum().backward()
+    model(other).square().sum().backward()
+    torch.testing.assert_close(other.grad, source.grad)
+    same_gradients(whole, model, splits)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "without reentrance"])
+def test_layers_may_be_computed_anew_in_backward(way):
+    run_on_ranks(recomputed, 2, way)
+
+
+def compiled():
+    import torch._dynamo
+
+    # The compiler looks at every tensor's `grad` after a graph break.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    whole, model, splits = make()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    try:
+        for seed in (1, 2):
+            expected, found = whole(batch(seed=seed)), model(batch(seed=seed))
+            torch.testing.assert_close(found, expected)
+            expected.square().sum().backward()
+            found.square().sum().backward()
+        same_gradients(whole, model, splits)
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch()), whole(batch()))
+    finally:
+        torch._dynamo.reset()
+
+
+def test_compiled_layers_compute_the_same():
+    run_on_ranks(compiled, 2, timeout_seconds=120)
+
+
+def without_gradients(mode):
+    whole, model, _ = make()
+    with Calls() as calls, mode():
+        torch.testing.assert_close(model(batch()), whole(batch()))
+        siblings = model.blocks[0].attention.q.forward.siblings
+        assert not siblings._kept
+    assert calls.numels == [2 * 5 * WIDTH] * 2  # the rows' sums alone
+    source, other = (batch().requires_grad_() for _ in range(2))
+    whole(source).sum().backward()
+    model(other).sum().backward()
+    torch.testing.assert_close(other.grad, source.grad)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_shared_or_kept_without_gradients(mode):
+    run_on_ranks(without_gradients, 2, mode)
+
+
+# ---- what they skip
+
+
+def with_frozen(names):
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in names))
+
+    whole, model, splits = make(before=freeze)
+    source, other = (batch().requires_grad_() for _ in range(2))
+    computed = []
+    original = linear._weight_gradient
+
+    def counted(*args, **options):
+        computed.append(args)
+        return original(*args, **options)
+
+    linear._weight_gradient = counted
+    try:
+        whole(source).square().sum().backward()
+        model(other).square().sum().backward()
+    finally:
+        linear._weight_gradient = original
+    same_gradients(whole, model, splits)
+    torch.testing.assert_close(other.grad, source.grad)
+    return len(computed)
+
+
+@pytest.mark.parametrize(
+    ("names", "num_computed"), [(["weight"], 0), (["q.", "k."], 4), (["out.weight"], 6), (["bias"], 8), (["blocks"], 0)]
+)
+def test_gradients_of_frozen_weights_are_not_computed(names, num_computed):
+    assert run_on_ranks(with_frozen, 2, names) == [num_computed] * 2
+
+
+def input_of_frozen():
+    _, model, _ = make(depth=1)
+    for parameter in model.parameters():
+        parameter.requires_grad_(requires_grad=False)
+    source = batch().requires_grad_()
+    middle = source * 1.0
+    outputs = model.blocks[0].attention.q(middle), model.blocks[0].attention.k(middle)
+    seen = weakref.ref(middle)
+    del middle
+    gc.collect()
+    assert seen() is not None  # v may still ask for it
+    model.blocks[0].attention.v.forward.siblings.forget()
+    gc.collect()
+    assert seen() is None
+    sum(each.sum() for each in outputs).backward()
+    assert source.grad is not None
+
+
+def test_frozen_layers_do_not_keep_their_input():
+    run_on_ranks(input_of_frozen, 2)
+
+
+def plain_input():
+    whole, model, splits = make(depth=1)
+    with Calls() as calls:
+        whole(batch()).square().sum().backward()
+        model(batch()).square().sum().backward()
+    same_gradients(whole, model, splits)
+    return len(calls.numels)
+
+
+def test_an_input_without_gradient_sends_nothing_in_backward():
+    """One sum in forward remains."""
+    assert run_on_ranks(plain_input, 2) == [1, 1]
+
+
+def shared_sums(kind):
+    _, model, _ = make(kind, depth=3)
+    source = batch().requires_grad_()
+    with Calls() as calls:
+        model(source).square().sum().backward()
+    return calls.numels
+
+
+@pytest.mark.parametrize("kind", ["bias", "conv"])
+def test_three_projections_share_one_sum(kind):
+    """Three layers: one sum in forward and one in backward each."""
+    assert run_on_ranks(shared_sums, 2, kind) == [[2 * 5 * WIDTH] * 6] * 2
+
+
+def sums_of_a_mixture(name):
+    zoo = get_model(name)
+    model = zoo.seeded()
+    parallelize(model, policy_for(model), TensorGroup.of(None), parallel_output=False)
+    with Calls() as calls:
+        zoo.loss_of(model, zoo.whole(0, 1, 4)).backward()
+    return len(calls.numels), model.config.num_hidden_layers
+
+
+def test_a_mixture_of_experts_sends_as_often_as_a_dense_layer():
+    """Twice forward and twice backward in each layer, and once for the embedding; a gather serves the head."""
+    for num_sums, num_layers in run_on_ranks(sums_of_a_mixture, 2, "transformers/mixtral"):
+        assert num_sums == 4 * num_layers + 2
+
+
+def unused():
+    whole, model, _ = make(depth=1)
+    for each in (whole, model):
+        source = batch().requires_grad_()
+        each.blocks[0].attention.q(source).square().sum().backward()
+        assert each.blocks[0].attention.k.weight.grad is None
+        assert each.blocks[0].attention.q.weight.grad is not None
+
+
+def test_a_layer_that_is_not_used_has_no_gradient():
+    run_on_ranks(unused, 2)
+
+
+def cross_attention():
+    whole, model, splits = make(depth=1)
+    products = []
+    original = nn.functional.linear
+
+    def counted(*args):
+        products.append(args)
+        return original(*args)
+
+    linear.nn = SimpleNamespace(functional=SimpleNamespace(linear=counted), Linear=nn.Linear)
+    per_step = []
+    try:
+        for seed in (1, 2, 3):
+            before = len(products)
+            sources = []
+            for each in (whole, model):
+                x, other = batch(seed=seed).requires_grad_(), batch(seed=seed + 10).requires_grad_()
+                each.blocks[0](x, other).square().sum().backward()
+                sources.append((x.grad, other.grad))
+            torch.testing.assert_close(sources[1], sources[0])
+            per_step.append(len(products) - before)
+    finally:
+        linear.nn = nn
+    same_gradients(whole, model, splits)
+    return per_step
+
+
+def test_queries_and_keys_of_other_inputs_are_not_computed_twice():
+    """The first step finds out; from then on, each of the four layers computes once."""
+    assert run_on_ranks(cross_attention, 2) == [[7, 4, 4]] * 2
+
+
+# ---- what they keep
+
+
+def after_in_place():
+    whole, model, _ = make(depth=1)
+    found = []
+    for each in (whole, model):
+        attention = each.blocks[0].attention
+        with contextlib.nullcontext() if each is whole else Calls():
+            source = batch() * 1.0
+            first = attention.q(source)
+            source.mul_(2.0)
+            found.append((first.detach(), attention.k(source).detach(), attention.v(source).detach()))
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        rank = TensorGroup.of(None).rank
+        torch.testing.assert_close(ours, theirs.chunk(2, -1)[rank])
+
+
+def test_an_input_that_was_written_to_is_another_input():
+    run_on_ranks(after_in_place, 2)
+
+
+def after_update():
+    whole, model, _ = make(depth=1)
+    source = batch()
+    found = []
+    for each in (whole, model):
+        attention = each.blocks[0].attention
+        attention.q(source)
+        with torch.no_grad():
+            attention.k.weight.mul_(3.0)
+        found.append(attention.k(source).detach())
+    torch.testing.assert_close(found[1], found[0].chunk(2, -1)[TensorGroup.of(None).rank])
+
+
+def test_results_of_weights_that_were_written_to_are_not_handed_out():
+    run_on_ranks(after_update, 2)
+
+
+def leftovers():
+    _, model, _ = make(depth=1)
+    siblings = model.blocks[0].attention.q.forward.siblings
+    source = batch().requires_grad_()
+    middle = source * 1.0
+    output = model.blocks[0].attention.q(middle)
+    seen = weakref.ref(middle)
+    del middle
+    output.sum().backward()
+    del output
+    gc.collect()
+    assert not siblings._kept
+    assert seen() is None
+
+
+def test_results_that_nobody_fetched_go_with_backward():
+    run_on_ranks(leftovers, 2)
+
+
+def switched_autocast():
+    _, model, _ = make(depth=1, dtype=torch.float32)
+    source = batch(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first = model.blocks[0].attention.q(source)
+    return first.dtype, model.blocks[0].attention.k(source).dtype
+
+
+def test_formats_of_siblings_are_their_own():
+    assert run_on_ranks(switched_autocast, 2) == [(torch.bfloat16, torch.float32)] * 2
+
+
+# ---- when they send
+
+DELAY, PER_WEIGHT = 0.3, 0.08
+
+
+def overlapped():
+    _, model, _ = make(depth=1)
+    source = batch().requires_grad_()
+    output = model(source)
+    waited = []
+
+    class Slow:
+        """A sum that takes its time, whoever waits for it."""
+
+        def __init__(self, start):
+            self.pending, self.until = start(), time.monotonic() + DELAY
+
+        def wait(self):
+            left = self.until - time.monotonic()
+            waited.append(left)
+            time.sleep(max(left, 0.0))
+            self.pending.wait()
+
+    original = linear._weight_gradient
+
+    def slow_gradient(*args, **options):
+        time.sleep(PER_WEIGHT)
+        return original(*args, **options)
+
+    linear._weight_gradient = slow_gradient
+    try:
+        with Calls(Slow):
+            output.sum().backward()
+    finally:
+        linear._weight_gradient = original
+    return waited
+
+
+def test_weight_gradients_are_computed_while_the_sum_travels():
+    """Three weights' gradients of 0.08 s each leave less than 0.07 s of the sum's 0.3 s to wait for."""
+    for waited in run_on_ranks(overlapped, 2):
+        assert len(waited) == 1
+        assert waited[0] <= DELAY - 3 * PER_WEIGHT

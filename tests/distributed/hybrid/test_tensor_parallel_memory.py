@@ -1,0 +1,179 @@
+"""What a rank of tensor parallelism holds, measured as the kernel counts it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Booster
+from booster_core.testing import peak_memory, run_on_ranks
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.tensor_parallel.apply import parallelize
+from booster_hybrid.tensor_parallel.collectives import gathered_last
+from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.tensor_parallel.loss import vocabulary_cross_entropy
+
+MIB = 2**20
+
+
+def llama(hidden=512, layers=3, vocabulary=4096):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train(model, options, steps=3):
+    """Return what has to stay alive, and a function that takes steps."""
+    booster = Booster("cpu", "fp32", HybridParallelPlugin(**options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), fused=True))
+    tokens = torch.arange(8).view(1, 8)
+
+    def step():
+        for _ in range(steps):
+            booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def held_while_training(options):
+    """Return the peak while training above what was there before the model, and the bytes of one copy of it here."""
+    train(llama(64, 1, 64), options)()  # what torch and the process group take once
+    with peak_memory() as built:
+        model = llama()
+        step = train(model, options)
+    with peak_memory() as trained:
+        step()
+    return built.kept_bytes + trained.peak_bytes, sum(parameter.numel() * 4 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_rank_holds_its_part_of_the_state_while_it_trains(size):
+    """Parameters, gradients and two moments of 20.9 M numbers: 319 MiB, of which a rank has its part within 5%."""
+    whole = sum(parameter.numel() * 4 for parameter in llama().parameters())
+    for peak, here in run_on_ranks(held_while_training, size, {"tp_size": size, "parallel_output": True}):
+        assert here == pytest.approx(whole / size, rel=1e-3)  # norms are whole
+        assert peak == pytest.approx(4 * whole / size, rel=0.05)
+
+
+def splits_and_frees():
+    with peak_memory() as used:
+        model = llama()
+        before = [weakref.ref(parameter.untyped_storage()) for parameter in model.parameters() if parameter.dim() > 1]
+        split = parallelize(model, policy_for(model), TensorGroup.of(None))
+    gc.collect()
+    kept = [each() for each in before]
+    assert all(each is None for each in kept), sum(each is not None for each in kept)
+    for name in split.splits:
+        parameter = model.get_parameter(name)
+        assert parameter.untyped_storage().nbytes() == parameter.numel() * 4, name
+    return used.kept_bytes, sum(parameter.numel() * 4 for parameter in model.parameters())
+
+
+def test_splitting_keeps_nothing_of_the_whole_weights():
+    for kept, here in run_on_ranks(splits_and_frees, 2):
+        assert kept <= here * 1.05
+
+
+TOKENS, VOCABULARY = 4096, 8192
+
+
+def loss_of_split_logits(dtype):
+    group = TensorGroup.of(None)
+    width = VOCABULARY // group.size
+    torch.manual_seed(0)
+    labels = torch.randint(VOCABULARY, (TOKENS,))
+    logits = torch.randn(TOKENS, width).to(dtype).requires_grad_()
+    vocabulary_cross_entropy(logits[:8], labels[:8], group.rank * width, group).sum().backward()
+    logits.grad = None
+    with peak_memory() as forward:
+        losses = vocabulary_cross_entropy(logits, labels, group.rank * width, group)
+    with peak_memory() as backward:
+        losses.mean().backward()
+    return forward.peak_bytes, backward.peak_bytes, logits.numel() * logits.element_size()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_needs_no_copy_of_the_logits(dtype):
+    """Their gradient alone is as large, in their own format."""
+    for forward, backward, nbytes in run_on_ranks(loss_of_split_logits, 2, dtype):
+        assert forward < 8 * MIB
+        assert nbytes <= backward < nbytes + 8 * MIB
+
+
+def same_loss(dtype, size):
+    group = TensorGroup.of(None)
+    torch.manual_seed(0)
+    vocabulary, num_tokens = 1001, 600  # several blocks, uneven parts
+    labels = torch.randint(vocabulary, (num_tokens,))
+    labels[::7] = -100
+    whole = (torch.randn(num_tokens, vocabulary) * 5).to(dtype).requires_grad_()
+    weights = torch.rand(num_tokens)
+    cuts = [vocabulary * rank // size for rank in range(size + 1)]
+    part = whole.detach()[:, cuts[group.rank] : cuts[group.rank + 1]].clone().requires_grad_()
+    expected = nn.functional.cross_entropy(
+        whole.to(torch.promote_types(dtype, torch.float32)), labels, reduction="none"
+    )
+    found = vocabulary_cross_entropy(part, labels, cuts[group.rank], group)
+    torch.testing.assert_close(found, expected)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    torch.testing.assert_close(part.grad, whole.grad[:, cuts[group.rank] : cuts[group.rank + 1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_loss_of_split_logits_is_that_of_whole_ones(dtype, size):
+    run_on_ranks(same_loss, size, dtype, size)
+
+
+def large_and_small_logits():
+    group = TensorGroup.of(None)
+    whole = torch.tensor(
+        [[1e4, -1e4, 0.0, 9.9e3], [-3e38, -3e38, -3e38, -3e38], [float("-inf"), float("-inf"), 1.0, 2.0]]
+    )
+    labels = torch.tensor([0, 2, 3])
+    expected = nn.functional.cross_entropy(whole, labels, reduction="none")
+    part = whole[:, group.rank * 2 : group.rank * 2 + 2].clone().requires_grad_()
+    found = vocabulary_cross_entropy(part, labels, group.rank * 2, group)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert part.grad.isfinite().all()
+
+
+def test_extreme_logits_have_finite_losses():
+    run_on_ranks(large_and_small_logits, 2)
+
+
+def gathers_in_blocks(sizes, num_rows):
+    group = TensorGroup.of(None)
+    cuts = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
+    whole = torch.arange(num_rows * sum(sizes), dtype=torch.float32).view(num_rows, sum(sizes))
+    part = whole[:, cuts[group.rank] : cuts[group.rank + 1]]
+    with peak_memory() as used:
+        found = gathered_last(part.unflatten(0, (2, -1)) if num_rows else part, sizes, group)
+    torch.testing.assert_close(found.view(whole.shape), whole)
+    return used.peak_bytes, whole.numel() * 4
+
+
+@pytest.mark.parametrize(("sizes", "num_rows"), [([3000, 2000], 2000), ([3, 2], 2), ([5, 4], 0), ([1_000_000, 2], 4)])
+def test_parts_are_put_together_without_a_second_copy(sizes, num_rows):
+    for peak, nbytes in run_on_ranks(gathers_in_blocks, 2, sizes, num_rows):
+        assert peak < nbytes + 12 * MIB

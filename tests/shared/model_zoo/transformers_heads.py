@@ -1,0 +1,142 @@
+"""Heads that people train on top of transformers' language models, and variants of these: for tensor parallelism.
+
+They are not part of the zoo, which has one model of each kind for each plugin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from model_zoo import transformers_encoders as encoders
+from model_zoo import transformers_language as language
+from model_zoo import transformers_vision as vision
+from model_zoo.fields import batch_of, normal, numbers
+from model_zoo.registry import ZooModel, own_loss, weighted_outputs
+from model_zoo.transformers_build import from_config
+
+_LENGTH = 8
+_TOKENS = numbers(64, _LENGTH, low=3)
+_CLASSES = {"num_labels": 3}
+_HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "lm": ("ForCausalLM", {}, {"labels": _TOKENS}),
+    "classification": ("ForSequenceClassification", _CLASSES, {"labels": numbers(3)}),
+    "token_classification": ("ForTokenClassification", _CLASSES, {"labels": numbers(3, _LENGTH)}),
+    "question_answering": (
+        "ForQuestionAnswering",
+        {},
+        {"start_positions": numbers(_LENGTH), "end_positions": numbers(_LENGTH)},
+    ),
+}
+_ALL = tuple(_HEADS)
+_NO_QUESTIONS = _ALL[:3]
+_NO_TOKENS = ("lm", "classification", "question_answering")
+_SMALL = language._SIZES
+_FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "llama": ("Llama", _SMALL, _ALL),
+    "mistral": ("Mistral", _SMALL, _ALL),
+    "mixtral": ("Mixtral", language._MIXTURE, _ALL),
+    "qwen2": ("Qwen2", _SMALL, _ALL),
+    "qwen3": ("Qwen3", {**_SMALL, "head_dim": 8}, _ALL),
+    "gemma": ("Gemma", {**_SMALL, "head_dim": 8}, _NO_QUESTIONS),
+    "phi": ("Phi", {**_SMALL, "num_key_value_heads": 4}, _NO_QUESTIONS),
+    "deepseek_v3": ("DeepseekV3", language._LATENT, _NO_QUESTIONS),
+    "cohere": ("Cohere", _SMALL, ("lm",)),
+    "glm": ("Glm", {**_SMALL, "head_dim": 8}, _NO_QUESTIONS),
+    "gptj": ("GPTJ", {**language._GPT, "rotary_dim": 4}, _NO_TOKENS),
+    "opt": ("OPT", language._OPT, _NO_TOKENS),
+    "bloom": ("Bloom", {**language._BLOOM, "pad_token_id": 0}, _ALL),
+    "falcon": ("Falcon", {**language._FALCON, "pad_token_id": 0}, _ALL),
+    "falcon_groups": (
+        "Falcon",
+        {**language._FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+        ("lm",),
+    ),
+    "falcon_multi_head": (
+        "Falcon",
+        {**language._FALCON, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True},
+        ("lm",),
+    ),
+}
+
+
+def _one(name: str, family: str, settings: dict[str, Any], head: str) -> ZooModel:
+    suffix, more, fields = _HEADS[head]
+    return ZooModel(
+        name=f"heads/{name}_{head}",
+        build=from_config(f"{family}Config", f"{family}{suffix}", **{**settings, **more}),
+        batch=batch_of(input_ids=_TOKENS, **fields),
+        loss=own_loss,
+        needs=("transformers",),
+        # What shifts all positions or keys alike changes nothing.
+        no_effect=("*k_proj.bias", "*qa_outputs.bias") + (("*norm*.bias", "*ln_f.bias") if "question" in head else ()),
+    )
+
+
+_T5 = encoders._T5
+_BLIP2 = vision._BLIP2
+
+MODELS = (
+    *(_one(name, family, settings, head) for name, (family, settings, heads) in _FAMILIES.items() for head in heads),
+    *(
+        ZooModel(
+            name=f"heads/t5_{name}",
+            build=from_config("T5Config", f"T5{suffix}", **{**_T5, "eos_token_id": 1, **settings}),
+            batch=batch_of(input_ids=_TOKENS, **fields),
+            loss=own_loss,
+            needs=("transformers",),
+            no_effect=("qa_outputs.bias",),
+        )
+        for name, suffix, settings, fields in (
+            ("token_classification", "ForTokenClassification", _CLASSES, {"labels": numbers(3, _LENGTH)}),
+            (
+                "question_answering",
+                "ForQuestionAnswering",
+                {},
+                {"start_positions": numbers(_LENGTH), "end_positions": numbers(_LENGTH)},
+            ),
+        )
+    ),
+    ZooModel(
+        name="heads/t5_gated_generation",
+        build=from_config(
+            "T5Config",
+            "T5ForConditionalGeneration",
+            **{**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        ),
+        batch=batch_of(input_ids=_TOKENS, labels=_TOKENS),
+        loss=own_loss,
+        needs=("transformers",),
+    ),
+    ZooModel(
+        name="heads/blip2_t5",
+        build=from_config(
+            "Blip2Config",
+            "Blip2ForConditionalGeneration",
+            **{**_BLIP2, "text_config": {"model_type": "t5", **_T5}},
+        ),
+        batch=batch_of(
+            pixel_values=normal(3, 16, 16),
+            input_ids=vision._words_after_an_image,
+            labels=numbers(60, 6, low=3),
+        ),
+        loss=own_loss,
+        needs=("transformers",),
+        no_effect=("*key.bias",),
+    ),
+    ZooModel(
+        name="heads/bert_next_sentence",
+        build=from_config("BertConfig", "BertForNextSentencePrediction", **encoders._BERT),
+        batch=batch_of(input_ids=_TOKENS, labels=numbers(2)),
+        loss=own_loss,
+        needs=("transformers",),
+        no_effect=("*attention*.key.bias",),
+    ),
+    ZooModel(
+        name="heads/llama_base",
+        build=from_config("LlamaConfig", "LlamaModel", **_SMALL),
+        batch=batch_of(input_ids=_TOKENS),
+        loss=weighted_outputs,
+        needs=("transformers",),
+    ),
+)
+HEADS: dict[str, ZooModel] = {model.name: model for model in MODELS}
