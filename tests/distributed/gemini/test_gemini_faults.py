@@ -115,6 +115,7 @@ def remove_the_folder(folder):
     booster, model, optimizer = boost(folder, **DISK)
     dist.barrier()
     files = [*Path(folder).iterdir()]
+    dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     dist.barrier()
