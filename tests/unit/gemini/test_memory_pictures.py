@@ -20,7 +20,7 @@ ENTRIES = [
     {"seconds": 0.0, "kind": "block", "chunk": 0, "role": "param", "place": "cpu", "bytes": 100},
     {"seconds": 0.0, "kind": "block", "chunk": 0, "role": "optim", "place": "disk", "bytes": 200},
     {"seconds": 0.0, "kind": "bytes", "used": 150, "held": 160, "process": 1000},
-    {"seconds": 0.5, "kind": "moment", "name": "layers.0"},
+    {"seconds": 0.0, "kind": "moment", "name": "layers.0"},
     {"seconds": 1.0, "kind": "moment", "name": "layers.1"},
     {"seconds": 1.0, "kind": "bytes", "used": 150, "held": 160, "process": 1070},
     {"seconds": 1.5, "kind": "moment", "name": "backward"},
@@ -29,6 +29,7 @@ ENTRIES = [
     {"seconds": 2.5, "kind": "moment", "name": "step"},
     {"seconds": 3.0, "kind": "block", "chunk": 0, "role": "optim", "place": "cpu", "bytes": 200},
     {"seconds": 4.0, "kind": "step", "step": 0, "unplanned": 7},
+    {"seconds": 4.4, "kind": "moment", "name": "layers.0"},
     {"seconds": 4.5, "kind": "block", "chunk": 0, "role": "optim", "place": "nowhere", "bytes": 0},
     {"seconds": 5.0, "kind": "step", "step": 1, "unplanned": 0},
 ]
@@ -49,13 +50,19 @@ def booster(*arguments):
 
 def test_a_record_tells_where_each_block_lay_from_when_to_when(run):
     (record,) = read_records(run)
-    first, second = record.steps
+    first, _ = record.steps
     assert Stay(0, "optim", "disk", 200, 0.0, 2.0) in first.stays
     assert Stay(0, "optim", "coming", 200, 2.0, 3.0) in first.stays
     assert Stay(0, "param", "cpu", 100, 0.0, 4.0) in first.stays
-    assert (second.start, second.end) == (4.0, 5.0)
-    assert Stay(0, "optim", "cpu", 200, 4.0, 4.5) in second.stays
-    assert first.phases() == [(0.5, 1.5, "forward"), (1.5, 2.5, "backward"), (2.5, 4.0, "step")]
+    assert first.phases() == [(0.0, 1.5, "forward"), (1.5, 2.5, "backward"), (2.5, 4.0, "step")]
+
+
+def test_a_step_begins_when_the_model_does_something(run):
+    (record,) = read_records(run)
+    second = record.steps[1]
+    assert (second.start, second.end) == (4.4, 5.0)
+    assert Stay(0, "optim", "cpu", 200, 4.4, 4.5) in second.stays
+    assert [level.process for level in second.levels] == [1140]
 
 
 def test_bytes_are_those_of_blocks_gathered_chunks_and_what_is_above_the_least(run):

@@ -40,7 +40,7 @@ class ChunkManager:
         kind: ``"flat"`` or ``"parameter"``, see `booster_core.sharding.partition`.
         chunk_bytes: Size of a chunk in the format in which its gradients travel.
         max_prefetch: How many chunks are gathered ahead of their use.
-        max_ahead_bytes: What they may take at once; ``None`` for no limit. Every rank's is the same.
+        max_ahead_bytes: What they may take at once, where they are more than one; ``None`` for no limit. Every rank's is the same.
         shard_param_frac: Fraction of the parameters whose chunks are released after use.
         home: Keeps the chunks' blocks.
         lazy: Numbers of parameters that have no values yet.
@@ -197,7 +197,7 @@ class ChunkManager:
             if chunk.state is ChunkState.SHARDED:
                 # Every rank must decide alike, so this looks at whole chunks, and at no memory of this rank's.
                 taken = sum(each.whole_bytes for each in self._ahead.values()) + chunk.whole_bytes
-                if self._max_ahead_bytes is not None and taken > self._max_ahead_bytes:
+                if self._ahead and self._max_ahead_bytes is not None and taken > self._max_ahead_bytes:
                     return
                 self._ahead[number] = chunk
                 self._has_looked_ahead = True

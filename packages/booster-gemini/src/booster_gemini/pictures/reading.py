@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
@@ -62,7 +62,7 @@ class Step:
 
     Attributes:
         number: Which, from 0.
-        start: When it began, in seconds of the record.
+        start: When the model began to do something, in seconds of the record.
         end: When it ended.
         unplanned: How many events the plan had not foreseen.
         stays: Where blocks lay.
@@ -176,5 +176,17 @@ class _Reader:
         for key, (place, num_bytes, start) in self._places.items():
             self._present.stays.append(Stay(*key, place, num_bytes, max(start, self._present.start), now))
         self._present.end, self._present.unplanned = now, entry["unplanned"]
-        self.steps.append(self._present)
+        self.steps.append(_from_first_moment(self._present))
         self._present = Step(entry["step"] + 1, now, levels=self._present.levels[-1:])
+
+
+def _from_first_moment(step: Step) -> Step:
+    """Return a step without what came before the model did something: loading data, waiting for others."""
+    begin = step.moments[0][0] if step.moments else step.start
+    before = [level for level in step.levels if level.seconds <= begin]
+    return replace(
+        step,
+        start=begin,
+        stays=[replace(stay, start=max(stay.start, begin)) for stay in step.stays if stay.end > begin],
+        levels=[*before[-1:], *(level for level in step.levels if level.seconds > begin)],
+    )
