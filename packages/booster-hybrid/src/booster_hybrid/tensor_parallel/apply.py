@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core import collectives
 from booster_core.errors import ConfigError
+from booster_core.state.naming import compiled_module
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.tensor_parallel.arguments import cut_arguments
 from booster_hybrid.tensor_parallel.collectives import enter, leave, summed
@@ -66,6 +67,7 @@ def parallelize(
 
     Collective: none.
     """
+    model = compiled_module(model) or model  # whose names are the user's
     return _Applier(model, policy, group, parallel_output=parallel_output).run()
 
 
