@@ -40,8 +40,7 @@ class ChunkManager:
         kind: ``"flat"`` or ``"parameter"``, see `booster_core.sharding.partition`.
         chunk_bytes: Size of a chunk in the format in which its gradients travel.
         max_prefetch: How many chunks are gathered ahead of their use.
-        max_ahead_bytes: What they may take at once, where they are more than one; the same on every rank, ``None`` for
-            no limit.
+        max_ahead_bytes: What they may take at once, beyond the first; ``None`` for no limit. Every rank's is the same.
         shard_param_frac: Fraction of the parameters whose chunks are released after use.
         home: Keeps the chunks' blocks.
         lazy: Numbers of parameters that have no values yet.
