@@ -174,3 +174,21 @@ def boost(options):
 
 def test_sizes_that_do_not_divide_the_world_are_named():
     expect_on_ranks(ConfigError, r"tp_size=2` is 2, which does not divide the world size 3", boost, 3, {"tp_size": 2})
+
+
+def with_an_optimizer_of_whole_matrices(tp_size):
+    from booster_hybrid import HybridParallelPlugin
+
+    model = get_model("transformers/llama").seeded()
+    Booster(plugin=HybridParallelPlugin(tp_size=tp_size)).boost(model, torch.optim.Adafactor(model.parameters()))
+
+
+def test_optimizers_of_whole_matrices_are_refused_where_layers_are_split():
+    run_on_ranks(with_an_optimizer_of_whole_matrices, 2, 1)
+    expect_on_ranks(
+        ConfigError,
+        r"Adafactor updates whole matrices, of which `tp_size=2` leaves each rank a part.*AdamW, or `tp_size=1`",
+        with_an_optimizer_of_whole_matrices,
+        2,
+        2,
+    )

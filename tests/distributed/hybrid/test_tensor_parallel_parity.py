@@ -197,6 +197,20 @@ def wrong_name():
     parallelize(Stranger(), ShardingPolicy(rules=(ModuleRule("blocks.*.fc", Style.COLUMN),)), TensorGroup.of(None))
 
 
+def another_models_policy():
+    rules = (
+        ModuleRule("encoder.*.up", Style.COLUMN, is_optional=True),
+        ModuleRule("head", Style.HEAD, is_optional=True),
+    )
+    parallelize(Stranger(), ShardingPolicy(rules=rules), TensorGroup.of(None))
+
+
+def test_a_policy_that_splits_no_layer_raises():
+    expect_on_ranks(
+        ConfigError, r"splits none of its layers: no name matches 'encoder\.\*\.up'", another_models_policy, 2
+    )
+
+
 def test_a_rule_for_a_module_that_is_not_there_raises():
     expect_on_ranks(ConfigError, r"names 'blocks\.\*\.fc', which the model does not have", wrong_name, 2)
 

@@ -26,6 +26,19 @@ def test_norm_of_fp16_does_not_overflow():
     assert float(global_norm([torch.full((10_000,), 100.0, dtype=torch.float16)])) == pytest.approx(1e4)
 
 
+def test_norm_does_not_depend_on_how_elements_are_cut():
+    elements = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
+    whole = global_norm([elements])
+    assert torch.equal(whole, elements.double().norm().float())  # which fp32 sums miss
+    assert all(torch.equal(whole, global_norm(elements.split(length))) for length in (1_000, 77_777, 2_900_000))
+
+
+def test_norm_may_stay_wide():
+    parts = torch.randn(10_000, generator=torch.Generator().manual_seed(0)).split(3_000)
+    wide = [global_norm([part], dtype=torch.float64) for part in parts]
+    assert torch.equal(global_norm(wide, dtype=torch.float32), global_norm(parts))
+
+
 def test_norm_of_nothing_is_zero():
     assert float(global_norm([])) == 0.0
 

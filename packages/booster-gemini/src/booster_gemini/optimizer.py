@@ -204,9 +204,10 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over all shards of a replica, each element counted once, one chunk at a time."""
-        parts = [global_norm(part, norm_type) for part in self.gradients_in_parts()]
+        # Rounded once, at the end, so that the norm does not depend on how chunks are cut.
+        parts = [global_norm(part, norm_type, dtype=torch.float64) for part in self.gradients_in_parts()]
         group = self.ranks.shard_group or dist.group.WORLD
-        norm = global_norm(parts, norm_type, groups=[] if group is None else [group])
+        norm = global_norm(parts, norm_type, groups=[] if group is None else [group], dtype=torch.float32)
         if error_if_nonfinite:
             check_finite_norm(norm)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as `clip_by_norm` does

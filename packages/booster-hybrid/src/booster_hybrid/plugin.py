@@ -18,6 +18,7 @@ from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.replicated import place_model
 from booster_core.sharding.agreement import agree_on_values
+from booster_core.sharding.elementwise import partition_for
 from booster_core.sharding.ranks import ShardingRanks
 from booster_core.state.adapted import has_adapters
 from booster_core.state.naming import NamedTensors, named_modules
@@ -173,7 +174,7 @@ class HybridParallelPlugin(PipelinePlugin):
 
         Raises:
             ConfigError: If ranks have different settings, the sizes do not divide the world, the model has no policy,
-                or its sizes can't be split.
+                its sizes can't be split, or the optimizer needs whole matrices and layers are split.
 
         Collective: every rank of the world.
         """
@@ -185,6 +186,8 @@ class HybridParallelPlugin(PipelinePlugin):
         tensor = axes["tp",]
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
         policy = None
+        if tensor.size > 1:
+            _check_elementwise(objects.optimizer, tensor.size)
         if tensor.size > 1 or self.config.pipeline.size > 1:
             policy = policy_for(self._without_adapters(model), self.custom_policy, context.hooks)
         # The dry run sees the whole model: nothing is communicated in it.
@@ -441,6 +444,16 @@ class HybridParallelPlugin(PipelinePlugin):
                 holders=data.group,
             )
         return ShardingRanks(shard_group=data.group, shard_rank=data.index, shard_size=data.size, holders=data.group)
+
+
+def _check_elementwise(optimizer: Optimizer | None, tp_size: int) -> None:
+    """Refuse what would take a part of a matrix for the whole."""
+    if optimizer is not None and partition_for(optimizer, "auto") != "flat":
+        msg = (
+            f"{type(optimizer).__qualname__} updates whole matrices, of which `tp_size={tp_size}` leaves each rank a "
+            "part. Use an optimizer that treats every element alike, such as AdamW, or `tp_size=1`."
+        )
+        raise ConfigError(msg)
 
 
 def _leave_out(model: nn.Module, optimizer: Optimizer | None) -> None:

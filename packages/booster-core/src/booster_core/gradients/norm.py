@@ -31,10 +31,17 @@ def check_norm_arguments(max_norm: float, norm_type: float) -> None:
         raise ConfigError(msg)
 
 
-def global_norm(gradients: Iterable[Tensor], norm_type: float = 2.0, *, groups: Sequence[ProcessGroup] = ()) -> Tensor:
+def global_norm(
+    gradients: Iterable[Tensor],
+    norm_type: float = 2.0,
+    *,
+    groups: Sequence[ProcessGroup] = (),
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return the norm of all gradients, over this rank and the given groups.
 
-    The sum over elements is carried in fp32 (fp64 for fp64 gradients) whatever the gradients' format.
+    The sum over elements is carried in fp64: in fp32 it depends on how the elements are cut into tensors, and over tens
+    of millions of them torch's kernel for CPUs is off by a part in two thousand.
 
     Args:
         gradients: The gradients, or parts of them, that are counted on this rank; any shapes. Over all ranks of the
@@ -43,6 +50,7 @@ def global_norm(gradients: Iterable[Tensor], norm_type: float = 2.0, *, groups: 
         norm_type: Order of the norm, positive; ``inf`` for the largest magnitude.
         groups: Process groups over which the elements are spread, as the axes of a mesh are; summed over one
             after the other.
+        dtype: Format of the result; ``None`` means fp32, or fp64 where a gradient here has that.
 
     Returns:
         A scalar tensor on the gradients' device, the same on every rank of the groups.
@@ -51,28 +59,31 @@ def global_norm(gradients: Iterable[Tensor], norm_type: float = 2.0, *, groups: 
     """
     present = [gradient.detach() for gradient in gradients if gradient.numel()]
     device = present[0].device if present else _group_device(groups)
-    wide = torch.float64 if any(gradient.dtype == torch.float64 for gradient in present) else torch.float32
+    if dtype is None:
+        dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in present) else torch.float32
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in present:
         by_device.setdefault(gradient.device, []).append(gradient)
     parts = [
-        part.to(device=device, dtype=wide)
+        part.to(device)
         for tensors in by_device.values()
-        for part in _tensor_norms(tensors, norm_type, wide)
+        for part in torch._foreach_norm(tensors, norm_type, torch.float64)  # noqa: SLF001 - what torch clips by
     ]
     total = (
-        torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else torch.zeros((), dtype=wide, device=device)
+        torch.linalg.vector_norm(torch.stack(parts), norm_type)
+        if parts
+        else torch.zeros((), dtype=torch.float64, device=device)
     )
     if not groups:
-        return total
+        return total.to(dtype)
     if math.isinf(norm_type):
         for group in groups:
             dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
-        return total
+        return total.to(dtype)
     total = total.pow_(norm_type)
     for group in groups:
         dist.all_reduce(total, group=group)
-    return total.pow_(1.0 / norm_type)
+    return total.pow_(1.0 / norm_type).to(dtype)
 
 
 def check_finite_norm(norm: Tensor) -> None:
@@ -87,13 +98,6 @@ def check_finite_norm(norm: Tensor) -> None:
             "Lower the learning rate, look for infinities in the batch, or pass `error_if_nonfinite=False`."
         )
         raise GradientError(msg)
-
-
-def _tensor_norms(tensors: list[Tensor], norm_type: float, wide: torch.dtype) -> Sequence[Tensor]:
-    """Return the norm of each tensor of one device, in a few kernels where torch has them."""
-    if all(tensor.dtype == wide for tensor in tensors):
-        return torch._foreach_norm(tensors, norm_type)  # noqa: SLF001 - the kernel behind torch's clip_grad_norm_
-    return [torch.linalg.vector_norm(tensor, norm_type, dtype=wide) for tensor in tensors]
 
 
 def _group_device(groups: Sequence[ProcessGroup]) -> torch.device:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 8
 _COLUMNS = (Style.COLUMN, Style.COLUMN_GATHER, Style.HEAD)
+_OF_VOCABULARY = {Style.VOCABULARY, Style.HEAD}
 _ROWS = (Style.ROW, Style.ROW_SPLIT)
 
 
@@ -87,6 +88,7 @@ class _Applier:
 
     def run(self) -> TensorParallelModel:
         found = [(rule, name) for rule in self._policy.rules for name in self._targets(rule)]
+        self._check_splits_layers(found)
         taken: set[str] = set()
         columns: dict[tuple[int, bool], list[tuple[ModuleRule, str]]] = defaultdict(list)
         for rule, name in found:
@@ -108,6 +110,17 @@ class _Applier:
             self._apply_columns(members)
         self._separate_random_numbers(found)
         return self._result
+
+    def _check_splits_layers(self, found: list[tuple[ModuleRule, str]]) -> None:
+        """Refuse a policy all of whose rules for layers are optional and match nothing: it is another model's."""
+        asked = {rule.style for rule in self._policy.rules} - _OF_VOCABULARY
+        if asked and asked.isdisjoint(rule.style for rule, _ in found):
+            patterns = ", ".join(repr(rule.pattern) for rule in self._policy.rules[:4])
+            msg = (
+                f"The policy of {type(self._model).__name__} splits none of its layers: no name matches {patterns}, "
+                "... Pass `custom_policy=` with rules for this model."
+            )
+            raise ConfigError(msg)
 
     def _separate_random_numbers(self, found: list[tuple[ModuleRule, str]]) -> None:
         if not draws(self._model):
