@@ -12,6 +12,7 @@ from model_zoo import get_model
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_zero import ZeroConfig
 
 STEPS = 3
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
@@ -86,8 +87,9 @@ def compare(name, options, folder):
         (4, {"tp_size": 2, "zero_stage": 0}),
         (4, {"tp_size": 2, "zero_stage": 1}),
         (4, {"tp_size": 2, "zero_stage": 2}),
+        (4, {"tp_size": 2, "zero": ZeroConfig(stage=2, bucket_bytes=4096, overlap_communication=False)}),
     ],
-    ids=["tp2", "tp2dp2", "tp2dp2zero1", "tp2dp2zero2"],
+    ids=["tp2", "tp2dp2", "tp2dp2zero1", "tp2dp2zero2", "tp2dp2options"],
 )
 def test_gradients_norms_and_parameters_are_those_of_one_process(name, num_ranks, options, tmp_path):
     run_on_ranks(compare, num_ranks, name, options, tmp_path / "out")

@@ -6,6 +6,7 @@ from booster_core import discovery
 from booster_core.errors import ConfigError
 from booster_core.precision import LossScaleConfig
 from booster_hybrid import HybridParallelPlugin
+from booster_zero import ZeroConfig
 
 
 def test_it_is_found_by_name():
@@ -35,6 +36,10 @@ def test_options_reach_the_config():
         ({"sequence_parallelism_mode": "ring_attn"}, "splits sequences over `sp_size` ranks, which is 1"),
         ({"zero_stage": 3}, "`stage=3` is not one of"),
         ({"cpu_offload": True}, "`zero_stage=0` shards nothing"),
+        ({"zero": ZeroConfig(), "zero_stage": 2}, r"`zero=ZeroConfig\(...\)` says what `zero_stage=2` says, too"),
+        ({"zero": ZeroConfig(), "max_norm": 0.5}, "says what `max_norm=0.5` says, too"),
+        ({"zero": ZeroConfig(replica_size=2)}, r"`zero=ZeroConfig\(replica_size=2\)`: all data parallel ranks share"),
+        ({"zero": ZeroConfig(overlap_allgather=True), "tp_size": 2}, "can't be had with `tp_size=2`"),
         ({"loss_scale": LossScaleConfig()}, "`loss_scale` is about fp16"),
         ({"precision": "bf16", "loss_scale": LossScaleConfig()}, "fp16"),
     ],

@@ -5,7 +5,7 @@ Each axis is its own package: `tensor_parallel`, `sequence_parallel` and `pipeli
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -75,6 +75,7 @@ class HybridParallelPlugin(PipelinePlugin):
             looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
         sequence_parallelism_mode: See `SequenceConfig`.
         zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it by ZeRO.
+        zero: All of ZeRO's options, in the place of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
         parallel_output: Leave the logits of language models split by vocabulary, so that the whole ones never exist:
             ``outputs.logits`` are `SplitLogits`, on which the model's own loss and cross entropy work as on whole
             ones; what would be wrong on a part raises. ``False`` puts them together.
@@ -121,6 +122,7 @@ class HybridParallelPlugin(PipelinePlugin):
         example_batch: Any = None,
         sequence_parallelism_mode: str | None = None,
         zero_stage: int = 0,
+        zero: ZeroConfig | None = None,
         parallel_output: bool = False,
         custom_policy: ShardingPolicy | None = None,
         max_norm: float = 0.0,
@@ -140,7 +142,7 @@ class HybridParallelPlugin(PipelinePlugin):
                 num_layers_per_stage=None if num_layers_per_stage is None else tuple(num_layers_per_stage),
             ),
             sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode),
-            zero=None if zero_stage == 0 else ZeroConfig(stage=zero_stage, cpu_offload=cpu_offload),
+            zero=_zero_config(zero, zero_stage, max_norm, cpu_offload=cpu_offload),
         )
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
@@ -149,15 +151,17 @@ class HybridParallelPlugin(PipelinePlugin):
         if pipeline_record is not None and pp_size == 1:
             msg = "`pipeline_record` writes down what a pipeline does, and `pp_size=1` makes none. Pass `pp_size`."
             raise ConfigError(msg)
-        if cpu_offload and zero_stage == 0:
-            msg = "`cpu_offload=True` moves what ZeRO shards, and `zero_stage=0` shards nothing. Use `zero_stage=1`."
+        if self.config.zero is not None and self.config.zero.overlap_allgather and tp_size > 1:
+            # Column-parallel layers read their siblings' weights, before these layers' own calls would wait for them.
+            msg = f"`overlap_allgather=True` can't be had with `tp_size={tp_size}`. Leave one of them out."
             raise ConfigError(msg)
         if loss_scale is not None and precision is None:
             msg = "`loss_scale` is about fp16. Pass `precision='fp16'` beside it, or a PrecisionPolicy to `Booster`."
             raise ConfigError(msg)
         self.precision = None if precision is None else PrecisionPolicy.parse(precision, loss_scale=loss_scale)
+        options = self.config.zero or ZeroConfig(max_norm=max_norm)
         self._zero = LowLevelZeroPlugin(
-            stage=max(zero_stage, 1), max_norm=max_norm, cpu_offload=cpu_offload, precision=self.precision
+            **{each.name: getattr(options, each.name) for each in fields(options)}, precision=self.precision
         )
         self._axes: tuple[Any, dict[tuple[str, ...], Axis]] | None = None
 
@@ -444,6 +448,26 @@ class HybridParallelPlugin(PipelinePlugin):
                 holders=data.group,
             )
         return ShardingRanks(shard_group=data.group, shard_rank=data.index, shard_size=data.size, holders=data.group)
+
+
+def _zero_config(zero: ZeroConfig | None, zero_stage: int, max_norm: float, *, cpu_offload: bool) -> ZeroConfig | None:
+    """Return ZeRO's options, given as one or one by one; ``None`` where nothing is sharded."""
+    if zero is None:
+        if cpu_offload and zero_stage == 0:
+            msg = "`cpu_offload=True` moves what ZeRO shards, and `zero_stage=0` shards nothing. Use `zero_stage=1`."
+            raise ConfigError(msg)
+        return ZeroConfig(stage=zero_stage, max_norm=max_norm, cpu_offload=cpu_offload) if zero_stage else None
+    given = {"zero_stage": zero_stage, "max_norm": max_norm, "cpu_offload": cpu_offload}
+    doubled = [name for name, value in given.items() if value]
+    if doubled:
+        msg = f"`zero=ZeroConfig(...)` says what `{doubled[0]}={given[doubled[0]]}` says, too. Give one of them."
+        raise ConfigError(msg)
+    if zero.replica_size > 1:
+        msg = (
+            f"`zero=ZeroConfig(replica_size={zero.replica_size})`: all data parallel ranks share the state here. Use 1."
+        )
+        raise ConfigError(msg)
+    return zero
 
 
 def _check_elementwise(optimizer: Optimizer | None, tp_size: int) -> None:
