@@ -30,7 +30,7 @@ PLACES = {
 def boost(options, precision=None):
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
-    booster = Booster("simulated", precision, GeminiPlugin(min_chunk_bytes=LAYER_BYTES // 4, **options))
+    booster = Booster("simulated", precision, GeminiPlugin(min_chunk_bytes=LAYER_BYTES, **options))
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
     return booster, model, optimizer
 
