@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.schedule import STYLES, make_schedule
-
-if TYPE_CHECKING:
-    from booster_zero import ZeroConfig
+from booster_zero import ZeroConfig
 
 SEQUENCE_MODES = ("split_gather", "all_to_all", "ring_attn")
 
@@ -174,6 +171,38 @@ class HybridConfig:
                 "`tp_size=1`. Pass `tp_size`, or use 'all_to_all' or 'ring_attn' with `sp_size`."
             )
             raise ConfigError(msg)
+
+
+def zero_options(zero: ZeroConfig | None, zero_stage: int, max_norm: float, *, cpu_offload: bool) -> ZeroConfig | None:
+    """Return ZeRO's options, given as one or one by one; ``None`` where nothing is sharded.
+
+    Args:
+        zero: All of them.
+        zero_stage: ZeRO's stage; 0 shards nothing.
+        max_norm: Global norm to clip by.
+        cpu_offload: Whether state is kept on the host.
+
+    Raises:
+        ConfigError: If options are given in both ways, or ask for what can't be.
+
+    Collective: none.
+    """
+    if zero is None:
+        if cpu_offload and zero_stage == 0:
+            msg = "`cpu_offload=True` moves what ZeRO shards, and `zero_stage=0` shards nothing. Use `zero_stage=1`."
+            raise ConfigError(msg)
+        return ZeroConfig(stage=zero_stage, max_norm=max_norm, cpu_offload=cpu_offload) if zero_stage else None
+    given = {"zero_stage": zero_stage, "max_norm": max_norm, "cpu_offload": cpu_offload}
+    doubled = [name for name, value in given.items() if value]
+    if doubled:
+        msg = f"`zero=ZeroConfig(...)` says what `{doubled[0]}={given[doubled[0]]}` says, too. Give one of them."
+        raise ConfigError(msg)
+    if zero.replica_size > 1:
+        msg = (
+            f"`zero=ZeroConfig(replica_size={zero.replica_size})`: all data parallel ranks share the state here. Use 1."
+        )
+        raise ConfigError(msg)
+    return zero
 
 
 def _check_positive(what: str, size: int) -> None:

@@ -18,14 +18,13 @@ from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.replicated import place_model
 from booster_core.sharding.agreement import agree_on_values
-from booster_core.sharding.elementwise import partition_for
 from booster_core.sharding.ranks import ShardingRanks
 from booster_core.state.adapted import has_adapters
 from booster_core.state.naming import NamedTensors, named_modules
 from booster_core.state.replicated import Place
 from booster_core.wrappers import boosted_inside, unscaled_gradient, unwrap_model
 from booster_hybrid.agreement import check_same_settings
-from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig
+from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, zero_options
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
 from booster_hybrid.pipeline.engine import PipelineEngine
@@ -39,6 +38,7 @@ from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.state import HybridStateAdapter
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_zero import LowLevelZeroPlugin, ZeroConfig
 from booster_zero.state import ZeroStateAdapter
 
@@ -142,7 +142,7 @@ class HybridParallelPlugin(PipelinePlugin):
                 num_layers_per_stage=None if num_layers_per_stage is None else tuple(num_layers_per_stage),
             ),
             sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode),
-            zero=_zero_config(zero, zero_stage, max_norm, cpu_offload=cpu_offload),
+            zero=zero_options(zero, zero_stage, max_norm, cpu_offload=cpu_offload),
         )
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
@@ -191,7 +191,7 @@ class HybridParallelPlugin(PipelinePlugin):
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
         policy = None
         if tensor.size > 1:
-            _check_elementwise(objects.optimizer, tensor.size)
+            check_elementwise(objects.optimizer, tensor.size)
         if tensor.size > 1 or self.config.pipeline.size > 1:
             policy = policy_for(self._without_adapters(model), self.custom_policy, context.hooks)
         # The dry run sees the whole model: nothing is communicated in it.
@@ -199,7 +199,7 @@ class HybridParallelPlugin(PipelinePlugin):
         split = TensorParallelModel()
         if tensor.size > 1 and policy is not None:
             split = parallelize(model, policy, group, parallel_output=self.parallel_output)
-            _cut_state(model, objects.optimizer, split)
+            cut_state(model, objects.optimizer, split)
         if self.config.sequence.mode is not None:
             _split_sequences(model, self, axes, context, split)
         copies: dict[int, tuple[int, ...]] = {}
@@ -211,7 +211,7 @@ class HybridParallelPlugin(PipelinePlugin):
             # Layers' forwards that split their backward lie inside of those that stages put around layers.
             split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
             staged = plan.cut(model, place.stage)
-            _leave_out(model, objects.optimizer)
+            leave_out(model, objects.optimizer)
         boosted = self._zero.shard(
             objects, context, self._ranks(axes), HybridOptimizer, model_class=HybridModel, copies=copies
         )
@@ -450,51 +450,6 @@ class HybridParallelPlugin(PipelinePlugin):
         return ShardingRanks(shard_group=data.group, shard_rank=data.index, shard_size=data.size, holders=data.group)
 
 
-def _zero_config(zero: ZeroConfig | None, zero_stage: int, max_norm: float, *, cpu_offload: bool) -> ZeroConfig | None:
-    """Return ZeRO's options, given as one or one by one; ``None`` where nothing is sharded."""
-    if zero is None:
-        if cpu_offload and zero_stage == 0:
-            msg = "`cpu_offload=True` moves what ZeRO shards, and `zero_stage=0` shards nothing. Use `zero_stage=1`."
-            raise ConfigError(msg)
-        return ZeroConfig(stage=zero_stage, max_norm=max_norm, cpu_offload=cpu_offload) if zero_stage else None
-    given = {"zero_stage": zero_stage, "max_norm": max_norm, "cpu_offload": cpu_offload}
-    doubled = [name for name, value in given.items() if value]
-    if doubled:
-        msg = f"`zero=ZeroConfig(...)` says what `{doubled[0]}={given[doubled[0]]}` says, too. Give one of them."
-        raise ConfigError(msg)
-    if zero.replica_size > 1:
-        msg = (
-            f"`zero=ZeroConfig(replica_size={zero.replica_size})`: all data parallel ranks share the state here. Use 1."
-        )
-        raise ConfigError(msg)
-    return zero
-
-
-def _check_elementwise(optimizer: Optimizer | None, tp_size: int) -> None:
-    """Refuse what would take a part of a matrix for the whole."""
-    if optimizer is not None and partition_for(optimizer, "auto") != "flat":
-        msg = (
-            f"{type(optimizer).__qualname__} updates whole matrices, of which `tp_size={tp_size}` leaves each rank a "
-            "part. Use an optimizer that treats every element alike, such as AdamW, or `tp_size=1`."
-        )
-        raise ConfigError(msg)
-
-
-def _leave_out(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Drop from an optimizer what has left the model; groups stay, empty ones too."""
-    if optimizer is None:
-        return
-    present = {id(parameter) for parameter in model.parameters()}
-    for group in optimizer.param_groups:
-        is_kept = [id(parameter) in present for parameter in group["params"]]
-        for parameter, kept in zip(group["params"], is_kept, strict=True):
-            if not kept:
-                optimizer.state.pop(parameter, None)
-        group["params"][:] = [parameter for parameter, kept in zip(group["params"], is_kept, strict=True) if kept]
-        if "param_names" in group:
-            group["param_names"] = [name for name, kept in zip(group["param_names"], is_kept, strict=True) if kept]
-
-
 def _split_sequences(
     model: nn.Module,
     plugin: HybridParallelPlugin,
@@ -522,15 +477,3 @@ def _split_sequences(
         tensor_size=tensor.size,
         parallel_output=plugin.parallel_output,
     )
-
-
-def _cut_state(model: nn.Module, optimizer: Optimizer | None, split: TensorParallelModel) -> None:
-    """Keep this rank's part of the state that an optimizer has already."""
-    if optimizer is None:
-        return
-    name_of = NamedTensors.of(model).name_of
-    for parameter, state in optimizer.state.items():
-        part = split.splits.get(name_of.get(id(parameter), ""))
-        for key, value in state.items():
-            if part is not None and hasattr(value, "shape") and tuple(value.shape) == part.global_shape:
-                state[key] = part.take(value)
