@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -57,12 +58,12 @@ def install_verb(install, init="", **more):
 def test_another_distribution_brings_a_verb(install):
     install_verb(install)
     assert run("greet", "Ada").output == "hello Ada\n"
-    assert "greet    Say hello to the world.\n" in run("--help").output
+    assert re.search(r"greet +Say hello to the world\.\n", run("--help").output)
 
 
 def test_help_lists_a_verb_without_importing_its_package(install):
     package = install_verb(install, "1 / 0")
-    assert "greet    Say hello to the world.\n" in run("--help").output
+    assert re.search(r"greet +Say hello to the world\.\n", run("--help").output)
     assert package not in sys.modules
 
 

@@ -10,12 +10,14 @@ A parameter may be used in three ways, and each is noticed in its own:
 
 from __future__ import annotations
 
+import sys
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from booster_gemini.saved_uses import SavedUses
@@ -130,6 +132,7 @@ class ParameterHooks:
             frame.is_outermost = True
         self._frames.append(frame)
         if len(self._frames) == 1:
+            _keep_from_compiler()
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         if own:
             self._manager.home.moment(name)
@@ -197,7 +200,15 @@ class _FunctionUses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Fetch what a function reads, and call it."""
-        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return self._call(func, args, kwargs or {})  # traced as a part of a compiled forward
+        return self._call_as_it_is(func, args, kwargs or {})
+
+    @_disable_dynamo
+    def _call_as_it_is(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         hooks = self._hooks()
         if hooks is None:
             return func(*args, **kwargs)
@@ -207,6 +218,17 @@ class _FunctionUses(TorchFunctionMode):
         if not indices or _only_describes(func):  # most calls get no parameter: that is seen soonest
             return func(*args, **kwargs)
         return hooks.call(func, indices, args, kwargs)
+
+
+def _keep_from_compiler() -> None:
+    """Keep torch.compile, once it is there, from making graphs of single calls of torch functions.
+
+    It tells functions apart by their addresses there, which getters, such as that of `Tensor.device`, have in turn:
+    they are made anew for each use, and one would get what was compiled for another.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None:
+        compiler.skip_code(_FunctionUses.__torch_function__.__code__)
 
 
 def _only_describes(func: Any) -> bool:
