@@ -148,12 +148,11 @@ class TorchFSDPPlugin(Plugin):
         mesh = self._mesh_of_world(context)
         model = objects.model
         methods = self._forward_methods(model)
+        check_parameters(model)
         recording = None
         if is_lazy(model):
             recording = hollow_model(model, objects.optimizer, context.device, context.precision)
-            check_parameters(model)
         else:
-            check_parameters(model)
             place_model(model, objects.optimizer, context.device, context.precision)
             agree_on_values(model)
         name_of = NamedTensors.of(model).name_of

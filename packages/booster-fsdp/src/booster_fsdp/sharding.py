@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
 from booster_core.precision.narrow import NARROW, kept_as_they_are
+from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.ranks import ShardingRanks, sharding_groups
 from booster_core.state.naming import NamedTensors
 from booster_fsdp.communication import use_collectives_of_core
@@ -76,7 +77,6 @@ def check_parameters(model: nn.Module) -> None:
     Collective: none.
     """
     name_of = NamedTensors.of(model).name_of
-    addresses: dict[object, str] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             msg = (
@@ -84,18 +84,10 @@ def check_parameters(model: nn.Module) -> None:
                 "the plain model; to combine sharding with tensor parallelism, use plugin='hybrid'."
             )
             raise ConfigError(msg)
-        if parameter.numel() and parameter.device.type != "meta":
-            address = parameter.untyped_storage().data_ptr() + parameter.storage_offset() * parameter.element_size()
-            other = addresses.setdefault((address, parameter.device), name)
-            if other != name:
-                msg = (
-                    f"Parameters '{other}' and '{name}' are two objects over the same memory. Tie them by assigning "
-                    "one Parameter to both modules."
-                )
-                raise ConfigError(msg)
         if id(parameter) not in name_of:
             msg = f"Parameter '{name}' is registered under a name that `state_dict` does not list."
             raise ConfigError(msg)
+    check_distinct_memory(model)
 
 
 def shard_model(

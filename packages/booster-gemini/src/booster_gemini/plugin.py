@@ -16,6 +16,7 @@ from booster_core.precision.narrow import NARROW, kept_as_they_are
 from booster_core.replicated import check_no_masters, place_model
 from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.bucket import Format
+from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.elementwise import partition_for
 from booster_core.sharding.ranks import ShardingRanks, make_ranks
 from booster_core.wrappers import unwrap_model
@@ -163,13 +164,14 @@ class GeminiPlugin(Plugin):
         """Lay all parameters out in chunks, and let the optimizer update this rank's slices of them.
 
         Raises:
-            ConfigError: If ``replica_size`` does not divide the number of ranks, or the optimizer or a parameter can't
-                be sharded.
+            ConfigError: If ``replica_size`` does not divide the number of ranks, two parameters are one memory, or the
+                optimizer or a parameter can't be sharded.
 
         Collective: every rank of the world.
         """
         ranks = self._ranks_of_world()
         model = objects.model
+        check_distinct_memory(model)
         unchanged = replace(context.precision, param_dtype=None)  # chunks have formats of their own
         recording, lazy = None, set[int]()
         if is_lazy(model):

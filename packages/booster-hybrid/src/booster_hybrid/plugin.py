@@ -18,6 +18,7 @@ from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.replicated import place_model
 from booster_core.sharding.agreement import agree_on_values
+from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.ranks import ShardingRanks
 from booster_core.state.adapted import has_adapters
 from booster_core.state.naming import NamedTensors, named_modules
@@ -185,6 +186,7 @@ class HybridParallelPlugin(PipelinePlugin):
         check_same_settings(self.describe(), context.coordinator)
         axes = self._axes_of_world()
         model = objects.model
+        check_distinct_memory(model)
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
         agree_on_values(model)
         tensor = axes["tp",]

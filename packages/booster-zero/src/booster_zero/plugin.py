@@ -18,6 +18,7 @@ from booster_core.precision.narrow import NARROW, kept_as_they_are
 from booster_core.replicated import check_no_masters, place_model
 from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.bucket import Format
+from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.ranks import ShardingRanks, make_ranks
 from booster_core.wrappers import unscaled_gradient, unwrap_model
 from booster_zero.config import ZeroConfig
@@ -152,6 +153,7 @@ class LowLevelZeroPlugin(Plugin):
         """
         room = self._room(context)
         model = objects.model
+        check_distinct_memory(model)
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
         agree_on_values(model)
         return self._shard(objects, context, self._ranks_of_world(), room)

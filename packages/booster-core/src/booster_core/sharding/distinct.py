@@ -5,34 +5,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
+from booster_core.lazy.tensor import LazyTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import nn
 
 
-def check_distinct_memory(parameters: Mapping[int, nn.Parameter], names: Mapping[int, str]) -> None:
-    """Check that no two parameters begin at the same place in memory.
+def check_distinct_memory(model: nn.Module) -> None:
+    """Check that no trained parameter begins at the same place in memory as another one, lazy ones included.
+
+    Frozen ones that share theirs are equal forever, tied or not.
 
     Args:
-        parameters: By number.
-        names: Their names, by number.
+        model: The user's model, before anything of it is moved.
 
     Raises:
         ConfigError: Naming two that do.
 
     Collective: none.
     """
-    addresses: dict[object, int] = {}
-    for index, parameter in parameters.items():
+    found: dict[object, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
         if not parameter.numel():
             continue
-        storage = parameter.untyped_storage().data_ptr() + parameter.storage_offset() * parameter.element_size()
-        other = addresses.setdefault((storage, parameter.device), index)
-        if other != index:
+        other_name, other = found.setdefault(_place_of(parameter), (name, parameter))
+        if other is not parameter and (other.requires_grad or parameter.requires_grad):
             msg = (
-                f"Parameters '{names[other]}' and '{names[index]}' are two objects over the same memory. Tie them by "
-                "assigning one Parameter to both modules."
+                f"Parameters '{other_name}' and '{name}' are two objects over the same memory. Tie them by assigning "
+                "one Parameter to both modules."
             )
             raise ConfigError(msg)
+
+
+def _place_of(parameter: nn.Parameter) -> object:
+    tensor = parameter.lazy_inner if isinstance(parameter, LazyTensor) else parameter
+    storage = tensor.untyped_storage()
+    # A tensor of meta has no address, but its storage is an object of its own.
+    begin = storage._cdata if tensor.device.type == "meta" else storage.data_ptr()  # noqa: SLF001 - what identifies it
+    return tensor.device, begin + tensor.storage_offset() * tensor.element_size()

@@ -17,7 +17,6 @@ from booster_core.gradients.clip import clip_by_norm
 from booster_core.liveness import naming_missing_ranks
 from booster_core.sharding.agreement import send_first
 from booster_core.sharding.buffers import BufferWatch
-from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.hosting import HostedOptimizer
 from booster_core.sharding.reducer import Reducer
 from booster_core.state.naming import NamedTensors
@@ -130,7 +129,6 @@ class ShardedOptimizer(OptimizerWrapper):
                     f"Parameter '{self.names[index]}' is of {parameter.dtype}; only floating parameters can be sharded."
                 )
                 raise ConfigError(msg)
-        check_distinct_memory(parameters, self.names)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters to the optimizer inside.

@@ -10,7 +10,6 @@ import torch
 
 from booster_core import collectives
 from booster_core.errors import ConfigError
-from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.layout import Layout
 from booster_core.state.naming import NamedTensors
 from booster_gemini.chunk.chunk import Chunk
@@ -46,9 +45,6 @@ class ChunkManager:
         lazy: Numbers of parameters that have no values yet.
         debug: Look for parameters that are changed by hand.
 
-    Raises:
-        ConfigError: If two parameters that are trained are one memory.
-
     Attributes:
         parameters: By number.
         names: Their names in the user's model, by number.
@@ -83,8 +79,6 @@ class ChunkManager:
             self.parameters[index] = parameter
             self.names[index] = named.name_of[id(parameter)]
             self.index_of[id(parameter)] = index
-        trained = {index: parameter for index, parameter in self.parameters.items() if parameter.requires_grad}
-        check_distinct_memory(trained, dict(enumerate(path for path, _ in model.named_parameters())))
         self._watch = ChangeWatch(self.names) if debug else None
         self.first_uses: dict[int, None] | None = {}
         self._max_prefetch = max_prefetch
