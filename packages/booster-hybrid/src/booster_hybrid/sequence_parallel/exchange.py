@@ -15,12 +15,14 @@ import torch
 from booster_core import collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
     from booster_hybrid.tensor_parallel.group import TensorGroup
+
+    _Operation = Callable[[Tensor, SequenceLayout, TensorGroup], Tensor]
 
 
 class _Exchange(torch.autograd.Function):
@@ -34,48 +36,19 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(gradient.contiguous(), ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
-        ctx.layout, ctx.group = layout, group
-        return gathered(local, layout, group)
+class _Paired(torch.autograd.Function):
+    """One of the operations on a sequence below in forward, and the one that undoes or transposes it in backward."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scattered(gradient, ctx.layout, ctx.group), None, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
-        ctx.layout, ctx.group = layout, group
-        return gathered(local, layout, group)
+    def forward(
+        ctx: Any, tensor: Tensor, layout: SequenceLayout, group: TensorGroup, operation: _Operation, back: _Operation
+    ) -> Tensor:
+        ctx.layout, ctx.group, ctx.back = layout, group, back
+        return operation(tensor, layout, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.layout.take(gradient, 1, ctx.group.rank), None, None
-
-
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
-        ctx.layout, ctx.group = layout, group
-        return layout.take(whole, 1, group.rank).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gathered(gradient, ctx.layout, ctx.group), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
-        ctx.layout, ctx.group = layout, group
-        return reduce_scattered(partial, layout, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gathered(gradient, ctx.layout, ctx.group), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(gradient, ctx.layout, ctx.group), None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -120,7 +93,7 @@ def gather_sequence(local: Tensor, layout: SequenceLayout, group: TensorGroup) -
 
     Collective: the group, also in backward.
     """
-    result: Tensor = _Gather.apply(local, layout, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Paired.apply(local, layout, group, gathered, reduce_scattered)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -134,7 +107,7 @@ def scatter_sum(partial: Tensor, layout: SequenceLayout, group: TensorGroup) -> 
 
     Collective: the group, also in backward.
     """
-    result: Tensor = _Scatter.apply(partial, layout, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Paired.apply(partial, layout, group, reduce_scattered, gathered)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -143,7 +116,7 @@ def join_replicas(local: Tensor, layout: SequenceLayout, group: TensorGroup) -> 
 
     Collective: the group.
     """
-    result: Tensor = _Join.apply(local, layout, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Paired.apply(local, layout, group, gathered, _taken)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -152,7 +125,7 @@ def cut_replica(whole: Tensor, layout: SequenceLayout, group: TensorGroup) -> Te
 
     Collective: the group, in backward.
     """
-    result: Tensor = _Cut.apply(whole, layout, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Paired.apply(whole, layout, group, _taken, gathered)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -195,6 +168,10 @@ def reduce_scattered(whole: Tensor, layout: SequenceLayout, group: TensorGroup) 
     own = whole.new_empty(shapes[group.rank])
     collectives.reduce_scatter(source, bounds, own.view(-1), group.group).wait()
     return own
+
+
+def _taken(whole: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+    return layout.take(whole, 1, group.rank).contiguous()
 
 
 def _parts(shape: Sequence[int], layout: SequenceLayout) -> tuple[list[int], list[torch.Size]]:
