@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from booster_core.coordinator import DistCoordinator
     from booster_core.plugin import BoostContext
     from booster_core.precision.loss_scaler import LossScaleConfig
     from booster_core.state.adapter import StateAdapter
@@ -230,6 +231,7 @@ class HybridParallelPlugin(PipelinePlugin):
         )
         hybrid: Any = boosted.model
         hybrid.place = place
+        hybrid.replica = axes["pp", "sp", "tp"]
         if isinstance(boosted.optimizer, HybridOptimizer):
             boosted.optimizer.place = place
         if plan is not None and staged is not None:
@@ -240,7 +242,8 @@ class HybridParallelPlugin(PipelinePlugin):
                 self.config.pipeline,
                 place.stage,
                 self._link(plan, axes, context),
-                replica=axes["pp", "sp", "tp"].group,
+                replica=axes["pp", "sp", "tp"],
+                data=axes["dp",],
                 coordinator=context.coordinator,
                 device=context.device,
                 run_options={"split": split_backward, "record": self._record(axes, context)},
@@ -305,10 +308,10 @@ class HybridParallelPlugin(PipelinePlugin):
             return_outputs=return_outputs,
         )
 
-    def data_parallel_coordinates(self, context: BoostContext) -> tuple[int, int]:
+    def data_parallel_coordinates(self, coordinator: DistCoordinator) -> tuple[int, int]:
         """Return this rank's index along the data parallel axis, and its size."""
-        shape = self._shape(context.coordinator.world_size)
-        return shape.coordinates(context.coordinator.rank)["dp"], shape.sizes["dp"]
+        shape = self._shape(coordinator.world_size)
+        return shape.coordinates(coordinator.rank)["dp"], shape.sizes["dp"]
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
         """Return the view of what is split and sharded, in the shapes of the user's own model."""
