@@ -18,6 +18,7 @@ from booster_core.lazy.boosting import hollow_objects
 from booster_core.mesh import Axis, MeshShape, fill_axis, make_axes
 from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
+from booster_core.precision.narrow import working_dtypes
 from booster_core.replicated import place_model
 from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.distinct import check_distinct_memory
@@ -222,7 +223,8 @@ class HybridParallelPlugin(PipelinePlugin):
             copies = plan.copies(model)
             # Layers' forwards that split their backward lie inside of those that stages put around layers.
             split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
-            staged = plan.cut(model, place.stage)
+            # What is not here still tells its format: models make tables in that of their embedding.
+            staged = plan.cut(model, place.stage, working_dtypes(model, context.precision.param_dtype))
             leave_out(model, objects.optimizer)
         if recording is not None:
             fill_model(model, recording, split.splits, context)
