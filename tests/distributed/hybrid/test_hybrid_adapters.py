@@ -1,7 +1,6 @@
 """Low-rank adapters on layers that are split: loss, gradients, norm and parameters are those of one process.
 
-In fp64, where nothing but a mistake differs by more than the last digits: gradients of adapters are small sums of large
-terms of either sign.
+In fp64, since gradients of adapters are small sums of large terms of either sign.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from model_zoo.transformers_heads import HEADS
 
 from booster_core import Booster
 from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_core.testing.compare import Tolerance, assert_same_tensors, tolerance_for
 from booster_core.testing.training import whole_model
 from booster_hybrid import HybridParallelPlugin
 
@@ -27,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 STEPS = 3
 SAMPLES = 4
+IN_DOUBLE = Tolerance(relative=2e-6, reason="transformers' losses are taken in fp32: a few roundings of 2**-24")
 MODELS = {**ZOO, **HEADS}
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS = {
@@ -53,9 +53,12 @@ TARGETS = {
 def adapted(name, config, add=peft.get_peft_model):
     """Return a model with adapters that have an effect, the same in every process."""
     model = MODELS[name].seeded().double()
+    if "mixtral" in name or "deepseek" in name:
+        model.set_experts_implementation("eager")  # the grouped products know no fp64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        lora = peft.LoraConfig(**{"target_modules": TARGETS[name], "r": 3, "init_lora_weights": False, **config})
+        known = {"target_modules": TARGETS[name], "r": 3, "init_lora_weights": False, "fan_in_fan_out": "gpt2" in name}
+        lora = peft.LoraConfig(**{**known, **config})
         return add(model, lora).double()
 
 
@@ -117,14 +120,14 @@ def compare(name, config, options):
     losses, norms, gradients, parameters = plainly(name, config, data_size)
     for step in range(STEPS):
         loss = backward(booster, model, optimizer, zoo, zoo.share(step, data_rank, SAMPLES))
-        assert mean_over_ranks(loss) == pytest.approx(losses[step], rel=1e-12)
+        assert mean_over_ranks(loss) == pytest.approx(losses[step], rel=1e-6)
         found = {key: booster.full_gradient(model, key) for key in gradients[step]}
-        assert_same_tensors(found, gradients[step], tolerance_for(torch.float64))
-        assert float(optimizer.clip_grad_by_norm(1.0)) == pytest.approx(norms[step], rel=1e-12)
+        assert_same_tensors(found, gradients[step], IN_DOUBLE)
+        assert float(optimizer.clip_grad_by_norm(1.0)) == pytest.approx(norms[step], rel=1e-6)
         optimizer.step()
         optimizer.zero_grad()
     whole = whole_model(booster, model)
-    assert_same_tensors({key: whole[key] for key in parameters}, parameters, tolerance_for(torch.float64))
+    assert_same_tensors({key: whole[key] for key in parameters}, parameters, IN_DOUBLE)
 
 
 TP2 = {"tp_size": 2}
@@ -152,15 +155,18 @@ DEFAULT = {
     ("transformers/bert_masked_lm", "tp3"),
 }
 """One of each kind; the others are left to the long run."""
-WITHOUT = {
-    ("transformers/t5_generation", "split_gather"): "encoder-decoders are not split by positions",
+SPLIT_POSITIONS = ("split_gather", "all_to_all", "ring_attn", "ring_attn-tp2")
+REFUSED = {
+    **dict.fromkeys(("transformers/t5_generation", "transformers/whisper_generation"), SPLIT_POSITIONS),
+    **dict.fromkeys(("transformers/falcon", "transformers/bloom"), SPLIT_POSITIONS[1:]),
+    "heads/falcon_groups_lm": ("tp3", "tp4", *SPLIT_POSITIONS[1:]),
 }
-"""What the plugin refuses."""
+"""What can't be had of a model, with adapters or without."""
 
 
 def cases():
     for name in TARGETS:
-        for mesh in MESHES:
+        for mesh in [mesh for mesh in MESHES if mesh not in REFUSED.get(name, ())]:
             marks = [] if (name, mesh) in DEFAULT else [pytest.mark.slow]
             yield pytest.param(name, mesh, marks=marks, id=f"{name.rpartition('/')[2]}-{mesh}")
 
