@@ -23,7 +23,7 @@ from booster_core.replicated import place_model
 from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.ranks import ShardingRanks
-from booster_core.state.adapted import has_adapters
+from booster_core.state.adapted import without_adapters
 from booster_core.state.naming import NamedTensors, named_modules
 from booster_core.state.replicated import Place
 from booster_core.wrappers import boosted_inside, unscaled_gradient, unwrap_model
@@ -206,7 +206,7 @@ class HybridParallelPlugin(PipelinePlugin):
         if tensor.size > 1:
             check_elementwise(objects.optimizer, tensor.size)
         if tensor.size > 1 or self.config.pipeline.size > 1:
-            policy = policy_for(self._without_adapters(model), self.custom_policy, context.hooks)
+            policy = policy_for(model, self.custom_policy, context.hooks)
         # The dry run sees the whole model: nothing is communicated in it.
         plan = None if self.config.pipeline.size == 1 else self._plan_stages(objects, policy, context)
         split = TensorParallelModel()
@@ -375,23 +375,6 @@ class HybridParallelPlugin(PipelinePlugin):
         """Return the options and their values."""
         return {**asdict(self.config), "parallel_output": self.parallel_output}
 
-    def _without_adapters(self, model: nn.Module) -> nn.Module:
-        """Return the model inside of peft's, which has a policy.
-
-        Raises:
-            ConfigError: If a model with adapters is to be split over tensor parallel ranks.
-        """
-        if not has_adapters(model):
-            return model
-        if self.config.tensor.size > 1:
-            msg = (
-                f"`tp_size={self.config.tensor.size}` can't split layers that have adapters. Use `tp_size=1` with "
-                "`enable_lora`, and `pp_size` or `zero_stage` to spread the model."
-            )
-            raise ConfigError(msg)
-        base: nn.Module = model.get_base_model()  # type: ignore[operator]
-        return base
-
     def _plan_stages(self, objects: Boosted, policy: ShardingPolicy | None, context: BoostContext) -> StagePlan:
         """Return what a dry run on the first rank has seen, and what follows from it.
 
@@ -479,13 +462,13 @@ def _split_sequences(
     from booster_hybrid.sequence_parallel.apply import split_sequences
     from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
+    model = without_adapters(model)
     lists = policy_for(model, plugin.custom_policy, context.hooks).layers
     tensor, sequence = axes["tp",], axes["sp",]
     mode = str(plugin.config.sequence.mode)
     if mode == "split_gather":
-        whole = {name for name, _ in model.named_parameters()} - split.splits.keys() - split.summed
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
-        split_between_blocks(model, lists, group, axes[()].group, whole_parameters=whole)
+        split_between_blocks(model, lists, group, axes[()].group, split)
         return
     split_sequences(
         model,

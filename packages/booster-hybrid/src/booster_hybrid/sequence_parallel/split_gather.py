@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
+from booster_core.state.naming import NamedTensors
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
 from booster_hybrid.sequence_parallel.layers import layers_of, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
@@ -20,12 +21,16 @@ from booster_hybrid.sequence_parallel.random import RankStream
 from booster_hybrid.tensor_parallel.collectives import summed
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
+from booster_hybrid.tensor_parallel.names import ModelNames
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
+
+    from booster_hybrid.tensor_parallel.adapters import AdapterSum
+    from booster_hybrid.tensor_parallel.apply import TensorParallelModel
 
 
 class _Lengths:
@@ -74,8 +79,7 @@ def split_between_blocks(
     lists: Sequence[str],
     group: TensorGroup,
     alone: ProcessGroup,
-    *,
-    whole_parameters: Collection[str],
+    split: TensorParallelModel,
 ) -> None:
     """Let a tensor parallel model's layers work on this rank's positions between their blocks, in place.
 
@@ -84,7 +88,7 @@ def split_between_blocks(
         lists: Names of the lists of its layers; those that it lacks are passed over.
         group: The tensor parallel ranks.
         alone: A process group of this rank alone.
-        whole_parameters: Names of the parameters that are not split and whose gradients are not summed yet.
+        split: What has become of the model's parameters.
 
     Raises:
         ConfigError: If the model can't be split so.
@@ -93,13 +97,14 @@ def split_between_blocks(
     """
     layers = layers_of(model, lists, "split_gather")
     lengths, stream = _Lengths(group.size, group.rank), RankStream(group.rank)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = NamedTensors.of(model).name_of
+    done = split.splits.keys() | split.summed
     kept: set[int] = set()
     for layer in layers:
         for child in layer.children():
-            kept |= _split_block(layer, child, lengths, group, alone)
+            kept |= _split_block(layer, child, lengths, group, alone, split.adapters)
     for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
-        if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] in whole_parameters:
+        if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] not in done:
             parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
     for index, layer in enumerate(layers):
@@ -109,7 +114,12 @@ def split_between_blocks(
 
 
 def _split_block(
-    layer: nn.Module, block: nn.Module, lengths: _Lengths, group: TensorGroup, alone: ProcessGroup
+    layer: nn.Module,
+    block: nn.Module,
+    lengths: _Lengths,
+    group: TensorGroup,
+    alone: ProcessGroup,
+    adapters: Sequence[AdapterSum],
 ) -> set[int]:
     """Put a block's communication at its borders; return the parameters whose gradients come whole, by identity."""
     patched = {module: vars(module)["forward"] for module in block.modules() if "forward" in vars(module)}
@@ -126,8 +136,7 @@ def _split_block(
         if isinstance(forward, ColumnForward):
             # The gather's transpose sums over ranks; the layer itself has nobody to sum with.
             forward.siblings.group = TensorGroup(alone, 0, 1)
-            parent = _parent(layer, module)
-            entries[module if parent is layer else parent] = None
+            entries[_entry(layer, module)] = None
         else:
             # The rank stays: the first one's partial sum has the bias.
             module.forward = RowForward(module, TensorGroup(alone, group.rank, group.size))
@@ -136,6 +145,12 @@ def _split_block(
                 kept.add(id(module.bias))
     for entry in entries:
         entry.register_forward_pre_hook(gathering, with_kwargs=True)
+    inside = set(block.modules())
+    for adapter in adapters:
+        if adapter.module in inside:
+            adapter.group = TensorGroup(alone, 0, 1)
+            if adapter.is_partial:
+                adapter.module.register_forward_hook(_Scattering(lengths, group))
     return kept
 
 
@@ -145,12 +160,12 @@ def _is_plain(forward: Any) -> bool:
     return isinstance(forward, RowForward) and forward.splits is None
 
 
-def _parent(layer: nn.Module, module: nn.Module) -> nn.Module:
-    for each in layer.modules():
-        if any(child is module for child in each.children()):
-            return each
-    msg = f"{type(module).__name__} is no part of {type(layer).__name__}"
-    raise AssertionError(msg)
+def _entry(layer: nn.Module, module: nn.Module) -> nn.Module:
+    """Return what is given the input of a column-parallel layer: the block that it is in, or what is around it."""
+    names = ModelNames(layer)
+    name = next(name for name, each in names.modules.items() if each is module)
+    parent = names.parent(name)
+    return names.outermost[name] if parent is layer else parent
 
 
 class _LayerHooks:
