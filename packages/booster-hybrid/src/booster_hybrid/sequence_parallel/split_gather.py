@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from booster_core.errors import ConfigError
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
-from booster_hybrid.sequence_parallel.layers import layers_of, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.random import RankStream
 from booster_hybrid.tensor_parallel.collectives import summed
@@ -22,9 +24,9 @@ from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 
@@ -91,21 +93,30 @@ def split_between_blocks(
 
     Collective: none.
     """
-    layers = layers_of(model, lists, "split_gather")
-    lengths, stream = _Lengths(group.size, group.rank), RankStream(group.rank)
+    stacks = lists_of_layers(model, lists, "split_gather")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    kept: set[int] = set()
-    for layer in layers:
-        for child in layer.children():
-            kept |= _split_block(layer, child, lengths, group, alone)
-    for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
-        if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] in whole_parameters:
-            parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
-    for index, layer in enumerate(layers):
-        hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
-        layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
-        layer.register_forward_hook(hooks.after, always_call=True)
+    for layers in stacks:
+        lengths, stream = _Lengths(group.size, group.rank), RankStream(group.rank)
+        kept: set[int] = set()
+        for layer in layers:
+            for block in _blocks(layer):
+                kept |= _split_block(layer, block, lengths, group, alone)
+        for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
+            if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] in whole_parameters:
+                parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
+        for index, layer in enumerate(layers):
+            hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
+            layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            layer.register_forward_hook(hooks.after, always_call=True)
+
+
+def _blocks(layer: nn.Module) -> list[nn.Module]:
+    """Return what a layer consists of; T5's keep it in a list."""
+    found = []
+    for child in layer.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else [child]
+    return found
 
 
 def _split_block(
@@ -116,10 +127,12 @@ def _split_block(
     if not patched and not any(True for _ in block.children()):
         return set()  # a norm, a dropout: each position by itself
     if not patched or not all(map(_is_plain, patched.values())):
-        block.register_forward_pre_hook(_Gathering(lengths, group, is_replica=True), with_kwargs=True)
-        block.register_forward_hook(_Cutting(lengths, group))
-        return {id(parameter) for parameter in block.parameters()}
+        return _leave_as_it_is(block, lengths, group)
     kept = set()
+    across = _attending_across(layer, patched)
+    for parent in across:
+        kept |= _leave_as_it_is(parent, lengths, group)
+    patched = {module: forward for module, forward in patched.items() if _parent(layer, module) not in across}
     gathering = _Gathering(lengths, group, is_replica=False)
     entries: dict[nn.Module, None] = {}
     for module, forward in patched.items():
@@ -137,6 +150,23 @@ def _split_block(
     for entry in entries:
         entry.register_forward_pre_hook(gathering, with_kwargs=True)
     return kept
+
+
+def _leave_as_it_is(block: nn.Module, lengths: _Lengths, group: TensorGroup) -> set[int]:
+    """Give a block whole sequences, alike on all ranks; return its parameters, by identity."""
+    block.register_forward_pre_hook(_Gathering(lengths, group, is_replica=True), with_kwargs=True)
+    block.register_forward_hook(_Cutting(lengths, group))
+    return {id(parameter) for parameter in block.parameters()}
+
+
+def _attending_across(layer: nn.Module, patched: Mapping[nn.Module, Any]) -> set[nn.Module]:
+    """Return the modules whose column-parallel layers read different inputs, such as a decoder's and an encoder's."""
+    read: dict[nn.Module, set[int]] = {}
+    for module, forward in patched.items():
+        parent = _parent(layer, module)
+        if isinstance(forward, ColumnForward) and parent is not layer:
+            read.setdefault(parent, set()).add(id(forward.siblings))
+    return {parent for parent, siblings in read.items() if len(siblings) > 1}
 
 
 def _is_plain(forward: Any) -> bool:
