@@ -463,7 +463,8 @@ def _split_sequences(
     from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
     model = without_adapters(model)
-    lists = policy_for(model, plugin.custom_policy, context.hooks).layers
+    policy = policy_for(model, plugin.custom_policy, context.hooks)
+    lists = [name for name in policy.layers if name not in policy.whole_sequences]
     tensor, sequence = axes["tp",], axes["sp",]
     mode = str(plugin.config.sequence.mode)
     if mode == "split_gather":
