@@ -39,7 +39,9 @@ class _Options(TypedDict):
 
 
 class AttentionPlace:
-    """Where in a split model a module is that may attend.
+    """Where in a split model a module is that may attend, and what its running call is about.
+
+    Layers may be computed again in backward without what is done before them, when other sequences have been underway.
 
     Args:
         stack: The layers that it is in; ``None`` outside of such.
@@ -47,7 +49,7 @@ class AttentionPlace:
 
     Attributes:
         stack: As above.
-        is_across: Whether its running call was given the states of another sequence.
+        is_across: Whether the call was given the states of another sequence.
     """
 
     def __init__(self, stack: Stack | None, names: list[str]) -> None:
@@ -56,10 +58,12 @@ class AttentionPlace:
         self.is_across = False
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note before a call whether it is given the states of another sequence."""
+        """Note before a call whether it is given the states of another sequence, and how long its own is."""
         del module
+        assert self.stack is not None, "modules outside of the layers are not watched"
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self.is_across = any(given.get(name) is not None for name in OTHER_STATES)
+        self.stack.note_masks(given.values())
 
 
 def place_attention(module: nn.Module, stack: Stack | None) -> None:
@@ -74,7 +78,7 @@ def place_attention(module: nn.Module, stack: Stack | None) -> None:
     names = argument_names(module)
     place = AttentionPlace(stack, names)
     vars(module)[_PLACE] = place
-    if stack is not None and not set(OTHER_STATES).isdisjoint(names):
+    if stack is not None and not {*OTHER_STATES, "attention_mask", "mask"}.isdisjoint(names):
         module.register_forward_pre_hook(place.note, with_kwargs=True)
 
 
@@ -155,6 +159,7 @@ def _layouts(query: Tensor, key: Tensor, mask: Any, place: AttentionPlace) -> tu
     """Return how the sequences are split of the queries and of the keys."""
     stack = place.stack
     assert stack is not None, "modules outside of the layers attend alone"
+    stack.resume(query.shape[2], [mask])
     layout = stack.layout(stack.length)
     if not place.is_across:
         key_layout = layout

@@ -22,6 +22,8 @@ from booster_hybrid.sequence_parallel.mask import SequenceMask
 from booster_hybrid.sequence_parallel.random import RankStream
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor, nn
 
     from booster_hybrid.tensor_parallel.group import TensorGroup
@@ -70,17 +72,27 @@ class Stack:
         self.length = length
         self._length_of[self.layout(length).lengths[self.group.rank]] = length
 
-    def resume(self, num_here: int, arguments: Any) -> None:
+    def resume(self, num_here: int, arguments: Iterable[Any]) -> None:
         """Note that a layer runs on some positions of this rank, maybe again after other sequences were underway.
 
         Args:
             num_here: Number of positions here.
-            arguments: What the layer was given, of which a mask knows the length.
+            arguments: What it was given, of which a mask knows the length.
 
         Collective: none.
         """
-        masks = [each for each in pytree.tree_leaves(arguments) if isinstance(each, SequenceMask)]
-        self.length = masks[0].length if masks else self._length_of[num_here]
+        if not self.note_masks(arguments) and self.layout(self.length).lengths[self.group.rank] != num_here:
+            self.length = self._length_of.get(num_here, self.length)
+
+    def note_masks(self, arguments: Iterable[Any]) -> bool:
+        """Take the length from a mask among some arguments; return whether there is one.
+
+        Collective: none.
+        """
+        found = next((each for each in arguments if isinstance(each, SequenceMask)), None)
+        if found is not None:
+            self.length = found.length
+        return found is not None
 
     def part_of_other(self, states: Tensor) -> Tensor:
         """Return this rank's part of another sequence's states; one and the same for all layers while they use it.
@@ -122,7 +134,7 @@ class LayerHooks:
         if self._is_first:
             stack.enter(hidden.shape[1])
         else:
-            stack.resume(hidden.shape[1], named)
+            stack.resume(hidden.shape[1], named.values())
         stack.key_length = 0
         layout, rank = stack.layout(stack.length), stack.group.rank
 
