@@ -15,7 +15,7 @@ from model_zoo.transformers_heads import HEADS
 
 from booster_core import Booster
 from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import Tolerance, assert_same_tensors, tolerance_for
+from booster_core.testing.compare import Tolerance, assert_same_tensors
 from booster_core.testing.training import whole_model
 from booster_hybrid import HybridParallelPlugin
 

@@ -18,6 +18,7 @@ from booster_core.lazy.boosting import hollow_objects
 from booster_core.mesh import Axis, MeshShape, fill_axis, make_axes
 from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
+from booster_core.precision.narrow import working_dtypes
 from booster_core.replicated import place_model
 from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.distinct import check_distinct_memory
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from booster_core.coordinator import DistCoordinator
     from booster_core.plugin import BoostContext
     from booster_core.precision.loss_scaler import LossScaleConfig
     from booster_core.state.adapter import StateAdapter
@@ -221,7 +223,8 @@ class HybridParallelPlugin(PipelinePlugin):
             copies = plan.copies(model)
             # Layers' forwards that split their backward lie inside of those that stages put around layers.
             split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
-            staged = plan.cut(model, place.stage)
+            # What is not here still tells its format: models make tables in that of their embedding.
+            staged = plan.cut(model, place.stage, working_dtypes(model, context.precision.param_dtype))
             leave_out(model, objects.optimizer)
         if recording is not None:
             fill_model(model, recording, split.splits, context)
@@ -230,6 +233,7 @@ class HybridParallelPlugin(PipelinePlugin):
         )
         hybrid: Any = boosted.model
         hybrid.place = place
+        hybrid.replica = axes["pp", "sp", "tp"]
         if isinstance(boosted.optimizer, HybridOptimizer):
             boosted.optimizer.place = place
         if plan is not None and staged is not None:
@@ -240,7 +244,8 @@ class HybridParallelPlugin(PipelinePlugin):
                 self.config.pipeline,
                 place.stage,
                 self._link(plan, axes, context),
-                replica=axes["pp", "sp", "tp"].group,
+                replica=axes["pp", "sp", "tp"],
+                data=axes["dp",],
                 coordinator=context.coordinator,
                 device=context.device,
                 run_options={"split": split_backward, "record": self._record(axes, context)},
@@ -305,10 +310,10 @@ class HybridParallelPlugin(PipelinePlugin):
             return_outputs=return_outputs,
         )
 
-    def data_parallel_coordinates(self, context: BoostContext) -> tuple[int, int]:
+    def data_parallel_coordinates(self, coordinator: DistCoordinator) -> tuple[int, int]:
         """Return this rank's index along the data parallel axis, and its size."""
-        shape = self._shape(context.coordinator.world_size)
-        return shape.coordinates(context.coordinator.rank)["dp"], shape.sizes["dp"]
+        shape = self._shape(coordinator.world_size)
+        return shape.coordinates(coordinator.rank)["dp"], shape.sizes["dp"]
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
         """Return the view of what is split and sharded, in the shapes of the user's own model."""
@@ -458,7 +463,8 @@ def _split_sequences(
     from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
     model = without_adapters(model)
-    lists = policy_for(model, plugin.custom_policy, context.hooks).layers
+    policy = policy_for(model, plugin.custom_policy, context.hooks)
+    lists = [name for name in policy.layers if name not in policy.whole_sequences]
     tensor, sequence = axes["tp",], axes["sp",]
     mode = str(plugin.config.sequence.mode)
     if mode == "split_gather":

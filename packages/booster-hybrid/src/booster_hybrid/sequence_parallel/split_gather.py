@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from booster_core.errors import ConfigError
 from booster_core.state.naming import NamedTensors
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
-from booster_hybrid.sequence_parallel.layers import layers_of, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.random import RankStream
 from booster_hybrid.tensor_parallel.collectives import summed
@@ -24,9 +26,9 @@ from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.names import ModelNames
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from booster_hybrid.tensor_parallel.adapters import AdapterSum
@@ -95,22 +97,31 @@ def split_between_blocks(
 
     Collective: none.
     """
-    layers = layers_of(model, lists, "split_gather")
-    lengths, stream = _Lengths(group.size, group.rank), RankStream(group.rank)
+    stacks = lists_of_layers(model, lists, "split_gather")
     names = NamedTensors.of(model).name_of
     done = split.splits.keys() | split.summed
-    kept: set[int] = set()
-    for layer in layers:
-        for child in layer.children():
-            kept |= _split_block(layer, child, lengths, group, alone, split.adapters)
-    for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
-        if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] not in done:
-            parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
-    for index, layer in enumerate(layers):
-        hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
-        layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
-        layer.register_forward_hook(hooks.after, always_call=True)
+    for layers in stacks:
+        lengths, stream = _Lengths(group.size, group.rank), RankStream(group.rank)
+        kept: set[int] = set()
+        for layer in layers:
+            for block in _blocks(layer):
+                kept |= _split_block(layer, block, lengths, group, alone, split.adapters)
+        for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
+            if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] not in done:
+                parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
+        for index, layer in enumerate(layers):
+            hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
+            layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            layer.register_forward_hook(hooks.after, always_call=True)
+
+
+def _blocks(layer: nn.Module) -> list[nn.Module]:
+    """Return what a layer consists of; T5's keep it in a list."""
+    found = []
+    for child in layer.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else [child]
+    return found
 
 
 def _split_block(
@@ -126,10 +137,12 @@ def _split_block(
     if not patched and not any(True for _ in block.children()):
         return set()  # a norm, a dropout: each position by itself
     if not patched or not all(map(_is_plain, patched.values())):
-        block.register_forward_pre_hook(_Gathering(lengths, group, is_replica=True), with_kwargs=True)
-        block.register_forward_hook(_Cutting(lengths, group))
-        return {id(parameter) for parameter in block.parameters()}
+        return _leave_as_it_is(block, lengths, group)
     kept = set()
+    across = _attending_across(layer, patched)
+    for parent in across:
+        kept |= _leave_as_it_is(parent, lengths, group)
+    patched = {module: forward for module, forward in patched.items() if _parent(layer, module) not in across}
     gathering = _Gathering(lengths, group, is_replica=False)
     entries: dict[nn.Module, None] = {}
     for module, forward in patched.items():
@@ -145,13 +158,29 @@ def _split_block(
                 kept.add(id(module.bias))
     for entry in entries:
         entry.register_forward_pre_hook(gathering, with_kwargs=True)
-    inside = set(block.modules())
-    for adapter in adapters:
-        if adapter.module in inside:
-            adapter.group = TensorGroup(alone, 0, 1)
-            if adapter.is_partial:
-                adapter.module.register_forward_hook(_Scattering(lengths, group))
+    inside = set(block.modules()).difference(*(parent.modules() for parent in across))
+    for adapter in [each for each in adapters if each.module in inside]:
+        adapter.group = TensorGroup(alone, 0, 1)
+        if adapter.is_partial:
+            adapter.module.register_forward_hook(_Scattering(lengths, group))
     return kept
+
+
+def _leave_as_it_is(block: nn.Module, lengths: _Lengths, group: TensorGroup) -> set[int]:
+    """Give a block whole sequences, alike on all ranks; return its parameters, by identity."""
+    block.register_forward_pre_hook(_Gathering(lengths, group, is_replica=True), with_kwargs=True)
+    block.register_forward_hook(_Cutting(lengths, group))
+    return {id(parameter) for parameter in block.parameters()}
+
+
+def _attending_across(layer: nn.Module, patched: Mapping[nn.Module, Any]) -> set[nn.Module]:
+    """Return the modules whose column-parallel layers read different inputs, such as a decoder's and an encoder's."""
+    read: dict[nn.Module, set[int]] = {}
+    for module, forward in patched.items():
+        parent = _parent(layer, module)
+        if isinstance(forward, ColumnForward) and parent is not layer:
+            read.setdefault(parent, set()).add(id(forward.siblings))
+    return {parent for parent, siblings in read.items() if len(siblings) > 1}
 
 
 def _is_plain(forward: Any) -> bool:
@@ -160,12 +189,22 @@ def _is_plain(forward: Any) -> bool:
     return isinstance(forward, RowForward) and forward.splits is None
 
 
+def _parent(layer: nn.Module, module: nn.Module) -> nn.Module:
+    """Return the module whose forward calls a part of a layer, not counting adapters around it."""
+    names = ModelNames(layer)
+    return names.parent(_name(names, module))
+
+
 def _entry(layer: nn.Module, module: nn.Module) -> nn.Module:
     """Return what is given the input of a column-parallel layer: the block that it is in, or what is around it."""
     names = ModelNames(layer)
-    name = next(name for name, each in names.modules.items() if each is module)
+    name = _name(names, module)
     parent = names.parent(name)
     return names.outermost[name] if parent is layer else parent
+
+
+def _name(names: ModelNames, module: nn.Module) -> str:
+    return next(name for name, each in names.modules.items() if each is module)
 
 
 class _LayerHooks:

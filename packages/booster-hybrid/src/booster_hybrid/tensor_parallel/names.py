@@ -75,7 +75,7 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
-def _peft_classes() -> tuple[tuple[type, ...], tuple[type, ...]]:
+def _peft_classes() -> tuple[Any, Any]:
     """Return peft's classes of layers with adapters, and of what holds copies; none where nobody has used peft."""
     if "peft" not in sys.modules:
         return (), ()
