@@ -172,8 +172,10 @@ DEFAULT = {
 """One of each kind; the others are left to the long run."""
 SPLIT_POSITIONS = ("split_gather", "all_to_all", "ring_attn", "ring_attn-tp2")
 REFUSED = {
-    **dict.fromkeys(("transformers/t5_generation", "transformers/whisper_generation"), SPLIT_POSITIONS),
-    **dict.fromkeys(("transformers/falcon", "transformers/bloom"), SPLIT_POSITIONS[1:]),
+    **dict.fromkeys(
+        ("transformers/t5_generation", "transformers/whisper_generation", "transformers/falcon", "transformers/bloom"),
+        SPLIT_POSITIONS[1:],
+    ),
     "transformers/deepseek_v3": ("tp3", "tp4"),
     "heads/falcon_groups_lm": ("tp3", "tp4", *SPLIT_POSITIONS[1:]),
 }
@@ -194,7 +196,7 @@ def test_adapters_train_as_on_one_process(name, mesh):
 
 
 KINDS = {
-    "rslora": ("transformers/llama", {"use_rslora": True}),
+    "rslora": ("transformers/llama", {"use_rslora": True, "lora_alpha": 2}),
     "several": ("transformers/llama", {"second": {"r": 2, "target_modules": ["k_proj", "o_proj", "lm_head"]}}),
     "biases": ("transformers/gpt2_lm", {"bias": "all"}),
     "biases-of-adapted": ("transformers/bloom", {"bias": "lora_only"}),
