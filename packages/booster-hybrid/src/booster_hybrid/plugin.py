@@ -226,8 +226,6 @@ class HybridParallelPlugin(PipelinePlugin):
             # What is not here still tells its format: models make tables in that of their embedding.
             staged = plan.cut(model, place.stage, working_dtypes(model, context.precision.param_dtype))
             leave_out(model, objects.optimizer)
-        if recording is not None:
-            fill_model(model, recording, split.splits, context)
         boosted = self._zero.shard(
             objects, context, self._ranks(axes), HybridOptimizer, model_class=HybridModel, copies=copies
         )
@@ -250,6 +248,9 @@ class HybridParallelPlugin(PipelinePlugin):
                 device=context.device,
                 run_options={"split": split_backward, "record": self._record(axes, context)},
             )
+        if recording is not None:
+            adapter = self.state_adapter(hybrid, boosted.optimizer, context)
+            fill_model(model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
         return boosted
 
     def _record(self, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> PipelineRecord | None:
