@@ -13,19 +13,23 @@ import torch.distributed as dist
 
 from booster_core import collectives
 from booster_core.errors import ConfigError
+from booster_core.lazy import is_lazy
+from booster_core.lazy.boosting import hollow_objects
 from booster_core.mesh import Axis, MeshShape, fill_axis, make_axes
 from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
+from booster_core.precision.narrow import working_dtypes
 from booster_core.replicated import place_model
 from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.ranks import ShardingRanks
-from booster_core.state.adapted import has_adapters
+from booster_core.state.adapted import without_adapters
 from booster_core.state.naming import NamedTensors, named_modules
 from booster_core.state.replicated import Place
 from booster_core.wrappers import boosted_inside, unscaled_gradient, unwrap_model
 from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, zero_options
+from booster_hybrid.lazy import fill_model
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
 from booster_hybrid.pipeline.engine import PipelineEngine
@@ -96,6 +100,7 @@ class HybridParallelPlugin(PipelinePlugin):
     """
 
     name: ClassVar[str] = "hybrid"
+    handles_lazy: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.CPU,
@@ -188,15 +193,20 @@ class HybridParallelPlugin(PipelinePlugin):
         axes = self._axes_of_world()
         model = objects.model
         check_distinct_memory(model)
-        place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
-        agree_on_values(model)
+        unchanged = replace(context.precision, param_dtype=None)
+        recording = None
+        if is_lazy(model):
+            recording = hollow_objects(model, objects.optimizer, context.device, unchanged)
+        else:
+            place_model(model, objects.optimizer, context.device, unchanged)
+            agree_on_values(model)
         tensor = axes["tp",]
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
         policy = None
         if tensor.size > 1:
             check_elementwise(objects.optimizer, tensor.size)
         if tensor.size > 1 or self.config.pipeline.size > 1:
-            policy = policy_for(self._without_adapters(model), self.custom_policy, context.hooks)
+            policy = policy_for(model, self.custom_policy, context.hooks)
         # The dry run sees the whole model: nothing is communicated in it.
         plan = None if self.config.pipeline.size == 1 else self._plan_stages(objects, policy, context)
         split = TensorParallelModel()
@@ -213,8 +223,11 @@ class HybridParallelPlugin(PipelinePlugin):
             copies = plan.copies(model)
             # Layers' forwards that split their backward lie inside of those that stages put around layers.
             split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
-            staged = plan.cut(model, place.stage)
+            # What is not here still tells its format: models make tables in that of their embedding.
+            staged = plan.cut(model, place.stage, working_dtypes(model, context.precision.param_dtype))
             leave_out(model, objects.optimizer)
+        if recording is not None:
+            fill_model(model, recording, split.splits, context)
         boosted = self._zero.shard(
             objects, context, self._ranks(axes), HybridOptimizer, model_class=HybridModel, copies=copies
         )
@@ -365,23 +378,6 @@ class HybridParallelPlugin(PipelinePlugin):
         """Return the options and their values."""
         return {**asdict(self.config), "parallel_output": self.parallel_output}
 
-    def _without_adapters(self, model: nn.Module) -> nn.Module:
-        """Return the model inside of peft's, which has a policy.
-
-        Raises:
-            ConfigError: If a model with adapters is to be split over tensor parallel ranks.
-        """
-        if not has_adapters(model):
-            return model
-        if self.config.tensor.size > 1:
-            msg = (
-                f"`tp_size={self.config.tensor.size}` can't split layers that have adapters. Use `tp_size=1` with "
-                "`enable_lora`, and `pp_size` or `zero_stage` to spread the model."
-            )
-            raise ConfigError(msg)
-        base: nn.Module = model.get_base_model()  # type: ignore[operator]
-        return base
-
     def _plan_stages(self, objects: Boosted, policy: ShardingPolicy | None, context: BoostContext) -> StagePlan:
         """Return what a dry run on the first rank has seen, and what follows from it.
 
@@ -469,13 +465,14 @@ def _split_sequences(
     from booster_hybrid.sequence_parallel.apply import split_sequences
     from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
-    lists = policy_for(model, plugin.custom_policy, context.hooks).layers
+    model = without_adapters(model)
+    policy = policy_for(model, plugin.custom_policy, context.hooks)
+    lists = [name for name in policy.layers if name not in policy.whole_sequences]
     tensor, sequence = axes["tp",], axes["sp",]
     mode = str(plugin.config.sequence.mode)
     if mode == "split_gather":
-        whole = {name for name, _ in model.named_parameters()} - split.splits.keys() - split.summed
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
-        split_between_blocks(model, lists, group, axes[()].group, whole_parameters=whole)
+        split_between_blocks(model, lists, group, axes[()].group, split)
         return
     split_sequences(
         model,
