@@ -284,7 +284,10 @@ class HybridParallelPlugin(PipelinePlugin):
             return_outputs: Return the batch's outputs, detached, under ``"outputs"``; ``None`` likewise.
 
         Raises:
-            ConfigError: If there is no pipeline, the batch can't be split, or the criterion returns no scalar.
+            StopIteration: If there is no batch left.
+            ConfigError: If there is no pipeline, the batch can't be split, ranks of one pipeline have different ones,
+                or the criterion returns no scalar.
+            Exception: What the data loader, the model or the criterion raised on any rank.
             TypeError: If the model or the optimizer is not a boosted one.
 
         Collective: every rank of the world.
@@ -304,7 +307,7 @@ class HybridParallelPlugin(PipelinePlugin):
             msg = f"`execute_pipeline` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
         return model.engine.execute(
-            next(data_iter),
+            data_iter,
             criterion,
             optimizer if torch.is_grad_enabled() else None,
             return_loss=return_loss,
