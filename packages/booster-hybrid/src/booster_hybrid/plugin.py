@@ -36,8 +36,8 @@ from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.record import PipelineRecord
-from booster_hybrid.pipeline.stages import StageMap, StagePlan
-from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.stages import StageMap, StagePlan, find_crossings
+from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.state import HybridStateAdapter
@@ -384,19 +384,20 @@ class HybridParallelPlugin(PipelinePlugin):
 
         Collective: every rank of the world.
         """
-        model, error, trace = objects.model, None, None
+        model, error, found = objects.model, None, None
+        config = self.config.pipeline
         if context.coordinator.rank == 0:
             try:
                 batch = to_device(example_batch(model, objects.dataloader, self.example_batch), context.device)
                 paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
                 lists = [paths.get(name, name) for name in (() if policy is None else policy.layers)]
-                trace = trace_layers(model, lists, batch)
+                trace, flow = trace_flow(model, lists, batch)
+                found = trace, find_crossings(model, trace, flow, config)
             except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                 error = caught
         context.coordinator.raise_together(error, name="boost")
-        trace = context.coordinator.broadcast_object(trace, name="boost")
-        config = self.config.pipeline
-        return StagePlan.of(model, trace, config)
+        trace, crossings = context.coordinator.broadcast_object(found, name="boost")
+        return StagePlan.of(model, trace, crossings, config)
 
     def _place_of(self, plan: StagePlan, place: ModelPlace, axes: Mapping[tuple[str, ...], Axis]) -> ModelPlace:
         """Return where this rank is in the pipeline.
