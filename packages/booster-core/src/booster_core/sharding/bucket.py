@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from booster_core import collectives
 from booster_core.collectives.pending import Pending
+from booster_core.collectives.sums import sum_into
 from booster_core.sharding.lane import Lane, in_ram
 
 if TYPE_CHECKING:
@@ -164,17 +166,26 @@ class ShardedBucket:
         """Number of elements that `start_reduction` receives from other ranks."""
         return (self.ranks.shard_size - 1) * self.values.numel() if self.format.device.type == "cpu" else 0
 
+    @property
+    def averages_at_once(self) -> bool:
+        """Whether `start_reduction` averages over the replicas, too; else that is left for the end of all rounds."""
+        return self.ranks.splits_nothing and self.lane is None
+
     def start_reduction(self, gradients: Mapping[int, Tensor], scratch: Tensor) -> Pending:
         """Start adding full gradients, averaged over the shard group, to this rank's gradient.
+
+        Where each rank keeps all of the state, they are averaged over the replicas.
 
         Args:
             gradients: By parameter, flat and in the wire format; zero where there is none. They are only read, and
                 left alone until the result has been waited for.
             scratch: Memory in the wire format to receive into; left alone as well.
 
-        Collective: the shard group.
+        Collective: the shard group, or the replicas.
         """
         is_first = not self.has_gradient
+        if self.averages_at_once:
+            return self._start_average(gradients, accumulate=not is_first)
         target, group, bounds = self.make_gradient(), self.ranks.shard_group, self.plan.bounds
         scale = 1.0 / self.ranks.shard_size
         if self.format.device.type == "cpu":
@@ -201,6 +212,16 @@ class ShardedBucket:
 
         return Pending(finish=add_up, keep=(source, staged))
 
+    def _start_average(self, gradients: Mapping[int, Tensor], *, accumulate: bool) -> Pending:
+        """Start adding full gradients, averaged over the replicas, to this rank's gradient."""
+        target = self.make_gradient()
+        is_in_place = not accumulate and target.dtype == self.format.wire
+        source = self._joined(self.plan.slots, gradients, target if is_in_place else None)
+        average = collectives.all_reduce(source, dist.ReduceOp.AVG, self.ranks.replica_group)
+        if is_in_place:
+            return average
+        return Pending([average], lambda: sum_into(target, [source], scale=1.0, accumulate=accumulate))
+
     def _parts(self, gradients: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
         """Return the bucket's gradient in parts: large ones as they are, runs of small ones joined."""
         parts: list[tuple[int, Tensor]] = []
@@ -217,11 +238,11 @@ class ShardedBucket:
                 parts.append((slot.offset, self._zeros(slot.numel) if part is None else part))
         return parts
 
-    def _joined(self, slots: Sequence[Slot], gradients: Mapping[int, Tensor]) -> Tensor:
+    def _joined(self, slots: Sequence[Slot], gradients: Mapping[int, Tensor], out: Tensor | None = None) -> Tensor:
         """Return the gradients of neighbouring slots in one tensor; on devices all of the bucket, padding included."""
         first = slots[0].offset
         end = self.plan.numel if len(slots) == len(self.plan.slots) else slots[-1].offset + slots[-1].numel
-        joined = self._zeros(end - first)
+        joined = self._zeros(end - first) if out is None else out.zero_()
         for slot in slots:
             if slot.index in gradients:
                 joined[slot.offset - first : slot.offset - first + slot.numel] = gradients[slot.index]
