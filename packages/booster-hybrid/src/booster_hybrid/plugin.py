@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from booster_core import collectives
 from booster_core.errors import ConfigError
+from booster_core.lazy import is_lazy
+from booster_core.lazy.boosting import hollow_objects
 from booster_core.mesh import Axis, MeshShape, make_axes
 from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
@@ -27,6 +29,7 @@ from booster_core.wrappers import boosted_inside, unscaled_gradient, unwrap_mode
 from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
+from booster_hybrid.lazy import fill_model
 from booster_hybrid.mesh import AXES, COMMUNICATING, check_order, mesh_shape
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
@@ -97,6 +100,7 @@ class HybridParallelPlugin(PipelinePlugin):
     """
 
     name: ClassVar[str] = "hybrid"
+    handles_lazy: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.CPU,
@@ -194,8 +198,13 @@ class HybridParallelPlugin(PipelinePlugin):
         axes = self._axes_of_world()
         model = objects.model
         check_distinct_memory(model)
-        place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
-        agree_on_values(model)
+        unchanged = replace(context.precision, param_dtype=None)
+        recording = None
+        if is_lazy(model):
+            recording = hollow_objects(model, objects.optimizer, context.device, unchanged)
+        else:
+            place_model(model, objects.optimizer, context.device, unchanged)
+            agree_on_values(model)
         tensor = axes["tp",]
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
         policy = None
@@ -221,6 +230,8 @@ class HybridParallelPlugin(PipelinePlugin):
             split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
             staged = plan.cut(model, place.stage)
             leave_out(model, objects.optimizer)
+        if recording is not None:
+            fill_model(model, recording, split.splits, context)
         boosted = self._zero.shard(
             objects, context, self._ranks(axes), HybridOptimizer, model_class=HybridModel, copies=copies
         )
