@@ -124,6 +124,7 @@ class ShardedBucket:
         self.gradient: Tensor | None = None
         self.has_gradient = False
         self._added: set[int] = set()
+        self._is_averaged = False
         self.pieces: list[Piece] = []
         low = plan.bounds[ranks.shard_rank]
         for slot, parameter in zip(plan.slots, self.parameters, strict=True):
@@ -205,12 +206,12 @@ class ShardedBucket:
     @property
     def averages_at_once(self) -> bool:
         """Whether `start_reduction` averages over the replicas, too; else that is left for the end of all rounds."""
-        return self.ranks.splits_nothing and self.lane is None
+        return self.adds_at_once and self.ranks.replica_group is not None
 
     def start_reduction(self, gradients: Mapping[int, Tensor], scratch: Tensor) -> Pending:
         """Start adding full gradients, averaged over the shard group, to this rank's gradient.
 
-        Where each rank keeps all of the state, they are averaged over the replicas.
+        Where they were added at once, all that has come together is averaged over the replicas.
 
         Args:
             gradients: By parameter, flat and in the wire format; zero where there is none. They are only read, and
@@ -221,10 +222,8 @@ class ShardedBucket:
         """
         if self.adds_at_once:
             self._clear_rest()
-            return Pending()
+            return self._start_average() if self.averages_at_once else Pending()
         is_first = not self.has_gradient
-        if self.averages_at_once:
-            return self._start_average(gradients, accumulate=not is_first)
         target, group, bounds = self.make_gradient(), self.ranks.shard_group, self.plan.bounds
         scale = 1.0 / self.ranks.shard_size
         if self.format.device.type == "cpu":
@@ -251,15 +250,15 @@ class ShardedBucket:
 
         return Pending(finish=add_up, keep=(source, staged))
 
-    def _start_average(self, gradients: Mapping[int, Tensor], *, accumulate: bool) -> Pending:
-        """Start adding full gradients, averaged over the replicas, to this rank's gradient."""
-        target = self.make_gradient()
-        is_in_place = not accumulate and target.dtype == self.format.wire
-        source = self._joined(self.plan.slots, gradients, target if is_in_place else None)
+    def _start_average(self) -> Pending:
+        """Start averaging over the replicas what has been added up here, of earlier rounds as well."""
+        gradient = self.make_gradient()
+        # What was averaged before would be rounded again in each further round.
+        wire = gradient.dtype if self._is_averaged else self.format.wire
+        self._is_averaged = True
+        source = gradient.to(wire)
         average = collectives.all_reduce(source, dist.ReduceOp.AVG, self.ranks.replica_group)
-        if is_in_place:
-            return average
-        return Pending([average], lambda: sum_into(target, [source], scale=1.0, accumulate=accumulate))
+        return average if source is gradient else Pending([average], lambda: gradient.copy_(source))
 
     def _parts(self, gradients: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
         """Return the bucket's gradient in parts: large ones as they are, runs of small ones joined."""
@@ -277,11 +276,11 @@ class ShardedBucket:
                 parts.append((slot.offset, self._zeros(slot.numel) if part is None else part))
         return parts
 
-    def _joined(self, slots: Sequence[Slot], gradients: Mapping[int, Tensor], out: Tensor | None = None) -> Tensor:
+    def _joined(self, slots: Sequence[Slot], gradients: Mapping[int, Tensor]) -> Tensor:
         """Return the gradients of neighbouring slots in one tensor; on devices all of the bucket, padding included."""
         first = slots[0].offset
         end = self.plan.numel if len(slots) == len(self.plan.slots) else slots[-1].offset + slots[-1].numel
-        joined = self._zeros(end - first) if out is None else out.zero_()
+        joined = self._zeros(end - first)
         for slot in slots:
             if slot.index in gradients:
                 joined[slot.offset - first : slot.offset - first + slot.numel] = gradients[slot.index]
@@ -316,7 +315,7 @@ class ShardedBucket:
 
     def drop_gradient(self) -> None:
         """Forget the gradient. Its memory is kept: asking for it anew in each step takes longer than a sum."""
-        self.has_gradient = False
+        self.has_gradient = self._is_averaged = False
         self._added.clear()
         for piece in self.pieces:
             piece.values.grad = None

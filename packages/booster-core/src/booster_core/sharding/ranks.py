@@ -34,11 +34,6 @@ class ShardingRanks:
     replica_rank: int = 0
     holders: ProcessGroup | None = None
 
-    @property
-    def splits_nothing(self) -> bool:
-        """Whether each rank keeps all of the state, and others do so too."""
-        return self.shard_size == 1 and self.replica_group is not None
-
 
 def sharding_groups(world_size: int, replica_size: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return the ranks of each replica, and for each shard the ranks that hold it.
