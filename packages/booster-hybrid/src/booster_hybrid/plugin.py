@@ -131,7 +131,7 @@ class HybridParallelPlugin(PipelinePlugin):
         num_layers_per_stage: Sequence[int] | None = None,
         example_batch: Any = None,
         sequence_parallelism_mode: str | None = None,
-        parallel_output: bool = False,
+        parallel_output: bool = True,
         max_norm: float = 0.0,
         cpu_offload: bool = False,
         custom_policy: ShardingPolicy | None = None,

@@ -23,6 +23,7 @@ from booster_hybrid.sequence_parallel.layers import layers_of, refuse_outputs_of
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.loss import SequenceLoss
 from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility, checked, make_mask, whole_mask
+from booster_hybrid.sequence_parallel.positions import PositionsKept
 from booster_hybrid.sequence_parallel.random import RankStream
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention, head_ranges
@@ -109,7 +110,7 @@ def split_sequences(
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
         tensor_size: Ranks over which attention heads are split besides.
-        parallel_output: Leave the logits of causal language models split by positions.
+        parallel_output: Leave the logits of causal language models that are given labels split by positions.
 
     Raises:
         ConfigError: If the model can't be split so.
@@ -123,13 +124,13 @@ def split_sequences(
         _check_heads(model, group.size, tensor_size)
     sequence = SequenceParallel(mode, group, name)
     _install_attention(model, sequence)
-    gathers = not (parallel_output and has_causal_loss(model))
-    if not gathers:
+    kept: PositionsKept | None = None
+    if parallel_output and has_causal_loss(model):
         model.loss_function = SequenceLoss(sequence.layout, group)  # type: ignore[assignment]
-        model.register_forward_pre_hook(_refuse_partial_logits, with_kwargs=True)
+        kept = PositionsKept(model, sequence.layout, group)
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
     for index, layer in enumerate(layers):
-        hooks = _LayerHooks(sequence, is_first=index == 0, gathers=gathers and index == len(layers) - 1)
+        hooks = _LayerHooks(sequence, is_first=index == 0, is_last=index == len(layers) - 1, kept=kept)
         layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
         layer.register_forward_hook(hooks.after, always_call=True)
     return sequence
@@ -142,8 +143,10 @@ def has_causal_loss(model: nn.Module) -> bool:
 
 
 class _LayerHooks:
-    def __init__(self, sequence: SequenceParallel, *, is_first: bool, gathers: bool) -> None:
-        self._sequence, self._is_first, self._gathers = sequence, is_first, gathers
+    def __init__(
+        self, sequence: SequenceParallel, *, is_first: bool, is_last: bool, kept: PositionsKept | None
+    ) -> None:
+        self._sequence, self._is_first, self._is_last, self._kept = sequence, is_first, is_last, kept
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -184,7 +187,7 @@ class _LayerHooks:
                 "sequence see itself only. Use 'split_gather' with `tp_size`, or a model that does."
             )
             raise ConfigError(msg)
-        if not self._gathers:
+        if not self._is_last or (self._kept is not None and not self._kept.gathers()):
             return output
         hidden, *rest = output if isinstance(output, tuple) else (output,)
         hidden = gather_sequence(hidden, sequence.layout(sequence.length), sequence.group)
@@ -298,13 +301,3 @@ def _install_attention(model: nn.Module, sequence: SequenceParallel) -> None:
                 own = copy.deepcopy(value, memo)
                 own._attn_implementation = ATTENTION_NAME  # noqa: SLF001 - the name by which transformers looks it up
                 vars(module)[name] = own
-
-
-def _refuse_partial_logits(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    del module, args
-    kept = kwargs.get("logits_to_keep", 0)
-    if not isinstance(kept, int) or kept:
-        msg = (
-            f"`logits_to_keep={kept}` counts positions of the whole sequence. Leave it out, or `parallel_output=False`."
-        )
-        raise ConfigError(msg)
