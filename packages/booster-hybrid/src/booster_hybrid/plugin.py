@@ -81,9 +81,10 @@ class HybridParallelPlugin(PipelinePlugin):
         example_batch: A batch such as the model will be trained with, for the dry run that finds its layers; ``None``
             looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
         sequence_parallelism_mode: See `SequenceConfig`.
-        parallel_output: Leave the logits of language models split by vocabulary, so that the whole ones never exist:
-            ``outputs.logits`` are `SplitLogits`, on which the model's own loss and cross entropy work as on whole
-            ones; what would be wrong on a part raises. ``False`` puts them together.
+        parallel_output: Leave the logits of language models split by vocabulary (and by positions, where the model
+            takes its own loss of split sequences): whole ones need not exist. ``outputs.logits`` look whole:
+            `SplitLogits` compute the model's own loss and cross entropy from their parts, and any other function gets
+            whole ones, which all ranks that have a part must ask for. ``False`` puts them together in each forward.
         max_norm: Clip gradients by this global norm in each step; 0 does not.
         cpu_offload: Keep optimizer state and masters on the host, and step there; for ``zero_stage`` 1 and 2.
         custom_policy: How the model is split, where it is not one that is known; see
