@@ -39,7 +39,7 @@ def plainly(data_size):
 def compare(options, folder):
     zoo = get_model(NAME)
     booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
-    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context)
+    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     model, optimizer = make()
     model, optimizer, *_ = booster.boost(model, optimizer)
     expected, norms = plainly(data_size)
@@ -91,7 +91,7 @@ def neighbours(order):
     mine = torch.tensor([dist.get_rank()])
     everyone = [torch.zeros_like(mine) for _ in range(2)]
     dist.all_gather(everyone, mine, group=model.place.tensor_group.group)
-    return [int(each) for each in everyone], plugin.data_parallel_coordinates(booster.context)[0]
+    return [int(each) for each in everyone], plugin.data_parallel_coordinates(booster.context.coordinator)[0]
 
 
 def test_the_order_says_which_ranks_share_a_layer():

@@ -70,7 +70,7 @@ def boosted(name, options, precision=None):
 def compare(name, options):
     zoo = get_model(name)
     booster, model, optimizer = boosted(name, options)
-    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context)
+    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     microbatches = booster.plugin.config.pipeline.size
     expected, losses, norms, gradients = plainly(name, data_size, microbatches)
     for step in range(STEPS):

@@ -18,11 +18,12 @@ from booster_core.lazy.boosting import hollow_objects
 from booster_core.mesh import Axis, MeshShape, make_axes
 from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
+from booster_core.precision.narrow import working_dtypes
 from booster_core.replicated import place_model
 from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.ranks import ShardingRanks
-from booster_core.state.adapted import has_adapters
+from booster_core.state.adapted import without_adapters
 from booster_core.state.naming import NamedTensors, named_modules
 from booster_core.state.replicated import Place
 from booster_core.wrappers import boosted_inside, unscaled_gradient, unwrap_model
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from booster_core.coordinator import DistCoordinator
     from booster_core.plugin import BoostContext
     from booster_core.precision.loss_scaler import LossScaleConfig
     from booster_core.state.adapter import StateAdapter
@@ -212,7 +214,7 @@ class HybridParallelPlugin(PipelinePlugin):
         if tensor.size > 1:
             check_elementwise(objects.optimizer, tensor.size)
         if tensor.size > 1 or self.config.pipeline.size > 1:
-            policy = policy_for(self._without_adapters(model), self.custom_policy, context.hooks)
+            policy = policy_for(model, self.custom_policy, context.hooks)
         # The dry run sees the whole model: nothing is communicated in it.
         plan = None if self.config.pipeline.size == 1 else self._plan_stages(objects, policy, context)
         split = TensorParallelModel()
@@ -229,7 +231,8 @@ class HybridParallelPlugin(PipelinePlugin):
             copies = plan.copies(model)
             # Layers' forwards that split their backward lie inside of those that stages put around layers.
             split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
-            staged = plan.cut(model, place.stage)
+            # What is not here still tells its format: models make tables in that of their embedding.
+            staged = plan.cut(model, place.stage, working_dtypes(model, context.precision.param_dtype))
             leave_out(model, objects.optimizer)
         if recording is not None:
             fill_model(model, recording, split.splits, context)
@@ -238,6 +241,7 @@ class HybridParallelPlugin(PipelinePlugin):
         )
         hybrid: Any = boosted.model
         hybrid.place = place
+        hybrid.replica = axes["pp", "sp", "tp"]
         if isinstance(boosted.optimizer, HybridOptimizer):
             boosted.optimizer.place = place
         if plan is not None and staged is not None:
@@ -248,7 +252,8 @@ class HybridParallelPlugin(PipelinePlugin):
                 self.config.pipeline,
                 place.stage,
                 self._link(plan, axes, context),
-                replica=axes["pp", "sp", "tp"].group,
+                replica=axes["pp", "sp", "tp"],
+                data=axes["dp",],
                 coordinator=context.coordinator,
                 device=context.device,
                 run_options={"split": split_backward, "record": self._record(axes, context)},
@@ -313,10 +318,10 @@ class HybridParallelPlugin(PipelinePlugin):
             return_outputs=return_outputs,
         )
 
-    def data_parallel_coordinates(self, context: BoostContext) -> tuple[int, int]:
+    def data_parallel_coordinates(self, coordinator: DistCoordinator) -> tuple[int, int]:
         """Return this rank's index along the data parallel axis, and its size."""
-        shape = self._shape(context.coordinator.world_size)
-        return shape.coordinates(context.coordinator.rank)["dp"], shape.sizes["dp"]
+        shape = self._shape(coordinator.world_size)
+        return shape.coordinates(coordinator.rank)["dp"], shape.sizes["dp"]
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
         """Return the view of what is split and sharded, in the shapes of the user's own model."""
@@ -388,23 +393,6 @@ class HybridParallelPlugin(PipelinePlugin):
         if self.config.zero is not None:
             settings["zero"] = {**asdict(self.config.zero), "offload_dir": None}
         return {**settings, "custom_policy": self.custom_policy, "precision": asdict(context.precision)}
-
-    def _without_adapters(self, model: nn.Module) -> nn.Module:
-        """Return the model inside of peft's, which has a policy.
-
-        Raises:
-            ConfigError: If a model with adapters is to be split over tensor parallel ranks.
-        """
-        if not has_adapters(model):
-            return model
-        if self.config.tensor.size > 1:
-            msg = (
-                f"`tp_size={self.config.tensor.size}` can't split layers that have adapters. Use `tp_size=1` with "
-                "`enable_lora`, and `pp_size` or `zero_stage` to spread the model."
-            )
-            raise ConfigError(msg)
-        base: nn.Module = model.get_base_model()  # type: ignore[operator]
-        return base
 
     def _plan_stages(self, objects: Boosted, policy: ShardingPolicy | None, context: BoostContext) -> StagePlan:
         """Return what a dry run on the first rank has seen, and what follows from it.
@@ -492,13 +480,14 @@ def _split_sequences(
     from booster_hybrid.sequence_parallel.apply import split_sequences
     from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
-    lists = policy_for(model, plugin.custom_policy, context.hooks).layers
+    model = without_adapters(model)
+    policy = policy_for(model, plugin.custom_policy, context.hooks)
+    lists = [name for name in policy.layers if name not in policy.whole_sequences]
     tensor, sequence = axes["tp",], axes["sp",]
     mode = str(plugin.config.sequence.mode)
     if mode == "split_gather":
-        whole = {name for name, _ in model.named_parameters()} - split.splits.keys() - split.summed
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
-        split_between_blocks(model, lists, group, axes[()].group, whole_parameters=whole)
+        split_between_blocks(model, lists, group, axes[()].group, split)
         return
     split_sequences(
         model,
