@@ -293,37 +293,49 @@ def test_bf16_is_as_near_to_the_truth_as_one_process(name, mesh):
     run_on_ranks(narrow, num_ranks, name, options)
 
 
-def dropped():
-    """Return what the dropouts of adapters drop, and the gradients of what all ranks have."""
-    booster, model, optimizer, zoo, *_ = boosted("transformers/llama", {"lora_dropout": 0.5}, TP2)
+def dropped(name, options):
+    """Return what the dropouts of adapters drop, and this rank's gradients of what all ranks have."""
+    booster, model, optimizer, zoo, *_ = boosted(name, {"lora_dropout": 0.5}, options)
     masks = {}
 
     def watch(module, name):
-        module.p = 0.5
         module.register_forward_hook(lambda _, __, output: masks.setdefault(name, []).append(output == 0))
 
     for path, module in model.unwrap().named_modules():
         if isinstance(module, torch.nn.Dropout) and "lora_dropout" in path:
             watch(module, path.split(".")[-3])
-    loss = backward(booster, model, optimizer, zoo, in_double(zoo.share(0, 0, SAMPLES)))
-    names = [name for name in booster.plugin.parameter_paths(model) if "lora_" in name]
-    local = {name: model.unwrap().get_parameter(name) for name in names}
-    gradients = {name: unscaled_gradient(parameter, optimizer) for name, parameter in local.items()}
-    return float(loss), masks, {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    backward(booster, model, optimizer, zoo, in_double(zoo.share(0, 0, SAMPLES)))
+    whole = {
+        path: model.unwrap().get_parameter(path)
+        for path in booster.plugin.parameter_paths(model)
+        if "lora_" in path and users_name(path) not in model.place.splits
+    }
+    return masks, {path: unscaled_gradient(parameter, optimizer) for path, parameter in whole.items()}
 
 
 def test_adapters_drop_alike_what_all_ranks_have_and_apart_what_they_share_out():
-    (loss, masks, gradients), (other_loss, others, other_gradients) = run_on_ranks(dropped, 2)
-    assert loss == other_loss
+    (masks, _), (others, _) = run_on_ranks(dropped, 2, "transformers/llama", TP2)
+    assert masks.keys() == set(LLAMA)
     for name, found in masks.items():
         is_alike = [torch.equal(*each) for each in zip(found, others[name], strict=True)]
         assert is_alike == [name not in ("o_proj", "down_proj")] * 2, name
     assert not torch.equal(masks["q_proj"][0], masks["k_proj"][0])
-    whole = [f"{name}.lora_A" for name in LLAMA if name not in ("o_proj", "down_proj")]
-    whole += ["o_proj.lora_B", "down_proj.lora_B"]
-    for name, gradient in gradients.items():
-        if any(each in name for each in whole):
-            assert torch.equal(gradient, other_gradients[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("transformers/llama", "tp2"),
+        pytest.param("transformers/llama", "split_gather", marks=pytest.mark.slow),
+        ("transformers/t5_generation", "split_gather"),
+    ],
+)
+def test_what_all_ranks_have_gets_one_gradient_whatever_is_dropped(name, mesh):
+    num_ranks, options = MESHES[mesh]
+    (_, gradients), (_, others) = run_on_ranks(dropped, num_ranks, name, options)
+    assert any(float(gradient.abs().max()) > 0 for gradient in gradients.values())
+    for path, gradient in gradients.items():
+        assert torch.equal(gradient, others[path]), path
 
 
 def refused(name, config):
