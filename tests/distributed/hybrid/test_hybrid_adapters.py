@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from model_zoo import ZOO
+from model_zoo.transformers_build import from_config
 from model_zoo.transformers_heads import HEADS
 
-from booster_core import Booster
+from booster_core import Booster, enable_activation_checkpointing
 from booster_core.errors import ConfigError
 from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_core.testing.compare import Tolerance, assert_same_tensors
@@ -32,7 +34,10 @@ pytestmark = pytest.mark.filterwarnings(
 STEPS = 3
 SAMPLES = 4
 IN_DOUBLE = Tolerance(relative=1e-5, reason="transformers' losses are taken in fp32, and some steps follow")
-MODELS = {**ZOO, **HEADS}
+DEEP = "transformers/llama of four layers"
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+BUILD = from_config("LlamaConfig", "LlamaForCausalLM", vocab_size=64, num_hidden_layers=4, use_cache=False, **SIZES)
+MODELS = {**ZOO, **HEADS, DEEP: replace(ZOO["transformers/llama"], build=BUILD)}
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS = {
     "transformers/llama": LLAMA,
@@ -133,8 +138,10 @@ def gathered(value):
     return found
 
 
-def compare(name, config, options):
+def compare(name, config, options, *, recompute=False):
     booster, model, optimizer, zoo, data_rank, data_size = boosted(name, config, options)
+    if recompute:
+        enable_activation_checkpointing(model)
     losses, norms, gradients, parameters = plainly(name, config, data_size)
     for step in range(STEPS):
         loss = backward(booster, model, optimizer, zoo, in_double(zoo.share(step, data_rank, SAMPLES)))
@@ -198,6 +205,18 @@ def cases():
 def test_adapters_train_as_on_one_process(name, mesh):
     num_ranks, options = MESHES[mesh]
     run_on_ranks(compare, num_ranks, name, {}, options)
+
+
+@pytest.mark.parametrize("style", [pytest.param("interleaved", marks=pytest.mark.slow), "zbv"])
+def test_adapters_train_in_several_stages_on_a_rank(style):
+    config = {"target_modules": LLAMA}
+    run_on_ranks(compare, 4, DEEP, config, {**TP2, "pp_size": 2, "pp_style": style, "num_microbatches": 4})
+
+
+@pytest.mark.parametrize("mesh", ["tp4", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SPLIT_POSITIONS)])
+def test_layers_with_adapters_may_be_computed_anew(mesh):
+    num_ranks, options = MESHES[mesh]
+    run_on_ranks(compare, num_ranks, "transformers/llama", {}, options, recompute=True)
 
 
 KINDS = {
