@@ -16,7 +16,7 @@ from booster_core.errors import ConfigError
 from booster_core.state.adapted import without_adapters
 from booster_core.state.naming import compiled_module
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
-from booster_hybrid.tensor_parallel.adapters import AdapterSum, split_adapters
+from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.arguments import cut_arguments
 from booster_hybrid.tensor_parallel.collectives import enter, leave, summed
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
@@ -92,6 +92,7 @@ class _Applier:
     def run(self) -> TensorParallelModel:
         found = [(rule, name) for rule in self._policy.rules for name in self._targets(rule)]
         self._check_splits_layers(found)
+        check_wrappers(self._names, (name for _, name in found), self._group.size)
         taken: set[str] = set()
         columns: dict[tuple[int, bool], list[tuple[ModuleRule, str]]] = defaultdict(list)
         for rule, name in found:
