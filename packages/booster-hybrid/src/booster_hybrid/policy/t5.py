@@ -2,7 +2,7 @@
 
 from booster_hybrid.policy.base import ModuleRule, Style
 
-LAYERS = ("encoder.block", "decoder.block")
+LAYERS = ("encoder.block", "decoder.block", "transformer.encoder.block", "transformer.decoder.block")
 _SCALED = ("n_heads", "inner_dim")
 RULES = (
     *(

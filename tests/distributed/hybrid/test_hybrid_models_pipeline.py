@@ -1,0 +1,109 @@
+"""Models and heads cut into pipeline stages: loss, outputs, gradients, norm and parameters are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_parity import (
+    MAX_NORM,
+    NAMES,
+    STEPS,
+    assert_equal,
+    assert_narrow,
+    cases,
+    find,
+    in_format,
+    largest,
+    make_optimizer,
+    seeded,
+    train_plainly,
+)
+from torch.utils import _pytree as pytree
+
+from booster_core import Booster
+from booster_core.coordinator import DistCoordinator
+from booster_core.testing import run_on_ranks
+from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_core.testing.training import whole_model
+from booster_hybrid import HybridParallelPlugin
+
+SAMPLES = 5
+"""Of each data parallel rank: microbatches of three and of two."""
+MESHES = {
+    "pp2": (2, {"pp_size": 2}),
+    "tp2pp2": (4, {"tp_size": 2, "pp_size": 2}),
+    "pp2dp2zero1": (4, {"pp_size": 2, "zero_stage": 1}),
+    "pp2dp2zero2": (4, {"pp_size": 2, "zero_stage": 2}),
+}
+DEEP = {"pp4": (4, {"pp_size": 4}), "zbv": (2, {"pp_size": 2, "pp_style": "zbv"})}
+"""For models with four layers or more: encoders with decoders."""
+DEFAULT = ()
+
+
+def boosted(zoo, options, precision=None):
+    example = in_format(zoo, zoo.share(0, 0, 2))
+    booster = Booster("cpu", precision, HybridParallelPlugin(**options, example_batch=example))
+    original = seeded(zoo) if precision is None else zoo.seeded()
+    model, optimizer, *_ = booster.boost(original, make_optimizer(original))
+    return booster, model, optimizer
+
+
+def tensors_of(outputs):
+    """Return the floating tensors of a model's outputs by where they are."""
+    leaves = pytree.tree_flatten_with_path(outputs)[0]
+    return {pytree.keystr(path): leaf.detach() for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def compare(name, options):
+    zoo = find(name)
+    booster, model, optimizer = boosted(zoo, options)
+    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context)
+    plain = train_plainly(zoo, lambda step: zoo.whole(step, data_size, SAMPLES))
+    for step in range(STEPS):
+        expected = plain.gradients[step]
+        batch = in_format(zoo, zoo.share(step, data_rank, SAMPLES))
+        result = booster.execute_pipeline(iter([batch]), model, zoo.loss, optimizer, return_outputs=step == 0)
+        found = {key: booster.full_gradient(model, key) for key in expected}
+        assert_equal(found, expected, zoo, largest(expected))
+        assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(plain.norms[step], rel=1e-5)
+        losses = DistCoordinator().all_gather_object(None if result["loss"] is None else float(result["loss"]))
+        losses = [loss for loss in losses if loss is not None]
+        assert sum(losses) / len(losses) == pytest.approx(plain.losses[step], rel=1e-5, abs=1e-6)
+        if step == 0:
+            assert_same_outputs(zoo, result["outputs"], batch, is_last=result["loss"] is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = whole_model(booster, model)
+    assert_equal({key: whole[key] for key in plain.parameters}, plain.parameters, zoo, largest(plain.gradients[-1]))
+
+
+def assert_same_outputs(zoo, outputs, batch, *, is_last):
+    if not is_last:
+        assert outputs is None
+        return
+    model = seeded(zoo)
+    with torch.no_grad():
+        expected = tensors_of(model(**{key: value for key, value in batch.items() if key not in zoo.loss_only}))
+    found = tensors_of(outputs)
+    dtype = next(model.parameters()).dtype
+    assert_same_tensors(found, expected, tolerance_for(dtype))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", cases(NAMES, DEFAULT))
+def test_training_equals_one_process(name, mesh):
+    num_ranks, options = MESHES[mesh]
+    run_on_ranks(compare, num_ranks, name, options)
+
+
+def narrow(name, options):
+    zoo = find(name)
+    booster, model, optimizer = boosted(zoo, options, "bf16")
+    batch = zoo.whole(0, 1, 4)
+    booster.execute_pipeline(iter([batch]), model, zoo.loss, optimizer)
+    assert_narrow(zoo, batch, lambda names: {key: booster.full_gradient(model, key) for key in names})
+
+
+@pytest.mark.parametrize("name", cases(NAMES, DEFAULT))
+def test_bf16_is_as_near_to_fp32_as_one_process(name):
+    run_on_ranks(narrow, 2, name, {"pp_size": 2})

@@ -1,0 +1,146 @@
+"""Models of the zoo and their heads, trained in one process, for tests that compare a hybrid plugin with that.
+
+fp32 is compared tightly. In bf16 one process is no truth either: what is bounded is the distance to fp32, by a
+multiple of that of one process whose parameters are rounded alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from apart import import_quietly
+from model_zoo import ZOO
+from model_zoo.transformers_heads import HEADS
+
+from booster_core.testing.compare import assert_same_tensors, tolerance_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from model_zoo import Batch, ZooModel
+    from torch import Tensor, nn
+
+STEPS = 3
+MAX_NORM = 1.0
+MODELS = {**{name: model for name, model in ZOO.items() if name.startswith("transformers/")}, **HEADS}
+_WITHOUT_POLICY = ("albert", "wav2vec2", "hubert")
+NAMES = [name for name in MODELS if not any(family in name for family in _WITHOUT_POLICY) and "balanced" not in name]
+_NO_EFFECT = 1e-6
+"""Rounding in a gradient that is zero, as a fraction of the model's largest: a few of fp32's 2**-24."""
+_CANCELLING = {"transformers/sam"}
+"""Models whose gradients are small sums of large terms of either sign, which only fp64 leaves enough digits."""
+_NARROW = 2.5
+"""How much farther from fp32 than one process in bf16: sums over ranks round once more."""
+
+
+@dataclass
+class Plain:
+    """What a training in one process leaves behind.
+
+    Attributes:
+        losses: The loss of each step.
+        norms: The global norm of each step's gradients.
+        gradients: Each step's gradients by name, before clipping.
+        parameters: The trained parameters by name.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer whose epsilon is above most gradients, so that their rounding stays small in parameters."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-2, weight_decay=0.0)
+
+
+def find(name: str) -> ZooModel:
+    """Return a model of the table by name, with its library imported."""
+    zoo = MODELS[name]
+    import_quietly(zoo.needs)
+    return zoo
+
+
+def seeded(zoo: ZooModel) -> nn.Module:
+    """Return the model in the number format that it is compared in."""
+    return zoo.seeded().double() if zoo.name in _CANCELLING else zoo.seeded()
+
+
+def in_format(zoo: ZooModel, batch: Batch) -> Batch:
+    """Return a batch in the number format that the model is compared in."""
+    if zoo.name not in _CANCELLING:
+        return batch
+    return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+
+
+def train_plainly(zoo: ZooModel, batch_of: Callable[[int], Batch]) -> Plain:
+    """Train in one process, on the whole batch of each step."""
+    model = seeded(zoo)
+    optimizer = make_optimizer(model)
+    plain = Plain()
+    for step in range(STEPS):
+        loss = zoo.loss_of(model, in_format(zoo, batch_of(step)))
+        loss.backward()
+        plain.gradients.append(gradients_of(model))
+        plain.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        plain.losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    plain.parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return plain
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a model's gradients by name."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(ours: Mapping[str, Any], theirs: Mapping[str, Tensor], zoo: ZooModel, scale: float) -> None:
+    """Assert that named tensors agree; those without effect on the loss by the size of the model's gradients."""
+    without = {name for name in theirs if any(fnmatch(name, pattern) for pattern in zoo.no_effect)}
+    differences = {name: float((ours[name] - theirs[name]).abs().max()) for name in without}
+    assert all(difference <= _NO_EFFECT * scale for difference in differences.values()), differences
+    kept = theirs.keys() - without
+    tolerance = tolerance_for(torch.float64 if zoo.name in _CANCELLING else torch.float32)
+    assert_same_tensors({name: ours[name] for name in kept}, {name: theirs[name] for name in kept}, tolerance)
+
+
+def largest(gradients: Mapping[str, Tensor]) -> float:
+    """Return the largest magnitude of all gradients."""
+    return max(float(gradient.abs().max()) for gradient in gradients.values())
+
+
+def assert_narrow(zoo: ZooModel, batch: Batch, gradients: Callable[[Iterable[str]], Mapping[str, Any]]) -> None:
+    """Assert that bf16 gradients are about as near to fp32's as those of one process are.
+
+    Args:
+        zoo: The model.
+        batch: The whole batch.
+        gradients: Called with names of parameters, returns their gradients under the plugin.
+    """
+    whole = zoo.seeded()
+    zoo.loss_of(whole, batch).backward()
+    truth = gradients_of(whole)
+    rounded = copy.deepcopy(zoo.seeded()).to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        zoo.loss_of(rounded, batch).backward()
+    found = gradients(truth)
+    assert all(gradient is not None for gradient in found.values())
+    ours, theirs = _distance(found, truth), _distance(gradients_of(rounded), truth)
+    assert ours <= _NARROW * theirs + 2**-8, (ours, theirs)
+
+
+def _distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+    squares = [(float((found[key].float() - truth[key]).square().sum())) for key in truth if key in found]
+    return float((sum(squares) / sum(float(value.square().sum()) for value in truth.values())) ** 0.5)
+
+
+def cases(names: Iterable[str], default: Iterable[str]) -> list[Any]:
+    """Return the cases of a table, of which those that are not run by default are left to the long run."""
+    return [pytest.param(name, marks=[] if name in default else [pytest.mark.slow]) for name in names]
