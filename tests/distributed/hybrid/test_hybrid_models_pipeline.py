@@ -35,6 +35,8 @@ MESHES = {
     "pp2dp2zero1": (4, {"pp_size": 2, "zero_stage": 1}),
     "pp2dp2zero2": (4, {"pp_size": 2, "zero_stage": 2}),
 }
+DEEP = {"pp4": (4, {"pp_size": 4}), "zbv": (2, {"pp_size": 2, "pp_style": "zbv"})}
+"""For models with four layers or more: encoders with decoders."""
 DEFAULT = ()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_core.state.adapted import without_adapters
 from booster_core.state.naming import compiled_module
 from booster_hybrid.policy.base import WHOLE_SEQUENCES, ModuleRule, ShardingPolicy
 from booster_hybrid.policy.from_transformers import read_plan, vocabulary_rules
@@ -34,7 +35,7 @@ def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, ho
     """
     if custom_policy is not None:
         return custom_policy
-    model = compiled_module(model) or model
+    model = without_adapters(compiled_module(model) or model)
     if hooks is not None:
         found = hooks.sharding_policy(model_class=type(model))
         if isinstance(found, ShardingPolicy):

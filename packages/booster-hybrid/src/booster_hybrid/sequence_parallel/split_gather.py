@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_core.state.naming import NamedTensors
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
 from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
@@ -22,12 +23,16 @@ from booster_hybrid.sequence_parallel.random import RankStream
 from booster_hybrid.tensor_parallel.collectives import summed
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
+from booster_hybrid.tensor_parallel.names import ModelNames
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+    from booster_hybrid.tensor_parallel.adapters import AdapterSum
+    from booster_hybrid.tensor_parallel.apply import TensorParallelModel
 
 
 class _Lengths:
@@ -76,8 +81,7 @@ def split_between_blocks(
     lists: Sequence[str],
     group: TensorGroup,
     alone: ProcessGroup,
-    *,
-    whole_parameters: Collection[str],
+    split: TensorParallelModel,
 ) -> None:
     """Let a tensor parallel model's layers work on this rank's positions between their blocks, in place.
 
@@ -86,7 +90,7 @@ def split_between_blocks(
         lists: Names of the lists of its layers; those that it lacks are passed over.
         group: The tensor parallel ranks.
         alone: A process group of this rank alone.
-        whole_parameters: Names of the parameters that are not split and whose gradients are not summed yet.
+        split: What has become of the model's parameters.
 
     Raises:
         ConfigError: If the model can't be split so.
@@ -94,16 +98,17 @@ def split_between_blocks(
     Collective: none.
     """
     stacks = lists_of_layers(model, lists, "split_gather")
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = NamedTensors.of(model).name_of
+    done = split.splits.keys() | split.summed
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
     for layers in stacks:
         lengths, stream = _Lengths(group.size, group.rank), RankStream(group.rank)
         kept: set[int] = set()
         for layer in layers:
             for block in _blocks(layer):
-                kept |= _split_block(layer, block, lengths, group, alone)
+                kept |= _split_block(layer, block, lengths, group, alone, split.adapters)
         for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
-            if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] in whole_parameters:
+            if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] not in done:
                 parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
         for index, layer in enumerate(layers):
             hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
@@ -120,7 +125,12 @@ def _blocks(layer: nn.Module) -> list[nn.Module]:
 
 
 def _split_block(
-    layer: nn.Module, block: nn.Module, lengths: _Lengths, group: TensorGroup, alone: ProcessGroup
+    layer: nn.Module,
+    block: nn.Module,
+    lengths: _Lengths,
+    group: TensorGroup,
+    alone: ProcessGroup,
+    adapters: Sequence[AdapterSum],
 ) -> set[int]:
     """Put a block's communication at its borders; return the parameters whose gradients come whole, by identity."""
     patched = {module: vars(module)["forward"] for module in block.modules() if "forward" in vars(module)}
@@ -139,8 +149,7 @@ def _split_block(
         if isinstance(forward, ColumnForward):
             # The gather's transpose sums over ranks; the layer itself has nobody to sum with.
             forward.siblings.group = TensorGroup(alone, 0, 1)
-            parent = _parent(layer, module)
-            entries[module if parent is layer else parent] = None
+            entries[_entry(layer, module)] = None
         else:
             # The rank stays: the first one's partial sum has the bias.
             module.forward = RowForward(module, TensorGroup(alone, group.rank, group.size))
@@ -149,6 +158,11 @@ def _split_block(
                 kept.add(id(module.bias))
     for entry in entries:
         entry.register_forward_pre_hook(gathering, with_kwargs=True)
+    inside = set(block.modules()).difference(*(parent.modules() for parent in across))
+    for adapter in [each for each in adapters if each.module in inside]:
+        adapter.group = TensorGroup(alone, 0, 1)
+        if adapter.is_partial:
+            adapter.module.register_forward_hook(_Scattering(lengths, group))
     return kept
 
 
@@ -176,11 +190,21 @@ def _is_plain(forward: Any) -> bool:
 
 
 def _parent(layer: nn.Module, module: nn.Module) -> nn.Module:
-    for each in layer.modules():
-        if any(child is module for child in each.children()):
-            return each
-    msg = f"{type(module).__name__} is no part of {type(layer).__name__}"
-    raise AssertionError(msg)
+    """Return the module whose forward calls a part of a layer, not counting adapters around it."""
+    names = ModelNames(layer)
+    return names.parent(_name(names, module))
+
+
+def _entry(layer: nn.Module, module: nn.Module) -> nn.Module:
+    """Return what is given the input of a column-parallel layer: the block that it is in, or what is around it."""
+    names = ModelNames(layer)
+    name = _name(names, module)
+    parent = names.parent(name)
+    return names.outermost[name] if parent is layer else parent
+
+
+def _name(names: ModelNames, module: nn.Module) -> str:
+    return next(name for name, each in names.modules.items() if each is module)
 
 
 class _LayerHooks:

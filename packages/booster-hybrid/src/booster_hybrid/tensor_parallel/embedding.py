@@ -8,6 +8,8 @@ from booster_hybrid.tensor_parallel.bounds import check_bounds
 from booster_hybrid.tensor_parallel.collectives import leave
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
 
     from booster_hybrid.tensor_parallel.group import TensorGroup
@@ -37,7 +39,24 @@ class VocabularyForward:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         check_bounds(tokens, self._num_rows, "Token")
-        local = tokens - self._first
-        is_elsewhere = (local < 0) | (local >= self._module.num_embeddings)
-        rows = self._forward(local.masked_fill(is_elsewhere, 0))
-        return leave(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), self._group)
+        return looked_up(tokens, self._first, self._module.num_embeddings, self._forward, self._group)
+
+
+def looked_up(
+    tokens: Tensor, first: int, num_rows: int, function: Callable[[Tensor], Tensor], group: TensorGroup
+) -> Tensor:
+    """Return the rows of tokens, of which each rank has some.
+
+    Args:
+        tokens: Indices of the whole table, in any shape.
+        first: Index of the first local row.
+        num_rows: Number of local rows.
+        function: Looks up local indices.
+        group: The tensor parallel ranks.
+
+    Collective: the group.
+    """
+    local = tokens - first
+    is_elsewhere = (local < 0) | (local >= num_rows)
+    rows = function(local.masked_fill(is_elsewhere, 0))
+    return leave(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), group)
