@@ -21,7 +21,6 @@ from booster_core.errors import ConfigError
 from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_core.testing.compare import Tolerance, assert_same_tensors
 from booster_core.testing.training import whole_model
-from booster_core.wrappers import unscaled_gradient
 from booster_hybrid import HybridParallelPlugin
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
@@ -207,6 +206,15 @@ def test_adapters_train_as_on_one_process(name, mesh):
     run_on_ranks(compare, num_ranks, name, {}, options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["transformers/blip2", "transformers/sam", "heads/qwen3_lm", "heads/gemma_lm", "heads/cohere_lm", "heads/gptj_lm"],
+)
+def test_every_linear_layer_may_be_adapted(name):
+    run_on_ranks(compare, 2, name, {"target_modules": "all-linear"}, TP2)
+
+
 @pytest.mark.parametrize("style", [pytest.param("interleaved", marks=pytest.mark.slow), "zbv"])
 def test_adapters_train_in_several_stages_on_a_rank(style):
     config = {"target_modules": LLAMA}
@@ -324,12 +332,12 @@ def dropped(name, options):
         if isinstance(module, torch.nn.Dropout) and "lora_dropout" in path:
             watch(module, path.split(".")[-3])
     backward(booster, model, optimizer, zoo, in_double(zoo.share(0, 0, SAMPLES)))
-    whole = {
-        path: model.unwrap().get_parameter(path)
-        for path in set(booster.plugin.parameter_paths(model).values())
+    whole = [
+        path
+        for path in sorted(set(booster.plugin.parameter_paths(model).values()))
         if "lora_" in path and users_name(path) not in model.place.splits
-    }
-    return masks, {path: unscaled_gradient(parameter, optimizer) for path, parameter in whole.items()}
+    ]
+    return masks, {path: booster.full_gradient(model, path) for path in whole}
 
 
 def test_adapters_drop_alike_what_all_ranks_have_and_apart_what_they_share_out():
