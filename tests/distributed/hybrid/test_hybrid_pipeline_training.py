@@ -58,7 +58,9 @@ def parts_of(batch, count):
 def boosted(name, options, precision=None):
     from booster_hybrid import HybridParallelPlugin
 
-    plugin = HybridParallelPlugin(**options, example_batch=get_model(name).share(0, 0, 2))
+    if options.get("pp_size", 1) > 1:
+        options = {**options, "example_batch": get_model(name).share(0, 0, 2)}
+    plugin = HybridParallelPlugin(**options)
     booster = Booster(plugin=plugin, mixed_precision=precision)
     model, optimizer = make(name)
     model, optimizer, *_ = booster.boost(model, optimizer)

@@ -15,7 +15,7 @@ from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_core.lazy import is_lazy
 from booster_core.lazy.boosting import hollow_objects
-from booster_core.mesh import Axis, MeshShape, fill_axis, make_axes
+from booster_core.mesh import Axis, MeshShape, make_axes
 from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.precision.narrow import working_dtypes
@@ -28,16 +28,18 @@ from booster_core.state.naming import NamedTensors, named_modules
 from booster_core.state.replicated import Place
 from booster_core.wrappers import boosted_inside, unscaled_gradient, unwrap_model
 from booster_hybrid.agreement import check_same_settings
-from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, zero_options
+from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
+from booster_hybrid.data_parallel import DataParallelConfig, zero_options
 from booster_hybrid.lazy import fill_model
+from booster_hybrid.mesh import AXES, COMMUNICATING, check_order, mesh_shape
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.record import PipelineRecord
-from booster_hybrid.pipeline.stages import StageMap, StagePlan
-from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.stages import StageMap, StagePlan, find_crossings
+from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.state import HybridStateAdapter
@@ -61,9 +63,6 @@ if TYPE_CHECKING:
     from booster_core.state.adapter import StateAdapter
     from booster_hybrid.policy.base import ShardingPolicy
 
-_AXES = [("tp",), ("dp",), ("pp",), ("sp",), ("dp", "sp"), ("pp", "sp", "tp"), ()]
-"""The groups of ranks that something is communicated in."""
-
 
 class HybridParallelPlugin(PipelinePlugin):
     """Each layer split over tensor parallel ranks, and data parallelism over the ranks that these leave.
@@ -72,6 +71,10 @@ class HybridParallelPlugin(PipelinePlugin):
         tp_size: Ranks over which each layer is split.
         pp_size: Ranks over which the layers are spread; batches then run through `execute_pipeline`.
         sp_size: Ranks over which each sequence is split, for ``"all_to_all"`` and ``"ring_attn"``.
+        mesh_order: The axes of the mesh of ranks, from the outermost to the innermost: ranks of the last one are
+            neighbours. Any order computes the same.
+        zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it by ZeRO.
+        precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
         num_microbatches: See `PipelineConfig`, as for the following four.
         microbatch_size: Samples in each part of a batch.
         pp_style: Order of the parts' forwards and backwards.
@@ -80,17 +83,17 @@ class HybridParallelPlugin(PipelinePlugin):
         example_batch: A batch such as the model will be trained with, for the dry run that finds its layers; ``None``
             looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
         sequence_parallelism_mode: See `SequenceConfig`.
-        zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it by ZeRO.
-        zero: All of ZeRO's options, in the place of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
-        parallel_output: Leave the logits of language models split by vocabulary, so that the whole ones never exist:
-            ``outputs.logits`` are `SplitLogits`, on which the model's own loss and cross entropy work as on whole
-            ones; what would be wrong on a part raises. ``False`` puts them together.
-        custom_policy: How the model is split, where it is not one that is known; see
-            `booster_hybrid.policy.base.ShardingPolicy`.
+        parallel_output: Leave the logits of language models split by vocabulary (and by positions, where the model
+            takes its own loss of split sequences): whole ones need not exist. ``outputs.logits`` look whole:
+            `SplitLogits` compute the model's own loss and cross entropy from their parts, and any other function gets
+            whole ones, which all ranks that have a part must ask for. ``False`` puts them together in each forward.
         max_norm: Clip gradients by this global norm in each step; 0 does not.
         cpu_offload: Keep optimizer state and masters on the host, and step there; for ``zero_stage`` 1 and 2.
+        custom_policy: How the model is split, where it is not one that is known; see
+            `booster_hybrid.policy.base.ShardingPolicy`.
+        ddp: How data parallel ranks average gradients under ``zero_stage=0``.
+        zero: All of ZeRO's options, in the place of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
         loss_scale: How gradients are scaled under ``precision="fp16"``.
-        precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
         pipeline_record: A folder where each rank of a pipeline writes down when it did what, for ``booster pipeline``.
 
     Raises:
@@ -121,6 +124,9 @@ class HybridParallelPlugin(PipelinePlugin):
         tp_size: int = 1,
         pp_size: int = 1,
         sp_size: int = 1,
+        mesh_order: Sequence[str] = AXES,
+        zero_stage: int = 0,
+        precision: PrecisionPolicy | str | None = None,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         pp_style: str = "1f1b",
@@ -128,16 +134,20 @@ class HybridParallelPlugin(PipelinePlugin):
         num_layers_per_stage: Sequence[int] | None = None,
         example_batch: Any = None,
         sequence_parallelism_mode: str | None = None,
-        zero_stage: int = 0,
-        zero: ZeroConfig | None = None,
-        parallel_output: bool = False,
-        custom_policy: ShardingPolicy | None = None,
+        parallel_output: bool = True,
         max_norm: float = 0.0,
         cpu_offload: bool = False,
+        custom_policy: ShardingPolicy | None = None,
+        ddp: DataParallelConfig | None = None,
+        zero: ZeroConfig | None = None,
         loss_scale: LossScaleConfig | None = None,
-        precision: PrecisionPolicy | str | None = None,
         pipeline_record: str | os.PathLike[str] | None = None,
     ) -> None:
+        for option, value, kind in (("ddp", ddp, DataParallelConfig), ("zero", zero, ZeroConfig)):
+            if value is not None and not isinstance(value, kind):
+                msg = f"`{option}` is a `{kind.__name__}`; got `{type(value).__name__}`."
+                raise TypeError(msg)
+        sharded = zero_options(zero, zero_stage, max_norm, cpu_offload=cpu_offload)
         self.config = HybridConfig(
             tensor=TensorConfig(size=tp_size),
             pipeline=PipelineConfig(
@@ -149,24 +159,22 @@ class HybridParallelPlugin(PipelinePlugin):
                 num_layers_per_stage=None if num_layers_per_stage is None else tuple(num_layers_per_stage),
             ),
             sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode),
-            zero=zero_options(zero, zero_stage, max_norm, cpu_offload=cpu_offload),
+            zero=sharded,
+            ddp=DataParallelConfig() if ddp is None and sharded is None else ddp,
+            mesh_order=check_order(mesh_order),
         )
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
         self.example_batch = example_batch
         self.pipeline_record = pipeline_record
-        if pipeline_record is not None and pp_size == 1:
-            msg = "`pipeline_record` writes down what a pipeline does, and `pp_size=1` makes none. Pass `pp_size`."
-            raise ConfigError(msg)
-        if self.config.zero is not None and self.config.zero.overlap_allgather and tp_size > 1:
-            # Column-parallel layers read their siblings' weights, before these layers' own calls would wait for them.
-            msg = f"`overlap_allgather=True` can't be had with `tp_size={tp_size}`. Leave one of them out."
-            raise ConfigError(msg)
+        check_used(
+            self.config, custom_policy=custom_policy, example_batch=example_batch, pipeline_record=pipeline_record
+        )
         if loss_scale is not None and precision is None:
             msg = "`loss_scale` is about fp16. Pass `precision='fp16'` beside it, or a PrecisionPolicy to `Booster`."
             raise ConfigError(msg)
         self.precision = None if precision is None else PrecisionPolicy.parse(precision, loss_scale=loss_scale)
-        options = self.config.zero or ZeroConfig(max_norm=max_norm)
+        options = self.config.data_parallel(max_norm)
         self._zero = LowLevelZeroPlugin(
             **{each.name: getattr(options, each.name) for each in fields(options)}, precision=self.precision
         )
@@ -189,7 +197,7 @@ class HybridParallelPlugin(PipelinePlugin):
 
         Collective: every rank of the world.
         """
-        check_same_settings(self.describe(), context.coordinator)
+        check_same_settings(self._settings(context), context.coordinator)
         axes = self._axes_of_world()
         model = objects.model
         check_distinct_memory(model)
@@ -284,7 +292,10 @@ class HybridParallelPlugin(PipelinePlugin):
             return_outputs: Return the batch's outputs, detached, under ``"outputs"``; ``None`` likewise.
 
         Raises:
-            ConfigError: If there is no pipeline, the batch can't be split, or the criterion returns no scalar.
+            StopIteration: If there is no batch left.
+            ConfigError: If there is no pipeline, the batch can't be split, ranks of one pipeline have different ones,
+                or the criterion returns no scalar.
+            Exception: What the data loader, the model or the criterion raised on any rank.
             TypeError: If the model or the optimizer is not a boosted one.
 
         Collective: every rank of the world.
@@ -304,7 +315,7 @@ class HybridParallelPlugin(PipelinePlugin):
             msg = f"`execute_pipeline` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
         return model.engine.execute(
-            next(data_iter),
+            data_iter,
             criterion,
             optimizer if torch.is_grad_enabled() else None,
             return_loss=return_loss,
@@ -374,26 +385,38 @@ class HybridParallelPlugin(PipelinePlugin):
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""
-        return {**asdict(self.config), "parallel_output": self.parallel_output}
+        return {
+            **asdict(self.config),
+            "max_norm": self._zero.config.max_norm,
+            "parallel_output": self.parallel_output,
+        }
+
+    def _settings(self, context: BoostContext) -> Mapping[str, object]:
+        """Return what must be the same on every rank; a folder may be another on each host."""
+        settings = dict(self.describe())
+        if self.config.zero is not None:
+            settings["zero"] = {**asdict(self.config.zero), "offload_dir": None}
+        return {**settings, "custom_policy": self.custom_policy, "precision": asdict(context.precision)}
 
     def _plan_stages(self, objects: Boosted, policy: ShardingPolicy | None, context: BoostContext) -> StagePlan:
         """Return what a dry run on the first rank has seen, and what follows from it.
 
         Collective: every rank of the world.
         """
-        model, error, trace = objects.model, None, None
+        model, error, found = objects.model, None, None
+        config = self.config.pipeline
         if context.coordinator.rank == 0:
             try:
                 batch = to_device(example_batch(model, objects.dataloader, self.example_batch), context.device)
                 paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
                 lists = [paths.get(name, name) for name in (() if policy is None else policy.layers)]
-                trace = trace_layers(model, lists, batch)
+                trace, flow = trace_flow(model, lists, batch)
+                found = trace, find_crossings(model, trace, flow, config)
             except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                 error = caught
         context.coordinator.raise_together(error, name="boost")
-        trace = context.coordinator.broadcast_object(trace, name="boost")
-        config = self.config.pipeline
-        return StagePlan.of(model, trace, config)
+        trace, crossings = context.coordinator.broadcast_object(found, name="boost")
+        return StagePlan.of(model, trace, crossings, config)
 
     def _place_of(self, plan: StagePlan, place: ModelPlace, axes: Mapping[tuple[str, ...], Axis]) -> ModelPlace:
         """Return where this rank is in the pipeline.
@@ -427,14 +450,13 @@ class HybridParallelPlugin(PipelinePlugin):
         return Link(plan.sent_names, up.ranks, up.index, up.group, down.group, context.device)
 
     def _shape(self, world_size: int) -> MeshShape:
-        sizes = {"dp": 1, "pp": self.config.pipeline.size, "sp": self.config.sequence.size}
-        return fill_axis({**sizes, "tp": self.config.tensor.size}, "dp", world_size)
+        return mesh_shape(self.config.sizes, self.config.mesh_order, world_size)
 
     def _axes_of_world(self) -> dict[tuple[str, ...], Axis]:
         """Return this rank's place; process groups are made once for each world."""
         world = dist.group.WORLD
         if self._axes is None or self._axes[0] is not world:
-            self._axes = (world, make_axes(self._shape(dist.get_world_size()), _AXES))
+            self._axes = (world, make_axes(self._shape(dist.get_world_size()), COMMUNICATING))
         return self._axes[1]
 
     def _ranks(self, axes: Mapping[tuple[str, ...], Axis]) -> ShardingRanks:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from booster_core import collectives
@@ -123,6 +124,7 @@ class ShardedBucket:
         self.gradient: Tensor | None = None
         self.has_gradient = False
         self._added: set[int] = set()
+        self._is_averaged = False
         self.pieces: list[Piece] = []
         low = plan.bounds[ranks.shard_rank]
         for slot, parameter in zip(plan.slots, self.parameters, strict=True):
@@ -201,19 +203,26 @@ class ShardedBucket:
         """Number of elements that `start_reduction` receives from other ranks."""
         return (self.ranks.shard_size - 1) * self.values.numel() if self.format.device.type == "cpu" else 0
 
+    @property
+    def averages_at_once(self) -> bool:
+        """Whether `start_reduction` averages over the replicas, too; else that is left for the end of all rounds."""
+        return self.adds_at_once and self.ranks.replica_group is not None
+
     def start_reduction(self, gradients: Mapping[int, Tensor], scratch: Tensor) -> Pending:
         """Start adding full gradients, averaged over the shard group, to this rank's gradient.
+
+        Where they were added at once, all that has come together is averaged over the replicas.
 
         Args:
             gradients: By parameter, flat and in the wire format; zero where there is none. They are only read, and
                 left alone until the result has been waited for. None where they were added at once.
             scratch: Memory in the wire format to receive into; left alone as well.
 
-        Collective: the shard group.
+        Collective: the shard group, or the replicas.
         """
         if self.adds_at_once:
             self._clear_rest()
-            return Pending()
+            return self._start_average() if self.averages_at_once else Pending()
         is_first = not self.has_gradient
         target, group, bounds = self.make_gradient(), self.ranks.shard_group, self.plan.bounds
         scale = 1.0 / self.ranks.shard_size
@@ -240,6 +249,16 @@ class ShardedBucket:
                 target.add_(landing)
 
         return Pending(finish=add_up, keep=(source, staged))
+
+    def _start_average(self) -> Pending:
+        """Start averaging over the replicas what has been added up here, of earlier rounds as well."""
+        gradient = self.make_gradient()
+        # What was averaged before would be rounded again in each further round.
+        wire = gradient.dtype if self._is_averaged else self.format.wire
+        self._is_averaged = True
+        source = gradient.to(wire)
+        average = collectives.all_reduce(source, dist.ReduceOp.AVG, self.ranks.replica_group)
+        return average if source is gradient else Pending([average], lambda: gradient.copy_(source))
 
     def _parts(self, gradients: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
         """Return the bucket's gradient in parts: large ones as they are, runs of small ones joined."""
@@ -296,7 +315,7 @@ class ShardedBucket:
 
     def drop_gradient(self) -> None:
         """Forget the gradient. Its memory is kept: asking for it anew in each step takes longer than a sum."""
-        self.has_gradient = False
+        self.has_gradient = self._is_averaged = False
         self._added.clear()
         for piece in self.pieces:
             piece.values.grad = None

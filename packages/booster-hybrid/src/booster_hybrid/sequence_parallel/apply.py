@@ -20,6 +20,7 @@ from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention
 from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.loss import SequenceLoss
 from booster_hybrid.sequence_parallel.mask import make_mask
+from booster_hybrid.sequence_parallel.positions import PositionsKept
 from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
 from booster_hybrid.sequence_parallel.stack import LayerHooks, Stack
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
@@ -47,7 +48,7 @@ def split_sequences(
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
         tensor_size: Ranks over which attention heads are split besides.
-        parallel_output: Leave the logits of causal language models split by positions.
+        parallel_output: Leave the logits of causal language models that are given labels split by positions.
 
     Raises:
         ConfigError: If the model can't be split so.
@@ -61,18 +62,18 @@ def split_sequences(
     if mode == "all_to_all":
         _check_heads(model, [layer for _, layers in stacks for layer in layers], group.size, tensor_size)
     _install_attention(model, stacks)
-    gathers = not (parallel_output and has_causal_loss(model))
-    if not gathers:
+    kept: PositionsKept | None = None
+    if parallel_output and has_causal_loss(model):
         model.loss_function = SequenceLoss(stacks[-1][0].layout, group)  # type: ignore[assignment]
-        model.register_forward_pre_hook(_refuse_partial_logits, with_kwargs=True)
+        kept = PositionsKept(model, stacks[-1][0].layout, group)
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
     model.register_forward_pre_hook(_refuse_router_losses, with_kwargs=True)
     for number, (stack, layers) in enumerate(stacks):
-        joins = gathers or number < len(stacks) - 1
+        of_stack = kept if number == len(stacks) - 1 else None
         for index, layer in enumerate(layers):
             split_relative_biases(layer, stack)
             is_last = index == len(layers) - 1
-            hooks = LayerHooks(stack, layer, is_first=index == 0, gathers=joins and is_last)
+            hooks = LayerHooks(stack, layer, is_first=index == 0, is_last=is_last, kept=of_stack)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after, always_call=True)
 
@@ -154,15 +155,5 @@ def _refuse_router_losses(module: nn.Module, args: Any, kwargs: dict[str, Any]) 
         msg = (
             f"`{name}=True` balances experts over the positions of a whole batch, of which each rank has a part. "
             "Leave it out, or use 'split_gather' with `tp_size`."
-        )
-        raise ConfigError(msg)
-
-
-def _refuse_partial_logits(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    del module, args
-    kept = kwargs.get("logits_to_keep", 0)
-    if not isinstance(kept, int) or kept:
-        msg = (
-            f"`logits_to_keep={kept}` counts positions of the whole sequence. Leave it out, or `parallel_output=False`."
         )
         raise ConfigError(msg)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from booster_hybrid.sequence_parallel.positions import PositionsKept
     from booster_hybrid.tensor_parallel.group import TensorGroup
 
 OTHER_STATES = ("encoder_hidden_states", "key_value_states")
@@ -114,11 +115,14 @@ class LayerHooks:
         stack: The list that it is in.
         layer: The layer.
         is_first: Whether hidden states are split before it.
-        gathers: Whether they are put together after it.
+        is_last: Whether they are put together after it.
+        kept: Tells in which calls they are not, after all.
     """
 
-    def __init__(self, stack: Stack, layer: nn.Module, *, is_first: bool, gathers: bool) -> None:
-        self._stack, self._is_first, self._gathers = stack, is_first, gathers
+    def __init__(
+        self, stack: Stack, layer: nn.Module, *, is_first: bool, is_last: bool, kept: PositionsKept | None = None
+    ) -> None:
+        self._stack, self._is_first, self._is_last, self._kept = stack, is_first, is_last, kept
         self._names = argument_names(layer)
 
     def before(
@@ -169,7 +173,7 @@ class LayerHooks:
                 "sequence see itself only. Use 'split_gather' with `tp_size`, or a model that does."
             )
             raise ConfigError(msg)
-        if not self._gathers:
+        if not self._is_last or (self._kept is not None and not self._kept.gathers()):
             return output
         hidden, *rest = output if isinstance(output, tuple) else (output,)
         hidden = gather_sequence(hidden, stack.layout(stack.length), stack.group)
