@@ -186,6 +186,12 @@ def test_stage_1_accumulates_whole_gradients():
         assert (underway, full, shards) == (0.0, 1.0, 0.5)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_rank_keeps_each_gradient_once(stage):
+    for underway, full, shards in run_on_ranks(gradient_bytes, 1, stage, 256 * 256 * 4):
+        assert (underway, full, shards) == (0.0, 0.0, 1.0)
+
+
 def thousand_steps():
     booster, model, optimizer = boost(make(64), bucket_bytes=20_000, stage=2)
     for _ in range(300):  # malloc finds its final size
