@@ -115,7 +115,7 @@ def train_boosted(name: str, plugin_class: str, options: dict[str, Any]) -> Trai
 
 def loss_here(booster: Booster, zoo: ZooModel, model: nn.Module, step: int) -> Tensor:
     """Return the loss of the samples of this rank, or of all where the ranks are parts of one replica."""
-    rank, size = booster.plugin.data_parallel_coordinates(booster.context)
+    rank, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     if size == WORLD_SIZE:
         return zoo.loss_of(model, zoo.share(step, rank, SAMPLES))
     if zoo.couples_samples:

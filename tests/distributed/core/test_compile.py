@@ -67,7 +67,7 @@ def train(plugin_class, options, how, backend):
         model = torch.compile(model, backend=backend)
     elif how == "after-method":
         model.compile(backend=backend)
-    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context)
+    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     losses = []
     for step in range(3):
         tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(step))

@@ -58,7 +58,7 @@ def tensors_of(outputs):
 def compare(name, options):
     zoo = find(name)
     booster, model, optimizer = boosted(zoo, options)
-    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context)
+    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     plain = train_plainly(zoo, lambda step: zoo.whole(step, data_size, SAMPLES))
     for step in range(STEPS):
         expected = plain.gradients[step]

@@ -58,7 +58,9 @@ def parts_of(batch, count):
 def boosted(name, options, precision=None):
     from booster_hybrid import HybridParallelPlugin
 
-    plugin = HybridParallelPlugin(**options, example_batch=get_model(name).share(0, 0, 2))
+    if options.get("pp_size", 1) > 1:
+        options = {**options, "example_batch": get_model(name).share(0, 0, 2)}
+    plugin = HybridParallelPlugin(**options)
     booster = Booster(plugin=plugin, mixed_precision=precision)
     model, optimizer = make(name)
     model, optimizer, *_ = booster.boost(model, optimizer)
@@ -68,7 +70,7 @@ def boosted(name, options, precision=None):
 def compare(name, options):
     zoo = get_model(name)
     booster, model, optimizer = boosted(name, options)
-    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context)
+    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     microbatches = booster.plugin.config.pipeline.size
     expected, losses, norms, gradients = plainly(name, data_size, microbatches)
     for step in range(STEPS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from model_zoo import get_model
 
+from booster_core import Booster
 from booster_core.activation_checkpointing import enable_activation_checkpointing
 from booster_core.testing import run_on_ranks
+from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pipeline.cut import StagedModel, share_layers
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.runtime import PipelineRun
@@ -19,6 +22,7 @@ from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.tensor_parallel import linear
 
 
 def deepened(zoo, num_layers):
@@ -106,6 +110,124 @@ def compare(name, num_microbatches, is_checkpointed):
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral", "gpt2_lm", "bert_masked_lm", "t5_generation"])
 def test_the_v_trains_as_one_process(name):
     run_on_ranks(compare, 2, f"transformers/{name}", 5, False)
+
+
+def boosted(name, options, precision=None):
+    zoo = get_model(name)
+    plugin = HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2))
+    booster = Booster(plugin=plugin, mixed_precision=precision)
+    model = deepened(zoo, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return booster, model, optimizer
+
+
+def compare_with_one_process(name, options):
+    """Train split layers through the V by the plugin, as one process trains them."""
+    zoo = get_model(name)
+    whole = deepened(zoo, 4)
+    plain = torch.optim.AdamW(whole.parameters(), lr=1e-3, eps=1e-2)
+    booster, model, optimizer = boosted(name, {**options, "pp_style": "zbv"})
+    rank, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    count = options["num_microbatches"]
+    for step in range(2):
+        for data_rank in range(size):
+            batch = zoo.share(step, data_rank, count)
+            for index in range(count):
+                part = {key: value[index : index + 1] for key, value in batch.items()}
+                (zoo.loss_of(whole, part) / count / size).backward()
+        batch = zoo.share(step, rank, count)
+        booster.execute_pipeline(iter([batch]), model, zoo.loss, optimizer)
+        for key, parameter in whole.named_parameters():
+            if parameter.grad is not None:
+                # fp32, sums in another order.
+                found = booster.full_gradient(model, key)
+                torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=2e-6, msg=f"{name}: {key}")
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        assert float(optimizer.clip_grad_by_norm(0.5)) == pytest.approx(float(norm), rel=1e-5)
+        for each in (plain, optimizer):
+            each.step()
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2_lm", "falcon", "t5_generation"])
+def test_layers_split_over_ranks_train_as_one_process(name):
+    run_on_ranks(
+        compare_with_one_process, 4, f"transformers/{name}", {"pp_size": 2, "tp_size": 2, "num_microbatches": 3}
+    )
+
+
+@pytest.mark.parametrize("options", [{"sequence_parallelism_mode": "split_gather"}, {"zero_stage": 2, "num_ranks": 8}])
+def test_split_layers_train_beside_split_sequences_and_state(options):
+    options = {"pp_size": 2, "tp_size": 2, "num_microbatches": 3, **options}
+    run_on_ranks(compare_with_one_process, options.pop("num_ranks", 4), "transformers/llama", options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "deepseek_v3", "bloom", "opt", "gptj", "bert_masked_lm"])
+def test_further_models_with_split_layers_train_as_one_process(name):
+    run_on_ranks(
+        compare_with_one_process, 4, f"transformers/{name}", {"pp_size": 2, "tp_size": 2, "num_microbatches": 2}
+    )
+
+
+def narrow_gradients(name, style):
+    zoo = get_model(name)
+    options = {"pp_size": 2, "tp_size": 2, "pp_style": style, "num_model_chunks": 2, "num_microbatches": 2}
+    booster, model, optimizer = boosted(name, options, "bf16")
+    booster.execute_pipeline(iter([zoo.share(0, 0, 4)]), model, zoo.loss, optimizer)
+    return {key: booster.full_gradient(model, key) for key in booster.plugin.parameter_paths(model)}
+
+
+def test_bf16_gradients_of_split_layers_do_not_depend_on_when_they_are_computed():
+    """Microbatches reach a weight in their order in either schedule, so that the sums are the same, bit for bit."""
+    name = "transformers/llama"
+    found, expected = (run_on_ranks(narrow_gradients, 4, name, style)[0] for style in ("zbv", "interleaved"))
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
+        assert torch.equal(found[key], gradient), key
+
+
+def work_between(name):
+    """Return what a rank did, with how many products of matrices that its split layers hold."""
+    zoo = get_model(name)
+    options = {"pp_size": 2, "tp_size": 2, "pp_style": "zbv", "num_microbatches": 4}
+    booster, model, optimizer = boosted(name, options)
+    actions, original = [], linear._weight_gradient
+
+    class Noting:
+        def begin(self):
+            actions.clear()
+
+        @contextlib.contextmanager
+        def during(self, action):
+            actions.append([action.work.value, 0])
+            yield
+
+        def end(self, schedule):
+            pass
+
+    def counted(*args, **named):
+        actions[-1][1] += 1
+        return original(*args, **named)
+
+    model.engine._run_options["record"] = Noting()
+    linear._weight_gradient = counted
+    try:
+        booster.execute_pipeline(iter([zoo.share(0, 0, 4)]), model, zoo.loss, optimizer)
+    finally:
+        linear._weight_gradient = original
+    return actions
+
+
+def test_split_layers_products_are_computed_in_the_weights_turns_alone():
+    for actions in run_on_ranks(work_between, 4, "transformers/llama"):
+        at = {work: [count for each, count in actions if each == work] for work, _ in actions}
+        # Seven of each layer, a layer in each stage, and the head in the last one.
+        assert sorted(set(at["backward_weight"])) in ([7], [7, 8])
+        assert not any(at["forward"])
+        assert not any(at["backward_input"])
+        assert len(at["backward_input"]) == len(at["backward_weight"]) == 8
 
 
 def test_the_v_computes_layers_anew():

@@ -299,7 +299,7 @@ def boost_and_run(name, options, **more):
     ("name", "options", "more", "message"),
     [
         ("gptj", ULYSSES, {}, "GPTJForCausalLM does not call its attention through.*mode='all_to_all'"),
-        ("t5_generation", RING, {}, "T5ForConditionalGeneration names 2 lists of layers"),
+        ("sam", RING, {}, "policy of SamModel names none of the model.s"),
         ("llama", ULYSSES, {"output_hidden_states": True}, "`output_hidden_states=True` asks for what the layers"),
         ("llama", ULYSSES, {"attention_mask": torch.ones(4, 1, 3, 3)}, r"shape \(4, 1, 3, 3\) does not fit a sequence"),
         ("llama", {**RING, "parallel_output": True}, {"logits_to_keep": 1}, "`logits_to_keep=1` counts positions"),

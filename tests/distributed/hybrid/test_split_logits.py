@@ -1,6 +1,10 @@
-"""Logits that are split by vocabulary: losses as on whole ones, an error for what would be wrong, little memory."""
+"""Logits that are split by vocabulary: as whole ones for whoever asks, and little memory for losses."""
 
 from __future__ import annotations
+
+import copy
+import operator
+import pickle
 
 import pytest
 import torch
@@ -11,9 +15,10 @@ from model_zoo.transformers_heads import HEADS
 from torch.nn import functional
 
 from booster_core import Booster
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, MissingRanksError
 from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_core.testing.memory import peak_memory
+from booster_core.world import current_world
 from booster_hybrid import HybridParallelPlugin, SplitLogits
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.logits import split_logits
@@ -41,6 +46,12 @@ def losses(logits, labels):
     yield functional.cross_entropy(torch.tanh(logits / 3.0)[:, -1] * 3.0, labels[:, -1])
     yield functional.cross_entropy(logits[labels > 3], labels[labels > 3], reduction="none").square().sum()
     yield functional.cross_entropy(torch.cat([logits, logits])[0], labels[0])
+    weights = torch.linspace(0.5, 2.0, 7)
+    yield functional.cross_entropy(flat, labels.view(-1), weights)
+    yield functional.cross_entropy(flat, labels.view(-1), weight=weights, reduction="none").square().sum()
+    yield functional.cross_entropy(flat * 9, labels.view(-1), label_smoothing=0.2)
+    yield torch.nn.CrossEntropyLoss(label_smoothing=0.5, reduction="sum")(flat, labels.view(-1))
+    yield functional.cross_entropy(logits[0, 1], labels[0, 1])
 
 
 def compare_losses():
@@ -82,36 +93,215 @@ def test_they_look_whole():
     run_on_ranks(compare_facts, 3)
 
 
-WRONG = {
+LABELS = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(1))
+WHOLE = {
     "softmax": lambda logits: logits.softmax(-1),
     "log_softmax": lambda logits: functional.log_softmax(logits, dim=-1),
+    "distillation": lambda logits: functional.kl_div(
+        functional.log_softmax(logits / 2.0, dim=-1), torch.full((2, 5, 7), 1 / 7), reduction="batchmean"
+    ),
     "mse_loss": lambda logits: functional.mse_loss(logits, torch.zeros(2, 5, 7)),
     "mean": lambda logits: logits.mean(),
-    "topk": lambda logits: torch.topk(logits, 2),
-    "gather": lambda logits: torch.gather(logits, -1, torch.zeros(2, 5, 1, dtype=torch.int64)),
+    "topk": lambda logits: torch.topk(logits, 2)[0],
+    "torch.gather": lambda logits: torch.gather(logits, -1, LABELS[..., None]),
+    "gather": lambda logits: logits.gather(-1, LABELS[..., None]) - logits.logsumexp(-1, keepdim=True),
     "getitem": lambda logits: logits[..., 3],
     "getitem of a range": lambda logits: logits[:, :, :2],
+    "getitem of labels": lambda logits: logits.flatten(0, 1)[torch.arange(10), LABELS.flatten()],
     "view": lambda logits: logits.view(2, 35),
-    "mul": lambda logits: logits * torch.ones(7),
+    "transpose": lambda logits: functional.cross_entropy(logits.transpose(1, 2), LABELS),
+    "mul": lambda logits: logits * torch.arange(7),
+    "operand": lambda logits: torch.where(LABELS[..., None] > 2, torch.zeros(()), logits),
+    "two of them": lambda logits: (logits * logits).sum(-1),
     "cross_entropy of more than two dimensions": lambda logits: functional.cross_entropy(
-        logits, torch.zeros(2, 7, dtype=torch.int64)
+        logits[:, :, None].expand(2, 5, 7, 7).permute(0, 2, 3, 1), LABELS[:, :, None].expand(2, 5, 7).permute(0, 2, 1)
+    ),
+    "cross_entropy of probabilities": lambda logits: functional.cross_entropy(
+        logits.view(-1, 7), torch.full((10, 7), 1 / 7)
+    ),
+    "cross_entropy with smoothing": lambda logits: functional.cross_entropy(
+        logits.view(-1, 7), LABELS.flatten(), label_smoothing=0.1
     ),
     "cross_entropy with weights": lambda logits: functional.cross_entropy(
-        logits.view(-1, 7), torch.zeros(10, dtype=torch.int64), label_smoothing=0.1
+        logits.view(-1, 7), LABELS.flatten(), weight=torch.arange(1.0, 8)
+    ),
+    "cross_entropy with weights of smoothed labels": lambda logits: functional.cross_entropy(
+        logits.view(-1, 7), LABELS.flatten(), torch.arange(1.0, 8), label_smoothing=0.1
     ),
     "stack": lambda logits: torch.stack([logits, logits]),
+    "cat along the vocabulary": lambda logits: torch.cat([logits, torch.ones(2, 5, 1)], -1),
+    "after an update in place": lambda logits: logits.exp() + logits.mul_(2).exp(),
+    "iterated": lambda logits: torch.stack([row.exp() for row in logits]),
+    "a length of the vocabulary": lambda logits: logits[0, 0].exp() * len(logits[0, 0]),
+    "nested": lambda logits: torch.block_diag(*[logits[0], logits[1]]),
+    "a module": torch.nn.LayerNorm(7),
+    "both ways": lambda logits: (
+        functional.cross_entropy(logits.view(-1, 7), LABELS.flatten()) + logits.logsumexp(-1).sum()
+    ),
 }
 
 
-def wrong_use(name):
-    WRONG[name](make()[2])
+def compare_whole(name):
+    function = WHOLE[name]
+    whole, local, split, own = make()
+    expected, found = function(whole * 1), function(split)
+    assert type(found) is torch.Tensor
+    torch.testing.assert_close(found, expected)
+    weights = torch.linspace(-1, 1, expected.numel()).view(expected.shape)
+    (expected,) = torch.autograd.grad((expected * weights).sum(), whole)
+    (found,) = torch.autograd.grad((found * weights).sum(), local)
+    torch.testing.assert_close(found, expected[..., own])
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_would_be_wrong_on_a_part_raises(name):
-    named = name.split(" of a range", maxsplit=1)[0]
-    message = rf"`_*{named}.*` would see [34] of 7 logits.*cross_entropy.*`parallel_output=False`"
-    expect_on_ranks(ConfigError, message, wrong_use, 2, name)
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_needs_whole_logits_gets_them_with_their_gradients(name):
+    run_on_ranks(compare_whole, 3, name)
+
+
+def plain_values():
+    whole, _, split, _ = make()
+    with torch.no_grad():
+        assert split.tolist() == whole.tolist()
+        assert (split.detach().numpy() == whole.detach().numpy()).all()
+        assert torch.equal(copy.deepcopy(split.detach()), whole)
+        assert torch.equal(pickle.loads(pickle.dumps(split.detach())), whole)
+        assert torch.equal(split.multinomial(1) if split.dim() == 1 else split[0].softmax(-1), whole[0].softmax(-1))
+    assert {split: 1}[split] == 1
+    assert type(LABELS.to(split)) is type(LABELS.type_as(split)) is torch.Tensor
+    assert split.new_zeros(3).tolist() == [0.0] * 3
+
+
+def test_values_leave_as_whole_ones():
+    run_on_ranks(plain_values, 2)
+
+
+def gathered_once():
+    from booster_hybrid.tensor_parallel import logits as module
+
+    calls = []
+    original = module.gather_last
+    module.gather_last = lambda *args: calls.append(1) or original(*args)
+    try:
+        split = make()[2]
+        for _ in range(3):
+            split.softmax(-1)
+        first = len(calls)
+        with torch.no_grad():
+            split.exp()
+        with torch.no_grad():
+            split.mul_(2.0)
+        split.softmax(-1)
+    finally:
+        module.gather_last = original
+    return first, len(calls)
+
+
+def test_they_are_put_together_once_for_all_that_ask():
+    assert run_on_ranks(gathered_once, 2) == [(1, 3)] * 2
+
+
+def changed(logits):
+    logits[..., 3].fill_(0.0)
+    return logits.view(-1, 7)
+
+
+IN_PLACE = {
+    "__setitem__": lambda logits: logits.__setitem__((..., 3), 0.0),
+    "masked_fill_": lambda logits: logits.masked_fill_(LABELS[..., None] > 2, 0.0),
+    "mul_": lambda logits: logits.mul_(torch.arange(7)),
+    "mul_ by an operator": lambda logits: operator.imul(logits, torch.arange(7)),
+    "relu": lambda logits: functional.relu(logits, inplace=True),
+    "exp": lambda logits: torch.exp(torch.ones(2, 5, 7), out=logits),
+    "data": lambda logits: setattr(logits, "data", torch.ones(2, 5, 7)),
+}
+
+
+def write(name):
+    with torch.no_grad():
+        IN_PLACE[name](make()[2])
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_would_write_into_a_part_raises(name):
+    called = name.partition(" ")[0]
+    message = rf"`.*{called}.*` would write into [34] of 7 logits.*`logits.gather\(\)`.*`parallel_output=False`"
+    expect_on_ranks(ConfigError, message, write, 2, name)
+
+
+def write_into_a_view():
+    with torch.no_grad():
+        changed(make()[2])
+
+
+def test_a_view_of_the_whole_that_was_written_into_is_noticed():
+    expect_on_ranks(
+        ConfigError, "A view of logits that are split by vocabulary was changed in place", write_into_a_view, 2
+    )
+
+
+def on_one_rank():
+    current_world().timeout_seconds = 1.0
+    split = make()[2]
+    if dist.get_rank() == 0:
+        with pytest.raises(MissingRanksError) as caught:
+            split.softmax(-1)
+        return str(caught.value)
+    return None
+
+
+def test_a_call_on_one_rank_alone_raises_instead_of_meeting_another_collective():
+    message = run_on_ranks(on_one_rank, 2)[0]
+    assert message.startswith("`gather of split logits` waited 1 s for rank 1 of 2, which did not call it.")
+    assert message.endswith(
+        "`softmax` needs whole logits, of which each of these ranks has a part. Let all of them call it, look at "
+        "`logits.local()` on one, or pass `parallel_output=False`."
+    )
+
+
+def label_out_of_bounds(label):
+    labels = torch.zeros(10, dtype=torch.int64)
+    labels[3] = label
+    functional.cross_entropy(make()[2].view(-1, 7), labels, ignore_index=-1)
+
+
+@pytest.mark.parametrize("label", [7, -2])
+def test_labels_outside_of_the_vocabulary_raise_on_every_rank(label):
+    expect_on_ranks(IndexError, f"Target {label} is out of bounds: there are 7", label_out_of_bounds, 3, label)
+
+
+def sequence_with(options, tokens, labels):
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
+    model = get_model("transformers/llama").seeded()
+    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(input_ids=torch.tensor([tokens]), labels=torch.tensor([labels]))
+
+
+SPLITS = {
+    "vocabulary": {"tp_size": 2, "parallel_output": True},
+    "sequence": {"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "parallel_output": True},
+}
+
+
+@pytest.mark.parametrize("what", SPLITS)
+def test_wrong_labels_of_one_part_of_a_sequence_raise_on_every_rank(what):
+    expect_on_ranks(IndexError, "Target 64 is out of bounds", sequence_with, 2, SPLITS[what], [1, 2, 3], [1, 64, 2])
+
+
+def test_tokens_outside_of_the_vocabulary_raise_on_every_rank():
+    options = {"tp_size": 2}
+    expect_on_ranks(IndexError, "Token 64 is out of bounds: there are 64", sequence_with, 2, options, [1, 64], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [({"reduction": "avg"}, "'avg'"), ({"label_smoothing": 2.0}, "2.0"), ({"weight": torch.ones(3)}, "7 classes")],
+)
+def test_options_that_make_no_sense_raise(more, message):
+    expect_on_ranks(ValueError, message, wrong_option, 2, **more)
+
+
+def wrong_option(**more):
+    functional.cross_entropy(make()[2].view(-1, 7), torch.zeros(10, dtype=torch.int64), **more)
 
 
 def compare_models(names):
@@ -145,6 +335,28 @@ MODELS = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_losses_of_models_need_no_whole_logits(kind):
     run_on_ranks(compare_models, 2, MODELS[kind])
+
+
+GENERATION = {
+    "greedy": {},
+    "processed": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
+    "beams": {"num_beams": 2},
+}
+
+
+def generated(name):
+    zoo = get_model("transformers/llama")
+    whole, original = zoo.seeded(), zoo.seeded()
+    prompt = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(prompt), **GENERATION[name]}
+    expected = whole.generate(prompt, **options)
+    model, *_ = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2)).boost(original)
+    assert torch.equal(model.generate(prompt, **options), expected)
+
+
+@pytest.mark.parametrize("name", GENERATION)
+def test_a_split_model_generates_what_the_whole_one_does(name):
+    run_on_ranks(generated, 2, name)
 
 
 VOCABULARY = 32768

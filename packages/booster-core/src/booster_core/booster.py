@@ -154,7 +154,7 @@ class Booster(BoosterIO):
         coordinator.raise_together(error)
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         if dataloader is not None:
-            rank, size = self.plugin.data_parallel_coordinates(context)
+            rank, size = self.plugin.data_parallel_coordinates(coordinator)
             # Ranks that seeded themselves apart would shuffle apart, and see some samples twice and others never.
             seed = coordinator.broadcast_object(torch.initial_seed() % 2**31)
             objects = objects._replace(dataloader=split_dataloader(dataloader, rank=rank, world_size=size, seed=seed))

@@ -150,9 +150,12 @@ class Plugin(ABC):
             return Capability.CUDA in self.capabilities
         return device_type in {capability.value for capability in self.capabilities}
 
-    def data_parallel_coordinates(self, context: BoostContext) -> tuple[int, int]:
-        """Return this rank's index among, and the number of, ranks that see different samples."""
-        return context.coordinator.rank, context.coordinator.world_size
+    def data_parallel_coordinates(self, coordinator: DistCoordinator) -> tuple[int, int]:
+        """Return this rank's index among, and the number of, ranks that see different samples.
+
+        Data loaders are split by it, those that `boost` is given and those that `prepare_dataloader` makes.
+        """
+        return coordinator.rank, coordinator.world_size
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
         """Return the view of a boosted model's (and optimizer's) state that checkpoints are written against.
@@ -222,11 +225,14 @@ class Plugin(ABC):
         distributed_sampler_cls: type[Sampler[int]] | None = None,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """Return a data loader that gives each data parallel rank its own samples; see `booster_core.data`."""
+        """Return a data loader that gives each data parallel rank its own samples; see `booster_core.data`.
+
+        Ranks are told apart by `data_parallel_coordinates`: those that work on one batch together get the same.
+        """
         from booster_core.coordinator import DistCoordinator
         from booster_core.data import prepare_dataloader
 
-        coordinator = DistCoordinator()
+        rank, world_size = self.data_parallel_coordinates(DistCoordinator())
         return prepare_dataloader(
             dataset,
             batch_size,
@@ -236,8 +242,8 @@ class Plugin(ABC):
             pin_memory=pin_memory,
             num_workers=num_workers,
             distributed_sampler_cls=distributed_sampler_cls,
-            rank=coordinator.rank,
-            world_size=coordinator.world_size,
+            rank=rank,
+            world_size=world_size,
             **kwargs,
         )
 

@@ -7,47 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.lazy import take_recording
-from booster_core.replicated import place_model, rebind
-from booster_core.sharding.agreement import send_first
 from booster_core.state.shard import TensorShard, full_box
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from booster_core.lazy import Recording
     from booster_core.plugin import BoostContext
-    from booster_core.precision import PrecisionPolicy
     from booster_gemini.chunk.chunk import Chunk
     from booster_gemini.chunk.manager import ChunkManager
-
-
-def hollow_model(
-    model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy
-) -> tuple[Recording, set[int]]:
-    """Take the recording out of a lazy model, and bring what has values already to the device.
-
-    Args:
-        model: The model; its lazy tensors become tensors of the device with one element of memory each.
-        optimizer: Its optimizer.
-        device: Where the model will run.
-        policy: Precision of the run; formats are left as they are.
-
-    Returns:
-        How the model's values are made, and the numbers of the parameters that have none.
-
-    Collective: every rank of the world, where the model has tensors with values.
-    """
-    recording = take_recording(model, device)
-    if optimizer is not None:
-        rebind(optimizer, recording.replaced)
-    lazy = set(recording.names)
-    place_model(model, optimizer, device, policy)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name not in lazy:
-            send_first(tensor.data)
-    return recording, {index for index, (name, _) in enumerate(model.named_parameters()) if name in lazy}
 
 
 def fill_chunks(model: nn.Module, recording: Recording, manager: ChunkManager, context: BoostContext) -> None:
@@ -69,9 +37,10 @@ def fill_chunks(model: nn.Module, recording: Recording, manager: ChunkManager, c
     chunk_of: dict[str, Chunk] = {}
     pieces = manager.layout.pieces()
     shards = []
-    lazy = set(recording.names)
-    for index, (name, parameter) in enumerate(model.named_parameters()):
-        if name not in lazy:
+    lazy = recording.name_of
+    for index, parameter in enumerate(model.parameters()):
+        name = lazy.get(id(parameter))
+        if name is None:
             continue
         chunk_of[name] = chunk = manager.chunk_of(index)
         piece = pieces.get(index)

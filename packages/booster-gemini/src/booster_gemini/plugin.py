@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.lazy import is_lazy
+from booster_core.lazy.boosting import hollow_objects
 from booster_core.plugin import Boosted, Capability, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.precision.narrow import NARROW, kept_as_they_are
@@ -23,7 +24,7 @@ from booster_core.wrappers import unwrap_model
 from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
-from booster_gemini.lazy import fill_chunks, hollow_model
+from booster_gemini.lazy import fill_chunks
 from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_numel
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
@@ -175,7 +176,9 @@ class GeminiPlugin(Plugin):
         unchanged = replace(context.precision, param_dtype=None)  # chunks have formats of their own
         recording, lazy = None, set[int]()
         if is_lazy(model):
-            recording, lazy = hollow_model(model, objects.optimizer, context.device, unchanged)
+            recording = hollow_objects(model, objects.optimizer, context.device, unchanged)
+            named = recording.name_of
+            lazy = {index for index, parameter in enumerate(model.parameters()) if id(parameter) in named}
         else:
             place_model(model, objects.optimizer, context.device, unchanged)
             agree_on_values(model)

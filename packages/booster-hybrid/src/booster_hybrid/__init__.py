@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig
+from booster_hybrid.data_parallel import DataParallelConfig
 from booster_hybrid.plugin import HybridParallelPlugin
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
 from booster_hybrid.tensor_parallel.logits import SplitLogits
 
 __all__ = [
+    "DataParallelConfig",
     "HybridConfig",
     "HybridParallelPlugin",
     "ModuleRule",

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
     from booster_core.coordinator import DistCoordinator
 
+_MOST = 100
+"""Characters of a value that a message shows."""
+
 
 def check_same_settings(settings: Mapping[str, Any], coordinator: DistCoordinator) -> None:
     """Raise on every rank if one was given another value of a setting.
@@ -31,11 +34,17 @@ def check_same_settings(settings: Mapping[str, Any], coordinator: DistCoordinato
         for rank, of_rank in enumerate(every):
             ranks.setdefault(of_rank.get(name, "nothing"), []).append(rank)
         if len(ranks) > 1:
-            values = ", ".join(f"{value} on rank(s) {', '.join(map(str, who[:8]))}" for value, who in ranks.items())
+            values = ", ".join(
+                f"{_short(value)} on rank(s) {', '.join(map(str, who[:8]))}" for value, who in ranks.items()
+            )
             found.append(f"`{name}` is {values}")
     if found:
         msg = f"The ranks built their plugin with different settings: {'; '.join(found)}. Build it alike on every rank."
         raise ConfigError(msg)
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _MOST else f"{value[:_MOST]}..."
 
 
 def _printed(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

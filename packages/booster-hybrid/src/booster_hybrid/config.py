@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
+from booster_hybrid.data_parallel import DataParallelConfig
+from booster_hybrid.mesh import AXES, check_order
 from booster_hybrid.pipeline.schedule import STYLES, make_schedule
-from booster_zero import ZeroConfig
+
+if TYPE_CHECKING:
+    from booster_zero import ZeroConfig
 
 SEQUENCE_MODES = ("split_gather", "all_to_all", "ring_attn")
 
@@ -25,7 +30,7 @@ class TensorConfig:
     size: int = 1
 
     def __post_init__(self) -> None:
-        _check_positive("tensor size", self.size)
+        _check_positive("tp_size", self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +59,7 @@ class PipelineConfig:
     num_layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_positive("pipeline size", self.size)
+        _check_positive("pp_size", self.size)
         if self.style not in STYLES:
             msg = f"`pp_style={self.style!r}` is not one of {', '.join(map(repr, STYLES))}."
             raise ConfigError(msg)
@@ -85,6 +90,8 @@ class PipelineConfig:
             "num_microbatches": self.num_microbatches,
             "microbatch_size": self.microbatch_size,
             "num_layers_per_stage": self.num_layers_per_stage,
+            "num_model_chunks": self.num_model_chunks,
+            "pp_style": None if self.style == "1f1b" else self.style,
         }
         for name, value in given.items():
             if self.size == 1 and value is not None:
@@ -122,7 +129,7 @@ class SequenceConfig:
     mode: str | None = None
 
     def __post_init__(self) -> None:
-        _check_positive("sequence size", self.size)
+        _check_positive("sp_size", self.size)
         if self.mode is not None and self.mode not in SEQUENCE_MODES:
             known = ", ".join(map(repr, SEQUENCE_MODES))
             msg = f"`sequence_parallelism_mode={self.mode!r}` is not one of {known}, or None."
@@ -153,17 +160,29 @@ class HybridConfig:
         pipeline: Pipeline parallelism.
         sequence: Sequence parallelism.
         zero: ZeRO over the data parallel ranks; ``None`` replicates the optimizer state on them.
+        ddp: How they average gradients where the state is replicated; ``None`` for the defaults.
+        mesh_order: The axes, from the outermost to the innermost, whose ranks are neighbours.
 
     Raises:
-        ConfigError: If sequences are to be split by ``"split_gather"`` without a tensor size.
+        ConfigError: If sequences are to be split by ``"split_gather"`` without a tensor size, there are options of both
+            ways to share the state, or the order does not name each axis once.
     """
 
     tensor: TensorConfig = field(default_factory=TensorConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     sequence: SequenceConfig = field(default_factory=SequenceConfig)
     zero: ZeroConfig | None = None
+    ddp: DataParallelConfig | None = None
+    mesh_order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
+        check_order(self.mesh_order)
+        if self.ddp is not None and self.zero is not None:
+            msg = (
+                f"`ddp=DataParallelConfig(...)` is about `zero_stage=0`, and stage {self.zero.stage} of ZeRO has "
+                "options of its own. Leave it out, and pass `zero=ZeroConfig(...)`."
+            )
+            raise ConfigError(msg)
         mode = self.sequence.mode
         if mode == "split_gather" and self.tensor.size == 1:
             msg = (
@@ -172,40 +191,59 @@ class HybridConfig:
             )
             raise ConfigError(msg)
 
+    def data_parallel(self, max_norm: float = 0.0) -> ZeroConfig:
+        """Return the options of what reduces gradients and steps.
 
-def zero_options(zero: ZeroConfig | None, zero_stage: int, max_norm: float, *, cpu_offload: bool) -> ZeroConfig | None:
-    """Return ZeRO's options, given as one or one by one; ``None`` where nothing is sharded.
+        Args:
+            max_norm: Global norm to clip by where the state is replicated.
+
+        Collective: none.
+        """
+        if self.zero is not None:
+            return self.zero
+        return (self.ddp or DataParallelConfig()).with_norm(max_norm)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis but that of data parallelism."""
+        return {"pp": self.pipeline.size, "sp": self.sequence.size, "tp": self.tensor.size}
+
+
+def check_used(config: HybridConfig, *, custom_policy: object, example_batch: object, pipeline_record: object) -> None:
+    """Refuse options that would have no effect.
 
     Args:
-        zero: All of them.
-        zero_stage: ZeRO's stage; 0 shards nothing.
-        max_norm: Global norm to clip by.
-        cpu_offload: Whether state is kept on the host.
+        config: The mesh.
+        custom_policy: How the model is to be split; ``None`` where it was not given, as for the following two.
+        example_batch: A batch for the dry run that finds a pipeline's layers.
+        pipeline_record: Where to write down what a pipeline does.
 
     Raises:
-        ConfigError: If options are given in both ways, or ask for what can't be.
+        ConfigError: If there is one.
 
     Collective: none.
     """
-    if zero is None:
-        if cpu_offload and zero_stage == 0:
-            msg = "`cpu_offload=True` moves what ZeRO shards, and `zero_stage=0` shards nothing. Use `zero_stage=1`."
+    pp_size = config.pipeline.size
+    of_pipeline = (
+        ("example_batch", example_batch, "is for finding the layers of"),
+        ("pipeline_record", pipeline_record, "writes down the work of"),
+    )
+    for name, value, what in of_pipeline:
+        if pp_size == 1 and value is not None:
+            msg = f"`{name}` {what} a pipeline, and `pp_size=1` makes none. Pass `pp_size`, or leave it out."
             raise ConfigError(msg)
-        return ZeroConfig(stage=zero_stage, max_norm=max_norm, cpu_offload=cpu_offload) if zero_stage else None
-    given = {"zero_stage": zero_stage, "max_norm": max_norm, "cpu_offload": cpu_offload}
-    doubled = [name for name, value in given.items() if value]
-    if doubled:
-        msg = f"`zero=ZeroConfig(...)` says what `{doubled[0]}={given[doubled[0]]}` says, too. Give one of them."
-        raise ConfigError(msg)
-    if zero.replica_size > 1:
+    if custom_policy is not None and config.tensor.size == pp_size == 1 and config.sequence.mode is None:
         msg = (
-            f"`zero=ZeroConfig(replica_size={zero.replica_size})`: all data parallel ranks share the state here. Use 1."
+            "`custom_policy` says where a model is split, and `tp_size=1` and `pp_size=1` without a "
+            "`sequence_parallelism_mode` split none. Leave it out."
         )
         raise ConfigError(msg)
-    return zero
 
 
-def _check_positive(what: str, size: int) -> None:
+def _check_positive(name: str, size: int) -> None:
+    if not isinstance(size, int) or isinstance(size, bool):
+        msg = f"`{name}={size!r}` must be a whole number of ranks; got `{type(size).__name__}`."
+        raise TypeError(msg)
     if size < 1:
-        msg = f"The {what} {size} must be at least 1, which leaves that axis out."
+        msg = f"`{name}={size}` must be at least 1, which leaves that axis out."
         raise ConfigError(msg)

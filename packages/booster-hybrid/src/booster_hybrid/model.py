@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from booster_core.errors import ConfigError
+from booster_hybrid.same_batch import check_same_batch
+from booster_hybrid.tensor_parallel.group import refuse_copy
 from booster_zero.model import ZeroModel
 
 if TYPE_CHECKING:
+    from booster_core.mesh import Axis
     from booster_hybrid.optimizer import ModelPlace
     from booster_hybrid.pipeline.engine import PipelineEngine
     from booster_hybrid.pipeline.stages import StageMap
@@ -18,21 +23,33 @@ class HybridModel(ZeroModel):
 
     Attributes:
         place: What of the model lies here; the plugin sets this and the following.
+        replica: The ranks that work on the same batches.
         engine: Takes batches through the pipeline; ``None`` where there is none.
         stages: What lies on which rank of the pipeline; ``None`` likewise.
     """
 
     place: ModelPlace
+    replica: Axis
+    _has_compared: bool = False
     engine: PipelineEngine | None = None
     stages: StageMap | None = None
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse a copy, which would share the optimizer and the ranks of this one.
+
+        Raises:
+            ConfigError: Always.
+        """
+        refuse_copy()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``.
 
         Raises:
-            ConfigError: If the model is cut into pipeline stages.
+            ConfigError: If the model is cut into pipeline stages, or the ranks that work on one batch together are
+                given different ones in the first call.
 
-        Collective: the tensor parallel ranks.
+        Collective: the tensor and sequence parallel ranks.
         """
         if self.engine is not None:
             msg = (
@@ -40,6 +57,9 @@ class HybridModel(ZeroModel):
                 "`booster.execute_pipeline(data_iter, model, criterion, optimizer)`; without an optimizer it evaluates."
             )
             raise ConfigError(msg)
+        if not self._has_compared and self.replica.size > 1 and not torch.compiler.is_compiling():
+            check_same_batch((args, kwargs), self.replica.group, list(self.replica.ranks))
+            self._has_compared = True
         return super().forward(*args, **kwargs)
 
     def run_stage(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,19 +13,25 @@ import torch.distributed as dist
 
 from booster_core import collectives
 from booster_core.errors import ConfigError
-from booster_core.mesh import Axis, MeshShape, fill_axis, make_axes
+from booster_core.lazy import is_lazy
+from booster_core.lazy.boosting import hollow_objects
+from booster_core.mesh import Axis, MeshShape, make_axes
 from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
+from booster_core.precision.narrow import working_dtypes
 from booster_core.replicated import place_model
 from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.ranks import ShardingRanks
-from booster_core.state.adapted import has_adapters
+from booster_core.state.adapted import without_adapters
 from booster_core.state.naming import NamedTensors, named_modules
 from booster_core.state.replicated import Place
 from booster_core.wrappers import boosted_inside, unscaled_gradient, unwrap_model
 from booster_hybrid.agreement import check_same_settings
-from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, zero_options
+from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
+from booster_hybrid.data_parallel import DataParallelConfig, zero_options
+from booster_hybrid.lazy import fill_model
+from booster_hybrid.mesh import AXES, COMMUNICATING, check_order, mesh_shape
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
 from booster_hybrid.pipeline.engine import PipelineEngine
@@ -51,13 +57,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from booster_core.coordinator import DistCoordinator
     from booster_core.plugin import BoostContext
     from booster_core.precision.loss_scaler import LossScaleConfig
     from booster_core.state.adapter import StateAdapter
     from booster_hybrid.policy.base import ShardingPolicy
-
-_AXES = [("tp",), ("dp",), ("pp",), ("sp",), ("dp", "sp"), ("pp", "sp", "tp"), ()]
-"""The groups of ranks that something is communicated in."""
 
 
 class HybridParallelPlugin(PipelinePlugin):
@@ -67,6 +71,10 @@ class HybridParallelPlugin(PipelinePlugin):
         tp_size: Ranks over which each layer is split.
         pp_size: Ranks over which the layers are spread; batches then run through `execute_pipeline`.
         sp_size: Ranks over which each sequence is split, for ``"all_to_all"`` and ``"ring_attn"``.
+        mesh_order: The axes of the mesh of ranks, from the outermost to the innermost: ranks of the last one are
+            neighbours. Any order computes the same.
+        zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it by ZeRO.
+        precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
         num_microbatches: See `PipelineConfig`, as for the following four.
         microbatch_size: Samples in each part of a batch.
         pp_style: Order of the parts' forwards and backwards.
@@ -75,17 +83,17 @@ class HybridParallelPlugin(PipelinePlugin):
         example_batch: A batch such as the model will be trained with, for the dry run that finds its layers; ``None``
             looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
         sequence_parallelism_mode: See `SequenceConfig`.
-        zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it by ZeRO.
-        zero: All of ZeRO's options, in the place of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
-        parallel_output: Leave the logits of language models split by vocabulary, so that the whole ones never exist:
-            ``outputs.logits`` are `SplitLogits`, on which the model's own loss and cross entropy work as on whole
-            ones; what would be wrong on a part raises. ``False`` puts them together.
-        custom_policy: How the model is split, where it is not one that is known; see
-            `booster_hybrid.policy.base.ShardingPolicy`.
+        parallel_output: Leave the logits of language models split by vocabulary (and by positions, where the model
+            takes its own loss of split sequences): whole ones need not exist. ``outputs.logits`` look whole:
+            `SplitLogits` compute the model's own loss and cross entropy from their parts, and any other function gets
+            whole ones, which all ranks that have a part must ask for. ``False`` puts them together in each forward.
         max_norm: Clip gradients by this global norm in each step; 0 does not.
         cpu_offload: Keep optimizer state and masters on the host, and step there; for ``zero_stage`` 1 and 2.
+        custom_policy: How the model is split, where it is not one that is known; see
+            `booster_hybrid.policy.base.ShardingPolicy`.
+        ddp: How data parallel ranks average gradients under ``zero_stage=0``.
+        zero: All of ZeRO's options, in the place of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
         loss_scale: How gradients are scaled under ``precision="fp16"``.
-        precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
         pipeline_record: A folder where each rank of a pipeline writes down when it did what, for ``booster pipeline``.
 
     Raises:
@@ -95,6 +103,7 @@ class HybridParallelPlugin(PipelinePlugin):
     """
 
     name: ClassVar[str] = "hybrid"
+    handles_lazy: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.CPU,
@@ -115,6 +124,9 @@ class HybridParallelPlugin(PipelinePlugin):
         tp_size: int = 1,
         pp_size: int = 1,
         sp_size: int = 1,
+        mesh_order: Sequence[str] = AXES,
+        zero_stage: int = 0,
+        precision: PrecisionPolicy | str | None = None,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         pp_style: str = "1f1b",
@@ -122,16 +134,20 @@ class HybridParallelPlugin(PipelinePlugin):
         num_layers_per_stage: Sequence[int] | None = None,
         example_batch: Any = None,
         sequence_parallelism_mode: str | None = None,
-        zero_stage: int = 0,
-        zero: ZeroConfig | None = None,
-        parallel_output: bool = False,
-        custom_policy: ShardingPolicy | None = None,
+        parallel_output: bool = True,
         max_norm: float = 0.0,
         cpu_offload: bool = False,
+        custom_policy: ShardingPolicy | None = None,
+        ddp: DataParallelConfig | None = None,
+        zero: ZeroConfig | None = None,
         loss_scale: LossScaleConfig | None = None,
-        precision: PrecisionPolicy | str | None = None,
         pipeline_record: str | os.PathLike[str] | None = None,
     ) -> None:
+        for option, value, kind in (("ddp", ddp, DataParallelConfig), ("zero", zero, ZeroConfig)):
+            if value is not None and not isinstance(value, kind):
+                msg = f"`{option}` is a `{kind.__name__}`; got `{type(value).__name__}`."
+                raise TypeError(msg)
+        sharded = zero_options(zero, zero_stage, max_norm, cpu_offload=cpu_offload)
         self.config = HybridConfig(
             tensor=TensorConfig(size=tp_size),
             pipeline=PipelineConfig(
@@ -143,24 +159,22 @@ class HybridParallelPlugin(PipelinePlugin):
                 num_layers_per_stage=None if num_layers_per_stage is None else tuple(num_layers_per_stage),
             ),
             sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode),
-            zero=zero_options(zero, zero_stage, max_norm, cpu_offload=cpu_offload),
+            zero=sharded,
+            ddp=DataParallelConfig() if ddp is None and sharded is None else ddp,
+            mesh_order=check_order(mesh_order),
         )
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
         self.example_batch = example_batch
         self.pipeline_record = pipeline_record
-        if pipeline_record is not None and pp_size == 1:
-            msg = "`pipeline_record` writes down what a pipeline does, and `pp_size=1` makes none. Pass `pp_size`."
-            raise ConfigError(msg)
-        if self.config.zero is not None and self.config.zero.overlap_allgather and tp_size > 1:
-            # Column-parallel layers read their siblings' weights, before these layers' own calls would wait for them.
-            msg = f"`overlap_allgather=True` can't be had with `tp_size={tp_size}`. Leave one of them out."
-            raise ConfigError(msg)
+        check_used(
+            self.config, custom_policy=custom_policy, example_batch=example_batch, pipeline_record=pipeline_record
+        )
         if loss_scale is not None and precision is None:
             msg = "`loss_scale` is about fp16. Pass `precision='fp16'` beside it, or a PrecisionPolicy to `Booster`."
             raise ConfigError(msg)
         self.precision = None if precision is None else PrecisionPolicy.parse(precision, loss_scale=loss_scale)
-        options = self.config.zero or ZeroConfig(max_norm=max_norm)
+        options = self.config.data_parallel(max_norm)
         self._zero = LowLevelZeroPlugin(
             **{each.name: getattr(options, each.name) for each in fields(options)}, precision=self.precision
         )
@@ -183,19 +197,24 @@ class HybridParallelPlugin(PipelinePlugin):
 
         Collective: every rank of the world.
         """
-        check_same_settings(self.describe(), context.coordinator)
+        check_same_settings(self._settings(context), context.coordinator)
         axes = self._axes_of_world()
         model = objects.model
         check_distinct_memory(model)
-        place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
-        agree_on_values(model)
+        unchanged = replace(context.precision, param_dtype=None)
+        recording = None
+        if is_lazy(model):
+            recording = hollow_objects(model, objects.optimizer, context.device, unchanged)
+        else:
+            place_model(model, objects.optimizer, context.device, unchanged)
+            agree_on_values(model)
         tensor = axes["tp",]
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
         policy = None
         if tensor.size > 1:
             check_elementwise(objects.optimizer, tensor.size)
         if tensor.size > 1 or self.config.pipeline.size > 1:
-            policy = policy_for(self._without_adapters(model), self.custom_policy, context.hooks)
+            policy = policy_for(model, self.custom_policy, context.hooks)
         # The dry run sees the whole model: nothing is communicated in it.
         plan = None if self.config.pipeline.size == 1 else self._plan_stages(objects, policy, context)
         split = TensorParallelModel()
@@ -212,13 +231,15 @@ class HybridParallelPlugin(PipelinePlugin):
             copies = plan.copies(model)
             # Layers' forwards that split their backward lie inside of those that stages put around layers.
             split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
-            staged = plan.cut(model, place.stage)
+            # What is not here still tells its format: models make tables in that of their embedding.
+            staged = plan.cut(model, place.stage, working_dtypes(model, context.precision.param_dtype))
             leave_out(model, objects.optimizer)
         boosted = self._zero.shard(
             objects, context, self._ranks(axes), HybridOptimizer, model_class=HybridModel, copies=copies
         )
         hybrid: Any = boosted.model
         hybrid.place = place
+        hybrid.replica = axes["pp", "sp", "tp"]
         if isinstance(boosted.optimizer, HybridOptimizer):
             boosted.optimizer.place = place
         if plan is not None and staged is not None:
@@ -229,11 +250,15 @@ class HybridParallelPlugin(PipelinePlugin):
                 self.config.pipeline,
                 place.stage,
                 self._link(plan, axes, context),
-                replica=axes["pp", "sp", "tp"].group,
+                replica=axes["pp", "sp", "tp"],
+                data=axes["dp",],
                 coordinator=context.coordinator,
                 device=context.device,
                 run_options={"split": split_backward, "record": self._record(axes, context)},
             )
+        if recording is not None:
+            adapter = self.state_adapter(hybrid, boosted.optimizer, context)
+            fill_model(model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
         return boosted
 
     def _record(self, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> PipelineRecord | None:
@@ -267,7 +292,10 @@ class HybridParallelPlugin(PipelinePlugin):
             return_outputs: Return the batch's outputs, detached, under ``"outputs"``; ``None`` likewise.
 
         Raises:
-            ConfigError: If there is no pipeline, the batch can't be split, or the criterion returns no scalar.
+            StopIteration: If there is no batch left.
+            ConfigError: If there is no pipeline, the batch can't be split, ranks of one pipeline have different ones,
+                or the criterion returns no scalar.
+            Exception: What the data loader, the model or the criterion raised on any rank.
             TypeError: If the model or the optimizer is not a boosted one.
 
         Collective: every rank of the world.
@@ -287,17 +315,17 @@ class HybridParallelPlugin(PipelinePlugin):
             msg = f"`execute_pipeline` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
         return model.engine.execute(
-            next(data_iter),
+            data_iter,
             criterion,
             optimizer if torch.is_grad_enabled() else None,
             return_loss=return_loss,
             return_outputs=return_outputs,
         )
 
-    def data_parallel_coordinates(self, context: BoostContext) -> tuple[int, int]:
+    def data_parallel_coordinates(self, coordinator: DistCoordinator) -> tuple[int, int]:
         """Return this rank's index along the data parallel axis, and its size."""
-        shape = self._shape(context.coordinator.world_size)
-        return shape.coordinates(context.coordinator.rank)["dp"], shape.sizes["dp"]
+        shape = self._shape(coordinator.world_size)
+        return shape.coordinates(coordinator.rank)["dp"], shape.sizes["dp"]
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
         """Return the view of what is split and sharded, in the shapes of the user's own model."""
@@ -357,24 +385,18 @@ class HybridParallelPlugin(PipelinePlugin):
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""
-        return {**asdict(self.config), "parallel_output": self.parallel_output}
+        return {
+            **asdict(self.config),
+            "max_norm": self._zero.config.max_norm,
+            "parallel_output": self.parallel_output,
+        }
 
-    def _without_adapters(self, model: nn.Module) -> nn.Module:
-        """Return the model inside of peft's, which has a policy.
-
-        Raises:
-            ConfigError: If a model with adapters is to be split over tensor parallel ranks.
-        """
-        if not has_adapters(model):
-            return model
-        if self.config.tensor.size > 1:
-            msg = (
-                f"`tp_size={self.config.tensor.size}` can't split layers that have adapters. Use `tp_size=1` with "
-                "`enable_lora`, and `pp_size` or `zero_stage` to spread the model."
-            )
-            raise ConfigError(msg)
-        base: nn.Module = model.get_base_model()  # type: ignore[operator]
-        return base
+    def _settings(self, context: BoostContext) -> Mapping[str, object]:
+        """Return what must be the same on every rank; a folder may be another on each host."""
+        settings = dict(self.describe())
+        if self.config.zero is not None:
+            settings["zero"] = {**asdict(self.config.zero), "offload_dir": None}
+        return {**settings, "custom_policy": self.custom_policy, "precision": asdict(context.precision)}
 
     def _plan_stages(self, objects: Boosted, policy: ShardingPolicy | None, context: BoostContext) -> StagePlan:
         """Return what a dry run on the first rank has seen, and what follows from it.
@@ -428,14 +450,13 @@ class HybridParallelPlugin(PipelinePlugin):
         return Link(plan.sent_names, up.ranks, up.index, up.group, down.group, context.device)
 
     def _shape(self, world_size: int) -> MeshShape:
-        sizes = {"dp": 1, "pp": self.config.pipeline.size, "sp": self.config.sequence.size}
-        return fill_axis({**sizes, "tp": self.config.tensor.size}, "dp", world_size)
+        return mesh_shape(self.config.sizes, self.config.mesh_order, world_size)
 
     def _axes_of_world(self) -> dict[tuple[str, ...], Axis]:
         """Return this rank's place; process groups are made once for each world."""
         world = dist.group.WORLD
         if self._axes is None or self._axes[0] is not world:
-            self._axes = (world, make_axes(self._shape(dist.get_world_size()), _AXES))
+            self._axes = (world, make_axes(self._shape(dist.get_world_size()), COMMUNICATING))
         return self._axes[1]
 
     def _ranks(self, axes: Mapping[tuple[str, ...], Axis]) -> ShardingRanks:
@@ -464,13 +485,14 @@ def _split_sequences(
     from booster_hybrid.sequence_parallel.apply import split_sequences
     from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
-    lists = policy_for(model, plugin.custom_policy, context.hooks).layers
+    model = without_adapters(model)
+    policy = policy_for(model, plugin.custom_policy, context.hooks)
+    lists = [name for name in policy.layers if name not in policy.whole_sequences]
     tensor, sequence = axes["tp",], axes["sp",]
     mode = str(plugin.config.sequence.mode)
     if mode == "split_gather":
-        whole = {name for name, _ in model.named_parameters()} - split.splits.keys() - split.summed
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
-        split_between_blocks(model, lists, group, axes[()].group, whole_parameters=whole)
+        split_between_blocks(model, lists, group, axes[()].group, split)
         return
     split_sequences(
         model,

@@ -74,6 +74,11 @@ class Bucket(ShardedBucket):
         self._versions: list[int] = []
         self.note_versions()
 
+    @property
+    def adds_at_once(self) -> bool:
+        """Whether gradients need not be kept until the whole bucket's have come: what they are added to lies here."""
+        return self.is_all_here
+
     def note_versions(self) -> None:
         """Count the working values as those that the optimizer knows of."""
         self._versions = [parameter._version for parameter in self.parameters]  # noqa: SLF001 - as autograd does

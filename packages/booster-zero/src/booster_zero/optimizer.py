@@ -110,9 +110,13 @@ class ZeroOptimizer(ShardedOptimizer):
         first = dict.fromkeys(index for index in first if index not in apart)
         rest = [index for index in every if index not in first and index not in apart]
         new = [*first, *rest, *sorted(apart, reverse=True)]
-        if new != every:
+        if new != every and self._has_company():
             self.lay_out_anew(new)
         return repeated
+
+    def _has_company(self) -> bool:
+        """Whether other ranks hold the same parameters. To one alone it is all the same when a bucket is complete."""
+        return self.ranks.shard_size > 1 or self.ranks.replica_group is not None
 
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward from a loss and reduce its gradients; see `OptimizerWrapper.backward`.

@@ -14,7 +14,7 @@ from booster_core.errors import ConfigError
 from booster_core.memory.mapped import MappedFolder
 from booster_core.plugin import Boosted, Capability, Plugin
 from booster_core.precision import PrecisionPolicy
-from booster_core.precision.narrow import NARROW, kept_as_they_are
+from booster_core.precision.narrow import NARROW, working_dtypes
 from booster_core.replicated import check_no_masters, place_model
 from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.bucket import Format
@@ -274,14 +274,11 @@ class LowLevelZeroPlugin(Plugin):
         self, model: nn.Module, context: BoostContext, copies: Mapping[int, tuple[int, ...]]
     ) -> Callable[[nn.Parameter], Format]:
         policy, device = context.precision, context.device
-        kept = kept_as_they_are(model)
+        working_dtype = working_dtypes(model, policy.param_dtype)
         asked = self.config.wire_dtype or (policy.reduce_dtype if policy.reduce_dtype != torch.float32 else None)
 
         def format_of(parameter: nn.Parameter) -> Format:
-            working = parameter.dtype
-            if policy.param_dtype is not None and parameter.is_floating_point():
-                is_kept = id(parameter) in kept and policy.param_dtype in NARROW
-                working = working if is_kept else policy.param_dtype
+            working = working_dtype(parameter)
             narrow_with_master = working in NARROW and policy.param_dtype is not None
             return Format(
                 working=working,

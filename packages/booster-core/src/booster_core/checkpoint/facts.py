@@ -31,7 +31,7 @@ def run_facts(plugin: Plugin, context: BoostContext) -> dict[str, Any]:
             "options": {name: repr(value) for name, value in plugin.describe().items()},
         },
         "world_size": world_size,
-        "mesh": {"world": world_size, "data_parallel": plugin.data_parallel_coordinates(context)[1]},
+        "mesh": {"world": world_size, "data_parallel": plugin.data_parallel_coordinates(context.coordinator)[1]},
         "precision": {name: str(kept) for name, kept in context.precision.describe().items()},
     }
 

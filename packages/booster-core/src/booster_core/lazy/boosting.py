@@ -1,12 +1,12 @@
-"""What `Booster.boost` does with a lazy model before its plugin configures it."""
+"""What `Booster.boost` and plugins do with a lazy model before a strategy lays it out."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from booster_core.errors import LazyInitError
-from booster_core.lazy.model import Recording, is_lazy
-from booster_core.replicated import rebind
+from booster_core.lazy.model import Recording, is_lazy, take_recording
+from booster_core.replicated import place_model, rebind
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from booster_core.coordinator import DistCoordinator
     from booster_core.lazy.recorder import Recorder
+    from booster_core.precision import PrecisionPolicy
 
 
 def materialize_objects(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
@@ -26,6 +27,36 @@ def materialize_objects(model: nn.Module, optimizer: Optimizer | None, device: t
     recording.fill((), device)
     if optimizer is not None:
         rebind(optimizer, recording.replaced)
+
+
+def hollow_objects(
+    model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy
+) -> Recording:
+    """Take the recording out of a lazy model, and bring what has values already to a device, with the first rank's.
+
+    Args:
+        model: The model; its lazy tensors become tensors of the device with one element of memory each, which a
+            strategy may give other memory by ``.data = ...``.
+        optimizer: Its optimizer, which keeps its hold on the parameters.
+        device: Where the model will run.
+        policy: Precision to bring to what has values; see `place_model`.
+
+    Returns:
+        How the model's values are made.
+
+    Collective: every rank of the world, where the model has tensors with values.
+    """
+    from booster_core.sharding.agreement import send_first
+
+    recording = take_recording(model, device)
+    if optimizer is not None:
+        rebind(optimizer, recording.replaced)
+    lazy = recording.name_of
+    place_model(model, optimizer, device, policy)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in lazy:
+            send_first(tensor.data)
+    return recording
 
 
 def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:

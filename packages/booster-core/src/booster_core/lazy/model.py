@@ -114,6 +114,21 @@ class Recording:
         return [holder.names[0] for holder in self._holders if holder.names]
 
     @property
+    def name_of(self) -> dict[int, str]:
+        """First names of the lazy parameters and buffers, by ``id`` of the tensor objects."""
+        return {id(holder.tensor): holder.names[0] for holder in self._holders if holder.names}
+
+    def leave_out_absent(self) -> None:
+        """Forget the parameters that the model has lost since, so that nothing is made or read for them.
+
+        Draws that they came of still move the generators.
+
+        Collective: none.
+        """
+        present = {id(parameter) for parameter in self._model.parameters()}
+        self._holders = [holder for holder in self._holders if not holder.is_parameter or id(holder.tensor) in present]
+
+    @property
     def run_eagerly(self) -> dict[str, int]:
         """How often each operation ran during construction instead of being recorded."""
         counts: dict[str, int] = defaultdict(int)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
 from booster_core.state.adapted import frozen_base
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NARROW = (torch.bfloat16, torch.float16)
 """Formats with fewer bits than fp32 in which models are trained."""
@@ -24,3 +29,19 @@ def kept_as_they_are(model: nn.Module) -> set[int]:
         for parameter in module.parameters(recurse=False)
     }
     return normalised | frozen_base(model)
+
+
+def working_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> Callable[[nn.Parameter], torch.dtype]:
+    """Return what tells in which format each of a model's parameters is worked with.
+
+    Args:
+        model: The model, whole.
+        param_dtype: The run's format of parameters; ``None`` leaves all as they are.
+    """
+    kept = kept_as_they_are(model) if param_dtype in NARROW else set()
+
+    def dtype_of(parameter: nn.Parameter) -> torch.dtype:
+        is_left = param_dtype is None or not parameter.is_floating_point() or id(parameter) in kept
+        return parameter.dtype if param_dtype is None or is_left else param_dtype
+
+    return dtype_of

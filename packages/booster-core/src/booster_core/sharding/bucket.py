@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from booster_core import collectives
 from booster_core.collectives.pending import Pending
+from booster_core.collectives.sums import sum_into
 from booster_core.sharding.lane import Lane, in_ram
 
 if TYPE_CHECKING:
@@ -121,6 +123,8 @@ class ShardedBucket:
         self.lane = Lane(format.device) if format.home != format.device else None
         self.gradient: Tensor | None = None
         self.has_gradient = False
+        self._added: set[int] = set()
+        self._is_averaged = False
         self.pieces: list[Piece] = []
         low = plan.bounds[ranks.shard_rank]
         for slot, parameter in zip(plan.slots, self.parameters, strict=True):
@@ -144,6 +148,19 @@ class ShardedBucket:
         """Whether any of the parameters is being trained; others take part in no communication."""
         return any(parameter.requires_grad for parameter in self.parameters)
 
+    @property
+    def adds_at_once(self) -> bool:
+        """Whether gradients need not be kept until the whole bucket's have come: what they are added to lies here.
+
+        Strategies whose gradient is at hand at all times say so with `is_all_here`.
+        """
+        return False
+
+    @property
+    def is_all_here(self) -> bool:
+        """Whether this rank alone has the slices of all its gradients, where they come into being."""
+        return self.ranks.shard_size == 1 and self.format.device == self.format.home
+
     def slice_of(self, tensor: Tensor, piece: Piece) -> Tensor:
         """Return a piece's part of a 1-D tensor that covers this rank's slice, in the shape of the piece's values."""
         return tensor[piece.begin : piece.begin + piece.stop - piece.start].view(piece.values.shape)
@@ -156,24 +173,56 @@ class ShardedBucket:
         return self.gradient
 
     def gradient_of(self, piece: Piece) -> Tensor:
-        """Return a piece's part of the gradient, in the shape of the piece's values."""
+        """Return a piece's part of the gradient to be written to, in the shape of the piece's values."""
+        self._added.add(piece.index)
         return self.slice_of(self.make_gradient(), piece)
+
+    def add_gradient(self, slot: Slot, gradient: Tensor) -> None:
+        """Add a parameter's gradient to this rank's, which holds all of it.
+
+        Args:
+            slot: The parameter's place.
+            gradient: Of any floating format and shape.
+
+        Collective: none.
+        """
+        target = self.make_gradient()[slot.offset : slot.offset + slot.numel]
+        sum_into(target, [gradient.reshape(-1)], scale=1.0, accumulate=slot.index in self._added)
+        self._added.add(slot.index)
+
+    def _clear_rest(self) -> None:
+        """Set the gradient of parameters that nothing was added for to zero: the memory is an earlier step's."""
+        gradient = self.make_gradient()
+        for slot in self.plan.slots:
+            if slot.index not in self._added:
+                gradient[slot.offset : slot.offset + slot.numel] = 0
+                self._added.add(slot.index)
 
     @property
     def scratch_numel(self) -> int:
         """Number of elements that `start_reduction` receives from other ranks."""
         return (self.ranks.shard_size - 1) * self.values.numel() if self.format.device.type == "cpu" else 0
 
+    @property
+    def averages_at_once(self) -> bool:
+        """Whether `start_reduction` averages over the replicas, too; else that is left for the end of all rounds."""
+        return self.adds_at_once and self.ranks.replica_group is not None
+
     def start_reduction(self, gradients: Mapping[int, Tensor], scratch: Tensor) -> Pending:
         """Start adding full gradients, averaged over the shard group, to this rank's gradient.
 
+        Where they were added at once, all that has come together is averaged over the replicas.
+
         Args:
             gradients: By parameter, flat and in the wire format; zero where there is none. They are only read, and
-                left alone until the result has been waited for.
+                left alone until the result has been waited for. None where they were added at once.
             scratch: Memory in the wire format to receive into; left alone as well.
 
-        Collective: the shard group.
+        Collective: the shard group, or the replicas.
         """
+        if self.adds_at_once:
+            self._clear_rest()
+            return self._start_average() if self.averages_at_once else Pending()
         is_first = not self.has_gradient
         target, group, bounds = self.make_gradient(), self.ranks.shard_group, self.plan.bounds
         scale = 1.0 / self.ranks.shard_size
@@ -200,6 +249,22 @@ class ShardedBucket:
                 target.add_(landing)
 
         return Pending(finish=add_up, keep=(source, staged))
+
+    def _start_average(self) -> Pending:
+        """Start averaging over the replicas what has been added up here, of earlier rounds as well."""
+        gradient = self.make_gradient()
+        # What was averaged before would be rounded again in each further round.
+        wire = gradient.dtype if self._is_averaged else self.format.wire
+        self._is_averaged = True
+        source = gradient.to(wire)
+        average = collectives.all_reduce(source, dist.ReduceOp.AVG, self.ranks.replica_group)
+        if source is gradient:
+            return average
+
+        def widen() -> None:
+            gradient.copy_(source)
+
+        return Pending([average], widen)
 
     def _parts(self, gradients: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
         """Return the bucket's gradient in parts: large ones as they are, runs of small ones joined."""
@@ -256,7 +321,8 @@ class ShardedBucket:
 
     def drop_gradient(self) -> None:
         """Forget the gradient. Its memory is kept: asking for it anew in each step takes longer than a sum."""
-        self.has_gradient = False
+        self.has_gradient = self._is_averaged = False
+        self._added.clear()
         for piece in self.pieces:
             piece.values.grad = None
 

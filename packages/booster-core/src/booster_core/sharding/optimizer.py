@@ -231,7 +231,7 @@ class ShardedOptimizer(OptimizerWrapper):
         with contextlib.ExitStack() as stack:
             pending = []
             for bucket in self.layout.buckets:
-                if bucket.has_gradient:
+                if bucket.has_gradient and not bucket.averages_at_once:
                     stack.enter_context(bucket.at_hand(changes=True))
                     pending.append(collectives.all_reduce(bucket.make_gradient(), dist.ReduceOp.AVG, group))
             for each in pending:

@@ -4,6 +4,9 @@ A *round* is one backward whose gradients are reduced. In it every active bucket
 fixed and the same on every rank, however the ranks' backward passes go: a bucket is started when its gradients are
 complete and all buckets before it have been started, and whatever is left is started at the end of the round, with
 zeros for parameters that took no part. Rounds add up until `Reducer.clear`.
+
+Where a rank holds all of a bucket's gradient, each parameter's is added to it as soon as it comes, paused or not: to
+keep it until the bucket is complete, or the pause is over, would only take memory.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class _Filling:
     """How far a bucket has come in the present round."""
 
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
     missing: int = 0
     is_started: bool = False
 
@@ -215,8 +219,11 @@ class Reducer:
 
     def on_gradient(self, index: int, parameter: nn.Parameter) -> None:
         """Take the gradient that backward has just accumulated in a parameter."""
+        bucket, slot = self._place[index]
         if self.is_paused:
             self._has_local = True
+            if bucket.adds_at_once:
+                self._add(bucket, slot, parameter)
             return
         if not self._is_open:
             self._begin()
@@ -224,14 +231,13 @@ class Reducer:
             # Somebody called `loss.backward()` themselves: the engine tells when that has ended.
             self._is_guarded = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_unguarded)  # noqa: SLF001 - as DDP and FSDP do
-        bucket, slot = self._place[index]
         filling = self._filling.get(bucket)
         if filling is None:
             filling = self._filling[bucket] = _Filling(missing=len(bucket.parameters))
         if filling.is_started:
             self._come_late(index)
             return
-        is_new = index not in filling.gradients
+        is_new = index not in filling.taken
         if self.is_recording and is_new:
             self.order.append(index)
         self._take(bucket, filling, slot, parameter)
@@ -255,16 +261,27 @@ class Reducer:
 
     def _take(self, bucket: ShardedBucket, filling: _Filling, slot: Slot, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, without a copy where it has the format that travels."""
-        gradient = parameter.grad
-        assert gradient is not None, "asked for a gradient that is not there"
+        filling.taken.add(slot.index)
+        if bucket.adds_at_once:
+            self._add(bucket, slot, parameter)
+            return
         with torch.no_grad():
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            flat = gradient.to(bucket.format.wire).reshape(-1)
+            flat = self._gradient_of(slot, parameter).to(bucket.format.wire).reshape(-1)
             before = filling.gradients.get(slot.index)
             filling.gradients[slot.index] = flat if before is None else before + flat
+
+    def _add(self, bucket: ShardedBucket, slot: Slot, parameter: nn.Parameter) -> None:
+        """Add a parameter's gradient to the bucket's."""
+        with torch.no_grad():
+            bucket.add_gradient(slot, self._gradient_of(slot, parameter))
+
+    def _gradient_of(self, slot: Slot, parameter: nn.Parameter) -> Tensor:
+        """Return a parameter's gradient, and let the parameter forget it."""
+        gradient = parameter.grad
+        assert gradient is not None, "asked for a gradient that is not there"
         self.used.add(slot.index)
         parameter.grad = None
+        return gradient.to_dense() if gradient.is_sparse else gradient
 
     def _start_complete(self) -> None:
         for bucket, filling in self._filling.items():

@@ -47,7 +47,7 @@ def boost(training: PipelineTraining) -> tuple[Booster, Any, Any]:
 
 def batch_here(training: PipelineTraining, booster: Booster, step: int, micro: int = 0) -> dict[str, Tensor]:
     """Return this pipeline's samples."""
-    rank, size = booster.plugin.data_parallel_coordinates(booster.context)
+    rank, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     return {"tokens": training.batch(step, micro, size)[rank::size]}
 
 

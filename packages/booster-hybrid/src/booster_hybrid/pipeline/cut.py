@@ -158,6 +158,7 @@ class StagedModel:
             give their memory back.
         trace: What a dry run of it has seen.
         stages: The stages that lie on this rank.
+        dtype_of: Tells the format in which the run works with a parameter; ``None`` for that which it has.
         crossings: What each stage of the whole pipeline gets; ``None`` where nothing but layers' arguments is sent.
 
     Attributes:
@@ -170,6 +171,7 @@ class StagedModel:
         model: nn.Module,
         trace: Trace,
         stages: Sequence[StageRange],
+        dtype_of: Callable[[nn.Parameter], torch.dtype] | None = None,
         crossings: Sequence[Crossing] | None = None,
     ) -> None:
         self._model = model
@@ -187,7 +189,7 @@ class StagedModel:
             if hasattr(module, "gradient_checkpointing") and not self._holds(position):
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
             module.forward = _Gate(self, module, position, layer)
-        self.hollow = self._hollow(modules)
+        self.hollow = self._hollow(modules, dtype_of or (lambda parameter: parameter.dtype))
         extras: dict[str, set[Extra]] = defaultdict(set)
         for extra in (extra for crossing in crossings or () for extra in crossing.extras):
             extras[extra.module].add(extra)
@@ -216,7 +218,7 @@ class StagedModel:
     def _holds(self, position: int) -> bool:
         return any(stage.first <= position < stage.last for stage in self.stages.values())
 
-    def _hollow(self, modules: Mapping[str, nn.Module]) -> list[str]:
+    def _hollow(self, modules: Mapping[str, nn.Module], dtype_of: Callable[[nn.Parameter], torch.dtype]) -> list[str]:
         """Give back the memory of parameters that no stage here uses, and return their names."""
         held = held_modules(modules, self._trace, [*self.stages.values()])
         kept = {id(parameter) for name in held for parameter in modules[name].parameters(recurse=False)}
@@ -227,7 +229,7 @@ class StagedModel:
                     if id(parameter) in kept:
                         continue
                     gone.append(f"{name}.{key}" if name else key)
-                    empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                    empty = torch.zeros((), dtype=dtype_of(parameter), device=parameter.device).expand(parameter.shape)
                     del module._parameters[key]  # noqa: SLF001 - the only way to leave a plain tensor in its place
                     object.__setattr__(module, key, empty)
         return gone

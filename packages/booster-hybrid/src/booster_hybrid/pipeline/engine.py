@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 
 from booster_core import collectives
-from booster_core.errors import ConfigError
 from booster_core.liveness import naming_missing_ranks
 from booster_hybrid.pipeline.example import to_device
 from booster_hybrid.pipeline.microbatches import join_outputs, num_samples, share_samples, split_batch
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import Work, make_schedule
+from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
     from booster_core.coordinator import DistCoordinator
+    from booster_core.mesh import Axis
     from booster_hybrid.config import PipelineConfig
     from booster_hybrid.optimizer import HybridOptimizer
     from booster_hybrid.pipeline.cut import StagedModel
@@ -39,6 +39,7 @@ class PipelineEngine:
         index: This rank's position in the pipeline.
         link: Messages to the others.
         replica: The ranks that get the same batches: those of the pipeline, and of what else splits the model.
+        data: The ranks that get different ones.
         coordinator: Carries errors to all ranks.
         device: Where batches are to lie.
         run_options: Further arguments of each `PipelineRun`.
@@ -51,14 +52,15 @@ class PipelineEngine:
         index: int,
         link: Link,
         *,
-        replica: ProcessGroup,
+        replica: Axis,
+        data: Axis,
         coordinator: DistCoordinator,
         device: torch.device,
         run_options: dict[str, Any] | None = None,
     ) -> None:
         self.staged = staged
         self._config, self._index, self._link = config, index, link
-        self._replica, self._coordinator, self._device = replica, coordinator, device
+        self._replica, self._data, self._coordinator, self._device = replica, data, coordinator, device
         self._run_options = run_options or {}
         self._schedules: dict[int, Schedule] = {}
         self._has_warned = False
@@ -74,23 +76,24 @@ class PipelineEngine:
 
     def execute(
         self,
-        batch: Any,
+        batches: Iterator[Any],
         criterion: Callable[[Any, Any], Tensor],
         optimizer: HybridOptimizer | None,
         *,
         return_loss: bool,
         return_outputs: bool,
     ) -> dict[str, Any]:
-        """Take a batch forward and, with an optimizer, back; see `PipelinePlugin.execute_pipeline`.
+        """Take the next batch forward and, with an optimizer, back; see `PipelinePlugin.execute_pipeline`.
 
         Raises:
-            ConfigError: If the batch can't be split, or ranks that need the same have other numbers of samples.
-            Exception: What the model or the criterion raised on any rank.
+            StopIteration: If there is no batch left.
+            ConfigError: If the batch can't be split, or ranks that need the same one have different ones.
+            Exception: What the data loader, the model or the criterion raised on any rank.
 
         Collective: every rank of the world.
         """
         with naming_missing_ranks("execute_pipeline"):
-            parts, sizes, most = self._split_together(batch)
+            parts, sizes, most = self._split_together(batches)
             schedule = self.schedule(len(parts))
             self._warn_if_idle(schedule)
             run = PipelineRun(
@@ -120,13 +123,16 @@ class PipelineEngine:
             result["outputs"] = join_outputs(ordered, sizes) if ordered else None
         return result
 
-    def _split_together(self, batch: Any) -> tuple[list[Any], list[int], int]:
-        """Return the microbatches, their sizes, and the largest number of microbatches on any rank."""
+    def _split_together(self, batches: Iterator[Any]) -> tuple[list[Any], list[int], int]:
+        """Return the next batch's microbatches, their sizes, and the largest number of microbatches on any rank."""
         error: Exception | None = None
         parts: list[Any] = []
         sizes: list[int] = []
+        checksum = 0
         config = self._config
         try:
+            batch = next(batches)
+            checksum = checksum_of(batch)
             batch = to_device(batch, self._device)
             count = config.num_microbatches if config.microbatch_size is None else None
             if config.microbatch_size is None and count is None:
@@ -135,19 +141,15 @@ class PipelineEngine:
             parts = split_batch(batch, sizes)
         except Exception as caught:  # noqa: BLE001 - carried to every rank below
             error = caught
-        counts = torch.tensor([error is not None, len(parts), -len(parts)], device=self._device)
+        # Data parallel ranks may have other batches, of other sizes; those that work on the same batch may not.
+        slots = checksum_slots(checksum, self._data.index, self._data.size)
+        counts = torch.tensor([error is not None, len(parts), *slots], device=self._device)
         collectives.all_reduce(counts, dist.ReduceOp.MAX).wait()
-        has_failed, most, least = counts.tolist()
-        if not has_failed and most != -least:
-            # Data parallel ranks may differ, those that work on the same batch may not.
-            here = collectives.all_gather_object(len(parts), self._replica)
-            if len(set(here)) > 1:
-                error = ConfigError(
-                    f"The ranks of one pipeline were given batches that make {sorted(set(here))} microbatches. All of "
-                    "them must get the same batch: use the data loader that `boost` or `prepare_dataloader` returned."
-                )
-            has_failed = True
-        if has_failed:
+        has_failed, most, *largest = counts.tolist()
+        apart = [] if has_failed else differing(largest)
+        if self._data.index in apart:
+            error = different_batches(list(self._replica.ranks))
+        if has_failed or apart:
             self._coordinator.raise_together(error, name="execute_pipeline")
         return parts, sizes, most
 

@@ -15,7 +15,9 @@ from booster_hybrid.pipeline.cut import StagedModel, given_names, held_modules, 
 from booster_hybrid.pipeline.schedule import make_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
 
     from booster_hybrid.config import PipelineConfig
     from booster_hybrid.pipeline.cut import StageRange
@@ -172,14 +174,15 @@ class StagePlan:
         held = {id(parameter): self.stages.holders[name_of[id(parameter)]] for parameter in model.parameters()}
         return {key: ranks for key, ranks in held.items() if len(ranks) > 1}
 
-    def cut(self, model: nn.Module, index: int) -> StagedModel:
+    def cut(self, model: nn.Module, index: int, dtype_of: Callable[[nn.Parameter], torch.dtype]) -> StagedModel:
         """Cut a model, in place; of its parameters those stay that a rank's stages need.
 
         Args:
             model: The user's model.
             index: The rank's position in the pipeline.
+            dtype_of: Tells the format in which the run works with a parameter.
 
         Collective: none.
         """
         ranges = [self.stages.ranges[stage] for stage in self.placement.stages_of(index)]
-        return StagedModel(model, self.trace, ranges, self.crossings)
+        return StagedModel(model, self.trace, ranges, dtype_of, self.crossings)

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.flow import Flow
+from booster_hybrid.tensor_parallel.split import is_repeated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -276,12 +277,22 @@ class _Recorder:
 
 def _run_dry(model: nn.Module, batch: Any, recorder: _Recorder) -> None:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
-                arguments = pytree.tree_map_only(torch.Tensor, mode.from_tensor, batch)
-                _run_recorded(model, mode.from_tensor, arguments, recorder)
-        except Exception:  # noqa: BLE001 - a value was asked for, which only a real run has
-            _run_recorded(model, torch.Tensor.detach, batch, recorder)
+        # Some kernels' shapes are known for bf16 alone, such as those of products of groups.
+        for narrow in (False, True):
+            with contextlib.suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
+                make = functools.partial(_fake, mode, narrow=narrow)
+                _run_recorded(model, make, pytree.tree_map_only(torch.Tensor, make, batch), recorder)
+                return
+        # A value was asked for, which only a real run has.
+        _run_recorded(model, torch.Tensor.detach, batch, recorder)
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor, *, narrow: bool) -> torch.Tensor:
+    """Return a fake tensor like another one; contiguous where that only stands in for one without values."""
+    dtype = torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype
+    if is_repeated(tensor):
+        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    return mode.from_tensor(tensor).to(dtype)
 
 
 def _run_recorded(model: nn.Module, make: Callable[..., torch.Tensor], batch: Any, recorder: _Recorder) -> None:
@@ -297,6 +308,8 @@ def _stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str,
     state = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         values = tensor.detach()
+        if not isinstance(tensor, nn.Parameter):
+            values = values.clone(memory_format=torch.contiguous_format)  # some models write to their buffers
         state[name] = make(values)
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
             state[name].requires_grad_()

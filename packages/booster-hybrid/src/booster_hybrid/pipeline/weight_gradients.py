@@ -1,10 +1,11 @@
 """Splitting backward: input gradients now, weight gradients later, on unmodified models.
 
-The weights of linear layers, where nearly all of the time goes, are left out of a microbatch's autograd graph. Their
-layers' backward passes on the input's gradient, and keeps the two factors of the weight's gradient. Later each product
-is computed by a small graph of its own, through which it reaches the parameter as any gradient does: every hook of the
-parameter runs, once. All other parameters (norms, embeddings, biases of other layers) have small gradients and get them
-in the first phase. Nothing is computed twice, and of a microbatch's activations only the factors outlive that phase.
+The weights of linear layers, split over ranks or not, where nearly all of the time goes, are left out of a
+microbatch's autograd graph. Their layers' backward passes on the input's gradient, and keeps the two factors of the
+weight's gradient. Later each product is computed by a small graph of its own, through which it reaches the parameter as
+any gradient does: every hook of the parameter runs, once. All other parameters (norms, embeddings, biases of other
+layers) have small gradients and get them in the first phase. Nothing is computed twice, and of a microbatch's
+activations only the factors outlive that phase.
 
 Reference: Qi et al. 2024, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 3, for the idea of the split.
 """
@@ -21,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from booster_hybrid.tensor_parallel.linear import is_linear, is_transposed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -87,6 +88,43 @@ class PendingGradients:
         return roots or [torch.zeros((), requires_grad=True)]
 
 
+class Waiting:
+    """Which of an autograd function's parameters get their gradients later, and where to leave these.
+
+    Args:
+        pending: Where they are left.
+        parameters: All parameters of the function.
+        indices: Which of them wait.
+
+    Attributes:
+        indices: As above.
+    """
+
+    def __init__(
+        self, pending: PendingGradients, parameters: Sequence[Tensor | None], indices: Collection[int]
+    ) -> None:
+        self._pending, self._parameters, self.indices = pending, parameters, indices
+
+    def hidden(self) -> list[Tensor | None]:
+        """Return the parameters for autograd, which is not to see those that wait."""
+        return [
+            each.detach() if each is not None and index in self.indices else each
+            for index, each in enumerate(self._parameters)
+        ]
+
+    def defer(self, index: int, product: Callable[[], Tensor]) -> bool:
+        """Leave a parameter's gradient for later if it waits, and return whether it does.
+
+        Args:
+            index: The parameter's place among all.
+            product: Computes its gradient, in its shape and dtype.
+        """
+        parameter: Any = self._parameters[index]
+        if index in self.indices:
+            self._pending.defer(parameter, product)
+        return index in self.indices
+
+
 @runtime_checkable
 class SplitsItself(Protocol):
     """The forward of a layer that defers its weights' gradients by itself, if it is given `weight_gradients`."""
@@ -133,8 +171,8 @@ class SplitBackward:
 
     def pending_for(self, *parameters: Tensor | None) -> PendingGradients | None:
         """Return where a layer may leave the gradients of its parameters; ``None`` has it compute them at once."""
-        pending = self._pending
-        if pending is None or not torch.is_grad_enabled():
+        pending = self.pending
+        if pending is None:
             return None
         trained: list[nn.Parameter] = []
         for each in parameters:
@@ -142,10 +180,36 @@ class SplitBackward:
                 if type(each) is not nn.Parameter or not pending.may_wait(each):
                     return None
                 trained.append(each)
-        for parameter in trained:
-            self._watch(parameter)
-        pending.accepted.update(trained)
+        self._accept(trained, pending)
         return pending if trained else None
+
+    def waiting(self, source: Tensor, parameters: Sequence[Tensor | None]) -> Waiting | None:
+        """Return which gradients an autograd function of several products may leave for later; ``None`` for no one.
+
+        Args:
+            source: The function's input.
+            parameters: What it multiplies the input by, or adds to it.
+        """
+        pending = self.pending
+        if pending is None or not source.requires_grad:  # nothing would come back to the function
+            return None
+        accepted = {
+            index: each
+            for index, each in enumerate(parameters)
+            if type(each) is nn.Parameter and each.requires_grad and pending.may_wait(each)
+        }
+        self._accept(accepted.values(), pending)
+        return Waiting(pending, parameters, accepted.keys()) if accepted else None
+
+    @property
+    def pending(self) -> PendingGradients | None:
+        """Where gradients may be left now; ``None`` has them computed at once."""
+        return self._pending if torch.is_grad_enabled() else None
+
+    def _accept(self, parameters: Iterable[nn.Parameter], pending: PendingGradients) -> None:
+        for parameter in parameters:
+            self._watch(parameter)
+            pending.accepted.add(parameter)
 
     def _watch(self, parameter: nn.Parameter) -> None:
         """Find out when something else than a linear layer contributes to a parameter's gradient."""

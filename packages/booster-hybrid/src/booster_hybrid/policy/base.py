@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+WHOLE_SEQUENCES = "whole_sequences"
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -120,9 +123,16 @@ class ShardingPolicy:
     Args:
         rules: Rules of tensor parallelism; the first that matches a module holds.
         layers: Names of the lists of layers between which a pipeline may be cut, in the order in which they run.
-        options: Further facts that other axes read, by name.
+        options: Further facts that other axes read, by name: under `WHOLE_SEQUENCES`, the lists of layers whose
+            sequences are not to be split.
     """
 
     rules: tuple[ModuleRule, ...] = ()
     layers: tuple[str, ...] = ()
     options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def whole_sequences(self) -> tuple[str, ...]:
+        """Lists of layers whose sequences are not to be split over ranks."""
+        names: Any = self.options.get(WHOLE_SEQUENCES, ())
+        return tuple(names)

@@ -4,6 +4,8 @@ from booster_hybrid.policy.base import ModuleRule, Style
 
 PARTS = ("language_model",)
 LAYERS = ("vision_model.encoder.layers", "qformer.encoder.layer")
+WHOLE = ("qformer.encoder.layer",)
+"""A few queries, before which its layers may have text that they treat otherwise."""
 _HEADS = "num_attention_heads"
 _VISION = "vision_model.encoder.layers.*"
 _QUERIES = "qformer.encoder.layer.*"

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_core.state.naming import NamedTensors, named_modules
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 
 _STYLES = {
@@ -41,7 +42,7 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
         return None
     config: Any = getattr(model, "config", None)
     has_groups = bool(getattr(config, "num_key_value_heads", None))
-    parameters = {name for name, _ in model.named_parameters()}
+    parameters = NamedTensors.of(model).paths
     rules = vocabulary_rules(model)
     for pattern, text in plan.items():
         if text not in _STYLES:
@@ -87,6 +88,11 @@ def vocabulary_rules(model: nn.Module) -> list[ModuleRule]:
         model: The user's model; one without embedding or head has no rule for it.
     """
     rules: list[ModuleRule] = []
+    names: dict[int, str] = {}
+    inner: dict[str, nn.Module] = {}  # adapters may be around the others
+    for name, _, module in named_modules(model):
+        names.setdefault(id(module), name)
+        inner[name] = module
     for getter, kind, style in (
         ("get_input_embeddings", nn.Embedding, Style.VOCABULARY),
         ("get_output_embeddings", nn.Linear, Style.HEAD),
@@ -95,12 +101,13 @@ def vocabulary_rules(model: nn.Module) -> list[ModuleRule]:
             found = getattr(model, getter)() if hasattr(model, getter) else None
         except NotImplementedError:  # what transformers' models without tokens say
             found = None
+        found = inner[names[id(found)]] if id(found) in names else None
         if isinstance(found, kind):
             # Encoder and decoder may have modules of their own around one table.
             rules += [
                 ModuleRule(name, style)
-                for name, module in model.named_modules()
-                if isinstance(module, kind) and module.weight is found.weight
+                for name, module in inner.items()
+                if isinstance(module, kind) and module.weight is found.weight and names[id(module)] == name
             ]
     return rules
 

@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_core.state.adapted import without_adapters
 from booster_core.state.naming import compiled_module
-from booster_hybrid.policy.base import ModuleRule, ShardingPolicy
+from booster_hybrid.policy.base import WHOLE_SEQUENCES, ModuleRule, ShardingPolicy
 from booster_hybrid.policy.from_transformers import read_plan, vocabulary_rules
 
 _SHOWN = 12
@@ -34,7 +35,7 @@ def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, ho
     """
     if custom_policy is not None:
         return custom_policy
-    model = compiled_module(model) or model
+    model = without_adapters(compiled_module(model) or model)
     if hooks is not None:
         found = hooks.sharding_policy(model_class=type(model))
         if isinstance(found, ShardingPolicy):
@@ -71,14 +72,16 @@ def _own(model: nn.Module) -> ShardingPolicy | None:
     module: Any = importlib.import_module(f"booster_hybrid.policy.{family}")
     rules: tuple[ModuleRule, ...] = module.make_rules(config) if hasattr(module, "make_rules") else module.RULES
     layers: tuple[str, ...] = module.LAYERS
+    whole: tuple[str, ...] = getattr(module, "WHOLE", ())
     parts = [(name, model.get_submodule(name)) for name in getattr(module, "PARTS", ()) if hasattr(model, name)]
     if not parts:
-        return ShardingPolicy(rules=(*vocabulary_rules(model), *rules), layers=layers)
+        return ShardingPolicy((*vocabulary_rules(model), *rules), layers, {WHOLE_SEQUENCES: whole})
     for name, part in parts:
         inner = policy_for(part)
         rules += tuple(rule for each in inner.rules for rule in _inside(name, part, each))
         layers += tuple(f"{name}.{each}" for each in inner.layers)
-    return ShardingPolicy(rules=rules, layers=layers)
+        whole += tuple(f"{name}.{each}" for each in inner.whole_sequences)
+    return ShardingPolicy(rules, layers, {WHOLE_SEQUENCES: whole})
 
 
 def _inside(name: str, part: nn.Module, rule: ModuleRule) -> list[ModuleRule]:

@@ -1,4 +1,4 @@
-"""The list of layers along which sequences are split, and what can't be asked of it then."""
+"""The lists of layers along which sequences are split, and what can't be asked of it then."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def layers_of(model: nn.Module, lists: Sequence[str], mode: str) -> list[nn.Module]:
-    """Return the layers of a model, in the order in which they run.
+def lists_of_layers(model: nn.Module, lists: Sequence[str], mode: str) -> list[list[nn.Module]]:
+    """Return the layers of a model, in the order in which they run: one list, or an encoder's and a decoder's.
 
     Args:
         model: The user's model.
@@ -21,24 +21,24 @@ def layers_of(model: nn.Module, lists: Sequence[str], mode: str) -> list[nn.Modu
         mode: The mode of sequence parallelism, for messages.
 
     Raises:
-        ConfigError: If there is not exactly one list, or layers may be skipped.
+        ConfigError: If there is none, or layers may be skipped.
     """
     modules = dict(model.named_modules())
-    found = [name for name in lists if isinstance(modules.get(name), nn.ModuleList)]
-    if len(found) != 1:
-        what = "no list of layers" if not found else f"{len(found)} lists of layers ({', '.join(found)})"
+    found: list[Any] = [modules[name] for name in lists if isinstance(modules.get(name), nn.ModuleList)]
+    if not found:
         msg = (
-            f"`sequence_parallelism_mode={mode!r}` splits sequences along one list of layers, but the policy of "
-            f"{type(model).__name__} names {what} of the model's. Leave sequences whole for this model, or pass "
+            f"`sequence_parallelism_mode={mode!r}` splits sequences along lists of layers, but the policy of "
+            f"{type(model).__name__} names none of the model's. Leave sequences whole for this model, or pass "
             "`custom_policy=ShardingPolicy(layers=['model.layers'])` with the name of its list."
         )
         raise ConfigError(msg)
-    dropped = getattr(getattr(model, "config", None), "layerdrop", 0.0)
-    if dropped:
-        msg = f"`layerdrop={dropped}` skips layers at random, also the first, where sequences are split. Set it to 0."
-        raise ConfigError(msg)
-    layers: Any = modules[found[0]]
-    return list(layers)
+    config = getattr(model, "config", None)
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        dropped = getattr(config, name, 0.0)
+        if dropped:
+            msg = f"`{name}={dropped}` skips layers at random, also the first, where sequences are split. Set it to 0."
+            raise ConfigError(msg)
+    return [list(layers) for layers in found]
 
 
 def refuse_outputs_of_layers(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

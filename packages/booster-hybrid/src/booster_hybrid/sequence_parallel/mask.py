@@ -25,14 +25,16 @@ class SequenceMask:
 
     Args:
         batch_size: Number of sequences.
-        length: Number of positions.
+        length: Number of positions that look.
+        key_length: Number of positions that are looked at; the same ones, or those of another sequence.
         rule: Whether a query may see a key, of broadcast indices ``(batch, head, query, key)``.
-        padding: Positions that may be seen, shape ``(batch, length)``, bool; ``None`` for all.
+        padding: Positions that may be seen, shape ``(batch, key length)``, bool; ``None`` for all.
         arguments: What else the model asked of the mask.
     """
 
     batch_size: int
     length: int
+    key_length: int
     rule: Callable[..., Tensor]
     padding: Tensor | None
     arguments: Mapping[str, Any]
@@ -52,12 +54,12 @@ class SequenceMask:
         """Whether that is all that there is to it."""
 
     def whole(self) -> Tensor | None:
-        """Return the mask of the whole sequences, shape ``(batch, 1, length, length)``.
+        """Return the mask of the whole sequences, shape ``(batch, 1, length, key length)``.
 
         ``None`` where it is plainly causal, or hides nothing. Made once for all layers.
         """
         if self._whole is None:
-            self._whole = (self._made((0, self.length), (0, self.length), {}),)
+            self._whole = (self._made((0, self.length), (0, self.key_length), {}),)
         return self._whole[0]
 
     def part(self, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
@@ -142,44 +144,51 @@ def make_mask(
     """Return the mask that a transformers model asks for; see transformers' ``AttentionMaskInterface``.
 
     Raises:
-        ConfigError: If queries and keys are not the same positions, as with a cache of keys or across two sequences.
+        ConfigError: If the keys are some of one sequence, as with a cache.
 
     Collective: none.
     """
-    if q_length != kv_length or int(q_offset) or int(kv_offset):
+    # What is never causal goes from one sequence to another, such as from a decoder's to an encoder's.
+    goes_across = arguments.get("allow_is_causal_skip") is False
+    if (q_length != kv_length and not goes_across) or int(q_offset) or int(kv_offset):
         msg = (
-            f"Attention from {q_length} positions to {kv_length} is not attention within one sequence, which is all "
-            "that sequence parallelism splits. Pass no `past_key_values`, and generate without sequence parallelism."
+            f"Attention from {q_length} positions to {kv_length} is not attention within one sequence or to another, "
+            "which is what sequence parallelism splits. Pass no `past_key_values`, and generate without it."
         )
         raise ConfigError(msg)
     from transformers.masking_utils import causal_mask_function
 
     rule: Any = causal_mask_function if mask_function is None else mask_function
-    return SequenceMask(batch_size, q_length, rule, attention_mask, arguments)
+    return SequenceMask(batch_size, q_length, kv_length, rule, attention_mask, arguments)
 
 
-def checked(mask: Any, length: int) -> SequenceMask | Tensor | None:
+def checked(mask: Any, length: int, key_length: int) -> SequenceMask | Tensor | None:
     """Return what a layer was given as its mask.
 
     Args:
         mask: A `SequenceMask`, ``None``, or a tensor of the user's own, shape
-            ``(batch, 1 or heads, length, length)``.
+            ``(batch, 1 or heads, length, key length)``.
         length: Number of positions of the whole sequence.
+        key_length: Number of positions that are looked at.
 
     Raises:
         ConfigError: If a tensor is not for the whole sequence.
     """
-    if isinstance(mask, torch.Tensor) and (mask.dim() != 4 or tuple(mask.shape[-2:]) != (length, length)):
-        msg = (
-            f"An attention mask of shape {tuple(mask.shape)} does not fit a sequence of {length} positions. Pass one "
-            f"of shape (batch, 1 or heads, {length}, {length}), or one of shape (batch, {length}) to the model."
-        )
-        raise ConfigError(msg)
+    if isinstance(mask, torch.Tensor):
+        if mask.dim() == 4 and mask.shape[-2] == 1 and mask.shape[-1] == key_length:
+            mask = mask.expand(-1, -1, length, -1)
+        elif mask.dim() != 4 or tuple(mask.shape[-2:]) != (length, key_length):
+            msg = (
+                f"An attention mask of shape {tuple(mask.shape)} does not fit a sequence of {length} positions. Pass "
+                f"one of shape (batch, 1 or heads, {length}, {key_length}), or one of shape (batch, {key_length}) to "
+                "the model."
+            )
+            raise ConfigError(msg)
     found: SequenceMask | Tensor | None = mask
     return found
 
 
-def whole_mask(mask: Any, length: int) -> Tensor | None:
-    """Return the tensor that a layer's mask stands for, for the whole sequence; see `checked`."""
-    found = checked(mask, length)
+def whole_mask(mask: Any, length: int, key_length: int) -> Tensor | None:
+    """Return the tensor that a layer's mask stands for, for whole sequences; see `checked`."""
+    found = checked(mask, length, key_length)
     return found.whole() if isinstance(found, SequenceMask) else found

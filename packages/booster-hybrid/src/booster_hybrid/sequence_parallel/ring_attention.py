@@ -34,18 +34,22 @@ class _Settings:
     """What both passes need besides tensors.
 
     Args:
-        layout: How the sequence is split.
+        layout: How the queries' sequence is split.
+        key_layout: How the keys' sequence is split.
         group: The ranks.
         visibility: Who may attend to whom.
         scaling: Multiplies the products.
+        softcap: Bound of the scores, which a hyperbolic tangent keeps; ``None`` for none.
         dropout: Probability of dropping an attention weight.
         seed: What this rank's dropout is drawn from, again in backward.
     """
 
     layout: SequenceLayout
+    key_layout: SequenceLayout
     group: TensorGroup
     visibility: Visibility
     scaling: float
+    softcap: float | None
     dropout: float
     seed: int
 
@@ -57,12 +61,14 @@ class _Block:
     Args:
         queries: Which of this rank's queries.
         keys: Which of the visiting keys.
+        positions: Where these are in their sequence.
         mask: Who may see whom; ``None`` where all may.
         number: Index of the block among all of this rank's.
     """
 
     queries: slice
     keys: slice
+    positions: slice
     mask: Tensor | None
     number: int
 
@@ -75,6 +81,10 @@ def ring_attention(
     layout: SequenceLayout,
     group: TensorGroup,
     *,
+    key_layout: SequenceLayout | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -85,8 +95,12 @@ def ring_attention(
         key: Shape ``(batch, key/value heads, local positions, size)``; their heads divide those of the queries.
         value: Likewise; its size may be another.
         visibility: Who may attend to whom in the whole sequence.
-        layout: How the sequence is split.
+        layout: How the sequence of the queries is split.
         group: The ranks.
+        key_layout: How the sequence of the keys is split, where that is another one.
+        bias: Added to the scores, shape ``(batch or 1, heads or 1, local positions, positions of all keys)``.
+        sinks: One score for each head which takes weight and has no value, shape ``(heads,)``.
+        softcap: Scores are kept below this by a hyperbolic tangent, before the bias and the mask.
         scaling: Multiplies the products; ``None`` for one over the root of the size.
         dropout: Probability of dropping an attention weight.
 
@@ -97,19 +111,29 @@ def ring_attention(
     """
     settings = _Settings(
         layout,
+        layout if key_layout is None else key_layout,
         group,
         visibility,
         1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling,
+        softcap,
         dropout,
         int(torch.randint(2**62, ())) if dropout else 0,
     )
-    outputs: Tensor = _Ring.apply(query, key, value, settings)  # type: ignore[no-untyped-call]
+    outputs: Tensor = _Ring.apply(query, key, value, bias, sinks, settings)  # type: ignore[no-untyped-call]
     return outputs
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: _Settings) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        settings: _Settings,
+    ) -> Tensor:
         work = _work_format(query)
         queries = query.to(work)
         largest = queries.new_full(query.shape[:-1], -math.inf)
@@ -118,7 +142,7 @@ class _Ring(torch.autograd.Function):
         for sender, keys, values in _visits(key, value, settings):
             keys, values = keys.to(work), values.to(work)  # noqa: PLW2901 - a block at a time
             for block in _blocks(sender, settings, query.device):
-                scores = _scores(queries, keys, block, settings)
+                scores, _ = _scores(queries, keys, bias, block, settings)
                 rows = (slice(None), slice(None), block.queries)
                 before = largest[rows]
                 now = torch.maximum(before, scores.amax(-1))
@@ -131,23 +155,31 @@ class _Ring(torch.autograd.Function):
                 found = _by_group(kept, values.shape[1]) @ values[:, :, block.keys]
                 weighted[rows] = weighted[rows] * correction.unsqueeze(-1) + found.view(weighted[rows].shape)
                 largest[rows] = now
+        if sinks is not None:
+            sink = sinks.to(work).view(1, -1, 1)
+            now = torch.maximum(largest, sink)
+            correction = (largest - now).exp_()
+            total = total * correction + (sink - now).exp_()
+            weighted *= correction.unsqueeze(-1)
+            largest = now
         is_blind = total == 0
         outputs = weighted.div_(total.masked_fill(is_blind, 1.0).unsqueeze(-1))
         # A query that sees nothing gets weights exp(score - inf) = 0 in backward.
         normalizer = (largest + total.log()).masked_fill_(is_blind, math.inf)
         outputs = outputs.to(query.dtype)
-        ctx.save_for_backward(query, key, value, outputs, normalizer)
+        ctx.save_for_backward(query, key, value, bias, sinks, outputs, normalizer)
         ctx.settings = settings
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, outputs, normalizer = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, sinks, outputs, normalizer = ctx.saved_tensors
         settings: _Settings = ctx.settings
         work = _work_format(query)
         queries, gradient = query.to(work), gradient.to(work)
         shared = (gradient * outputs.to(work)).sum(-1, keepdim=True)
         of_query = torch.zeros_like(queries)
+        of_bias = torch.zeros_like(bias, dtype=work) if ctx.needs_input_grad[3] else None
         traveller = _Traveller(key, value, settings, work)
         for sender, keys, values in _visits(key, value, settings):
             keys, values = keys.to(work), values.to(work)  # noqa: PLW2901 - a block at a time
@@ -155,7 +187,7 @@ class _Ring(torch.autograd.Function):
             for block in _blocks(sender, settings, query.device):
                 rows = (slice(None), slice(None), block.queries)
                 columns = (slice(None), slice(None), block.keys)
-                scores = _scores(queries, keys, block, settings)
+                scores, slope = _scores(queries, keys, bias, block, settings)
                 weights = scores.sub_(normalizer[rows].unsqueeze(-1)).exp_()
                 heads = keys.shape[1]
                 incoming = _by_group(gradient[rows], heads)
@@ -163,12 +195,23 @@ class _Ring(torch.autograd.Function):
                 of_values[columns] += kept.transpose(-1, -2) @ incoming
                 of_kept = (incoming @ values[columns].transpose(-1, -2)).view(weights.shape)
                 of_weights = _dropped(of_kept, block, settings)
-                of_scores = _by_group(weights.mul_(of_weights.sub_(shared[rows])).mul_(settings.scaling), heads)
+                of_logits = weights.mul_(of_weights.sub_(shared[rows]))
+                if of_bias is not None:
+                    where = (slice(None), slice(None), block.queries, block.positions)
+                    of_bias[where] += of_logits.sum_to_size(of_bias[where].shape)
+                if slope is not None:
+                    of_logits = of_logits.mul_(slope)
+                of_scores = _by_group(of_logits.mul_(settings.scaling), heads)
                 of_query[rows] += (of_scores @ keys[columns]).view(of_query[rows].shape)
                 of_keys[columns] += of_scores.transpose(-1, -2) @ _by_group(queries[rows], heads)
             traveller.add(sender, of_keys, of_values)
         of_key, of_value = traveller.home()
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None
+        of_sinks = None
+        if sinks is not None:
+            weights = (sinks.to(work).view(1, -1, 1) - normalizer).exp_()
+            of_sinks = weights.mul_(shared.squeeze(-1)).sum((0, 2)).neg_().to(sinks.dtype)
+        of_bias = None if of_bias is None else of_bias.to(bias.dtype)
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_bias, of_sinks, None
 
 
 class _Traveller:
@@ -184,6 +227,7 @@ class _Traveller:
     def __init__(self, key: Tensor, value: Tensor, settings: _Settings, work: torch.dtype) -> None:
         self._key, self._value, self._settings, self._work = key, value, settings, work
         self._pending: tuple[Pending, Tensor] | None = None
+        self._flat = key.new_empty(0)
 
     def add(self, owner: int, of_keys: Tensor, of_values: Tensor) -> None:
         """Add this rank's share to the gradients of a rank's keys and values, and send them on.
@@ -191,12 +235,15 @@ class _Traveller:
         Collective: the ring.
         """
         own = torch.cat([of_keys.flatten(), of_values.flatten()])
+        if self._settings.group.size == 1:
+            self._flat = own
+            return
         if self._pending is not None:
             pending, collected = self._pending
             pending.wait()
             own += collected
         following = (owner - 1) % self._settings.group.size
-        shape = (*self._key.shape[:2], self._settings.layout.lengths[following])
+        shape = (*self._key.shape[:2], self._settings.key_layout.lengths[following])
         numel = math.prod(shape) * (self._key.shape[-1] + self._value.shape[-1])
         self._pending = _pass_on(own, numel, self._settings.group)
 
@@ -205,15 +252,15 @@ class _Traveller:
 
         Collective: none.
         """
-        assert self._pending is not None, "the ring has at least this rank"
-        pending, flat = self._pending
-        pending.wait()
-        return _unpacked(flat, self._key.shape, self._value.shape)
+        if self._pending is not None:
+            pending, self._flat = self._pending
+            pending.wait()
+        return _unpacked(self._flat, self._key.shape, self._value.shape)
 
 
 def _visits(key: Tensor, value: Tensor, settings: _Settings) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each rank's keys and values, this rank's own first, while the next ones are on their way."""
-    group, layout = settings.group, settings.layout
+    group, layout = settings.group, settings.key_layout
     flat = torch.cat([key.flatten(), value.flatten()])
     for step in range(group.size):
         sender, following = (group.rank - step) % group.size, (group.rank - step - 1) % group.size
@@ -245,7 +292,7 @@ def _unpacked(flat: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> t
 
 def _blocks(sender: int, settings: _Settings, device: torch.device) -> Iterator[_Block]:
     """Yield the pairs of chunks, one of this rank's and one of a visiting rank's, in which somebody sees somebody."""
-    own, theirs = settings.layout.ranges[settings.group.rank], settings.layout.ranges[sender]
+    own, theirs = settings.layout.ranges[settings.group.rank], settings.key_layout.ranges[sender]
     number, row = 0, 0
     for first, last in own:
         column = 0
@@ -255,6 +302,7 @@ def _blocks(sender: int, settings: _Settings, device: torch.device) -> Iterator[
                 yield _Block(
                     slice(row, row + last - first),
                     slice(column, column + stop - start),
+                    slice(start, stop),
                     settings.visibility.mask((first, last), (start, stop), device),
                     sender * len(own) * len(theirs) + number,
                 )
@@ -262,16 +310,28 @@ def _blocks(sender: int, settings: _Settings, device: torch.device) -> Iterator[
         row += last - first
 
 
-def _scores(queries: Tensor, keys: Tensor, block: _Block, settings: _Settings) -> Tensor:
-    """Return the masked scores of a block, shape ``(batch, heads, queries, keys)``."""
+def _scores(
+    queries: Tensor, keys: Tensor, bias: Tensor | None, block: _Block, settings: _Settings
+) -> tuple[Tensor, Tensor | None]:
+    """Return the masked scores of a block, shape ``(batch, heads, queries, keys)``.
+
+    The second are, where scores are capped, their derivatives by the products.
+    """
     chosen, seen = queries[:, :, block.queries], keys[:, :, block.keys]
     scores = (_by_group(chosen, keys.shape[1]) @ seen.transpose(-1, -2)).view(*chosen.shape[:-1], seen.shape[2])
     scores = scores.mul_(settings.scaling)
+    slope = None
+    if settings.softcap is not None:
+        bounded = scores.div_(settings.softcap).tanh_()
+        slope = 1.0 - bounded.square()
+        scores = bounded.mul_(settings.softcap)
+    if bias is not None:
+        scores.add_(bias[:, :, block.queries, block.positions])
     if block.mask is None:
-        return scores
+        return scores, slope
     if block.mask.dtype == torch.bool:
-        return scores.masked_fill_(~block.mask, -math.inf)
-    return scores.add_(block.mask)
+        return scores.masked_fill_(~block.mask, -math.inf), slope
+    return scores.add_(block.mask), slope
 
 
 def _by_group(tensor: Tensor, num_key_value_heads: int) -> Tensor:

@@ -12,20 +12,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from booster_core.errors import ConfigError
+from booster_core.state.naming import NamedTensors
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
-from booster_hybrid.sequence_parallel.layers import layers_of, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.random import RankStream
 from booster_hybrid.tensor_parallel.collectives import summed
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
+from booster_hybrid.tensor_parallel.names import ModelNames
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.distributed import ProcessGroup
+
+    from booster_hybrid.tensor_parallel.adapters import AdapterSum
+    from booster_hybrid.tensor_parallel.apply import TensorParallelModel
 
 
 class _Lengths:
@@ -74,8 +81,7 @@ def split_between_blocks(
     lists: Sequence[str],
     group: TensorGroup,
     alone: ProcessGroup,
-    *,
-    whole_parameters: Collection[str],
+    split: TensorParallelModel,
 ) -> None:
     """Let a tensor parallel model's layers work on this rank's positions between their blocks, in place.
 
@@ -84,50 +90,67 @@ def split_between_blocks(
         lists: Names of the lists of its layers; those that it lacks are passed over.
         group: The tensor parallel ranks.
         alone: A process group of this rank alone.
-        whole_parameters: Names of the parameters that are not split and whose gradients are not summed yet.
+        split: What has become of the model's parameters.
 
     Raises:
         ConfigError: If the model can't be split so.
 
     Collective: none.
     """
-    layers = layers_of(model, lists, "split_gather")
-    lengths, stream = _Lengths(group.size, group.rank), RankStream(group.rank)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    kept: set[int] = set()
-    for layer in layers:
-        for child in layer.children():
-            kept |= _split_block(layer, child, lengths, group, alone)
-    for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
-        if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] in whole_parameters:
-            parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
+    stacks = lists_of_layers(model, lists, "split_gather")
+    names = NamedTensors.of(model).name_of
+    done = split.splits.keys() | split.summed
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
-    for index, layer in enumerate(layers):
-        hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
-        layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
-        layer.register_forward_hook(hooks.after, always_call=True)
+    for layers in stacks:
+        lengths, stream = _Lengths(group.size, group.rank), RankStream(group.rank)
+        kept: set[int] = set()
+        for layer in layers:
+            for block in _blocks(layer):
+                kept |= _split_block(layer, block, lengths, stream, group, alone, split.adapters)
+        for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
+            if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] not in done:
+                parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
+        for index, layer in enumerate(layers):
+            hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
+            layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            layer.register_forward_hook(hooks.after, always_call=True)
+
+
+def _blocks(layer: nn.Module) -> list[nn.Module]:
+    """Return what a layer consists of; T5's keep it in a list."""
+    found = []
+    for child in layer.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else [child]
+    return found
 
 
 def _split_block(
-    layer: nn.Module, block: nn.Module, lengths: _Lengths, group: TensorGroup, alone: ProcessGroup
+    layer: nn.Module,
+    block: nn.Module,
+    lengths: _Lengths,
+    stream: RankStream,
+    group: TensorGroup,
+    alone: ProcessGroup,
+    adapters: Sequence[AdapterSum],
 ) -> set[int]:
     """Put a block's communication at its borders; return the parameters whose gradients come whole, by identity."""
     patched = {module: vars(module)["forward"] for module in block.modules() if "forward" in vars(module)}
     if not patched and not any(True for _ in block.children()):
         return set()  # a norm, a dropout: each position by itself
     if not patched or not all(map(_is_plain, patched.values())):
-        block.register_forward_pre_hook(_Gathering(lengths, group, is_replica=True), with_kwargs=True)
-        block.register_forward_hook(_Cutting(lengths, group))
-        return {id(parameter) for parameter in block.parameters()}
+        return _leave_as_it_is(block, lengths, stream, group)
     kept = set()
+    across = _attending_across(layer, patched)
+    for parent in across:
+        kept |= _leave_as_it_is(parent, lengths, stream, group)
+    patched = {module: forward for module, forward in patched.items() if _parent(layer, module) not in across}
     gathering = _Gathering(lengths, group, is_replica=False)
     entries: dict[nn.Module, None] = {}
     for module, forward in patched.items():
         if isinstance(forward, ColumnForward):
             # The gather's transpose sums over ranks; the layer itself has nobody to sum with.
             forward.siblings.group = TensorGroup(alone, 0, 1)
-            parent = _parent(layer, module)
-            entries[module if parent is layer else parent] = None
+            entries[_entry(layer, module)] = None
         else:
             # The rank stays: the first one's partial sum has the bias.
             module.forward = RowForward(module, TensorGroup(alone, group.rank, group.size))
@@ -136,7 +159,31 @@ def _split_block(
                 kept.add(id(module.bias))
     for entry in entries:
         entry.register_forward_pre_hook(gathering, with_kwargs=True)
+    inside = set(block.modules()).difference(*(parent.modules() for parent in across))
+    for adapter in [each for each in adapters if each.module in inside]:
+        adapter.group = TensorGroup(alone, 0, 1)
+        if adapter.is_partial:
+            adapter.module.register_forward_hook(_Scattering(lengths, group))
     return kept
+
+
+def _leave_as_it_is(block: nn.Module, lengths: _Lengths, stream: RankStream, group: TensorGroup) -> set[int]:
+    """Give a block whole sequences, alike on all ranks; return its parameters, by identity."""
+    block.register_forward_pre_hook(lambda *_: stream.draw_alike())  # or each would work on something else
+    block.register_forward_hook(lambda *_: stream.draw_apart())
+    block.register_forward_pre_hook(_Gathering(lengths, group, is_replica=True), with_kwargs=True)
+    block.register_forward_hook(_Cutting(lengths, group))
+    return {id(parameter) for parameter in block.parameters()}
+
+
+def _attending_across(layer: nn.Module, patched: Mapping[nn.Module, Any]) -> set[nn.Module]:
+    """Return the modules whose column-parallel layers read different inputs, such as a decoder's and an encoder's."""
+    read: dict[nn.Module, set[int]] = {}
+    for module, forward in patched.items():
+        parent = _parent(layer, module)
+        if isinstance(forward, ColumnForward) and parent is not layer:
+            read.setdefault(parent, set()).add(id(forward.siblings))
+    return {parent for parent, siblings in read.items() if len(siblings) > 1}
 
 
 def _is_plain(forward: Any) -> bool:
@@ -146,11 +193,21 @@ def _is_plain(forward: Any) -> bool:
 
 
 def _parent(layer: nn.Module, module: nn.Module) -> nn.Module:
-    for each in layer.modules():
-        if any(child is module for child in each.children()):
-            return each
-    msg = f"{type(module).__name__} is no part of {type(layer).__name__}"
-    raise AssertionError(msg)
+    """Return the module whose forward calls a part of a layer, not counting adapters around it."""
+    names = ModelNames(layer)
+    return names.parent(_name(names, module))
+
+
+def _entry(layer: nn.Module, module: nn.Module) -> nn.Module:
+    """Return what is given the input of a column-parallel layer: the block that it is in, or what is around it."""
+    names = ModelNames(layer)
+    name = _name(names, module)
+    parent = names.parent(name)
+    return names.outermost[name] if parent is layer else parent
+
+
+def _name(names: ModelNames, module: nn.Module) -> str:
+    return next(name for name, each in names.modules.items() if each is module)
 
 
 class _LayerHooks:

@@ -1,6 +1,7 @@
 """Attention by exchanging positions for heads: each rank attends with some heads over the whole sequence.
 
-One all-to-all brings queries, keys and values, another brings the outputs back; in between the kernel is torch's own.
+One all-to-all brings queries, keys and values, another brings the outputs back; in between the kernel is torch's own,
+but for capped scores and sinks, which that does not know.
 Reference: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
 """
 
@@ -13,12 +14,13 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid.sequence_parallel.exchange import exchange
+from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.mask import Visibility
+from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.tensor_parallel.group import TensorGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from booster_hybrid.sequence_parallel.layout import SequenceLayout
-    from booster_hybrid.tensor_parallel.group import TensorGroup
 
 
 def head_ranges(num_heads: int, num_key_value_heads: int, size: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -58,6 +60,10 @@ def all_to_all_attention(
     group: TensorGroup,
     *,
     is_causal: bool,
+    key_layout: SequenceLayout | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -68,9 +74,14 @@ def all_to_all_attention(
         key: Shape ``(batch, key/value heads, local positions, size)``.
         value: Likewise.
         mask: For the whole sequence, as torch's attention takes it; ``None`` for a causal one or none.
-        layout: How the sequence is split.
+        layout: How the sequence of the queries is split.
         group: The ranks.
         is_causal: Whether no query sees a later key, where there is no mask.
+        key_layout: How the sequence of the keys is split, where that is another one.
+        bias: Added to the scores, shape ``(batch or 1, heads of this rank or 1, positions, positions of all keys)``;
+            see `head_ranges`.
+        sinks: One score for each head which takes weight and has no value, shape ``(heads,)``.
+        softcap: Scores are kept below this by a hyperbolic tangent, before the bias and the mask.
         scaling: Multiplies the products; ``None`` for one over the root of the size.
         dropout: Probability of dropping an attention weight.
 
@@ -83,6 +94,7 @@ def all_to_all_attention(
     Collective: the group, also in backward.
     """
     batch, num_heads = query.shape[:2]
+    key_layout = layout if key_layout is None else key_layout
     heads = head_ranges(num_heads, key.shape[1], group.size)
     (first, last), (first_kv, last_kv) = heads[group.rank]
     sizes = [query.shape[-1], key.shape[-1], value.shape[-1]]
@@ -91,35 +103,49 @@ def all_to_all_attention(
         torch.cat([query[:, q0:q1].flatten(), key[:, k0:k1].flatten(), value[:, k0:k1].flatten()])
         for (q0, q1), (k0, k1) in heads
     ]
-    per_position = [batch * count * size for count, size in zip(counts, sizes, strict=True)]
-    found = exchange(parts, [sum(per_position) * length for length in layout.lengths], group)
-    pieces = [
-        torch.split(part, [each * length for each in per_position])
-        for part, length in zip(found, layout.lengths, strict=True)
+    layouts = [layout, key_layout, key_layout]
+    shapes = [
+        [
+            torch.Size((batch, count, each.lengths[rank], size))
+            for count, each, size in zip(counts, layouts, sizes, strict=True)
+        ]
+        for rank in range(group.size)
     ]
-    query, key, value = (
-        layout.put_together(
-            [
-                piece[which].view(batch, counts[which], length, sizes[which])
-                for piece, length in zip(pieces, layout.lengths, strict=True)
-            ],
-            2,
-        )
-        for which in range(3)
-    )
+    found = exchange(parts, [sum(shape.numel() for shape in of_rank) for of_rank in shapes], group)
+    pieces = [_unpacked(part, of_rank) for part, of_rank in zip(found, shapes, strict=True)]
+    query, key, value = (each.put_together([piece[i] for piece in pieces], 2) for i, each in enumerate(layouts))
     if mask is not None and mask.shape[1] > 1:
         mask = mask[:, first:last]
-    key, value, shares_keys = _aligned(key, value, heads, num_heads, mask, group.rank)
-    outputs = nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=dropout,
-        scale=scaling,
-        is_causal=is_causal and mask is None,
-        enable_gqa=shares_keys,
-    )
+    is_own_kernel = softcap is not None or sinks is not None
+    needs_pairs = not is_own_kernel and (mask is not None or bias is not None)
+    key, value, shares_keys = _aligned(key, value, heads, num_heads, group.rank, needs_pairs=needs_pairs)
+    if is_own_kernel:
+        here = TensorGroup(None, 0, 1)
+        outputs = ring_attention(
+            query,
+            key,
+            value,
+            Visibility(mask, is_causal=is_causal),
+            SequenceLayout(layout.length, 1),
+            here,
+            key_layout=SequenceLayout(key_layout.length, 1),
+            bias=bias,
+            sinks=None if sinks is None else sinks[first:last],
+            softcap=softcap,
+            scaling=scaling,
+            dropout=dropout,
+        )
+    else:
+        outputs = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask if bias is None else _additive(mask, bias.to(query.dtype), is_causal=is_causal),
+            dropout_p=dropout,
+            scale=scaling,
+            is_causal=is_causal and mask is None and bias is None,
+            enable_gqa=shares_keys,
+        )
     returned = [layout.take(outputs, 2, rank).flatten() for rank in range(group.size)]
     size, length = outputs.shape[-1], layout.lengths[group.rank]
     found = exchange(returned, [batch * (q1 - q0) * length * size for (q0, q1), _ in heads], group)
@@ -128,22 +154,43 @@ def all_to_all_attention(
     )
 
 
+def _unpacked(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _additive(mask: Tensor | None, bias: Tensor, *, is_causal: bool) -> Tensor:
+    """Return a bias that also hides what is not to be seen."""
+    if mask is None and is_causal:
+        mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril_()
+    if mask is None:
+        return bias
+    if mask.dtype != torch.bool:
+        return bias + mask
+    # A finite number, so that a query that sees nothing gets numbers, as with transformers' own attention.
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+
+
 def _aligned(
     key: Tensor,
     value: Tensor,
     heads: list[tuple[tuple[int, int], tuple[int, int]]],
     num_heads: int,
-    mask: Tensor | None,
     rank: int,
+    *,
+    needs_pairs: bool,
 ) -> tuple[Tensor, Tensor, bool]:
-    """Return keys and values as torch's attention takes them, and whether several query heads share one."""
+    """Return keys and values as attention takes them, and whether several query heads share one.
+
+    Torch's attention with a mask needs one for each query head.
+    """
     (first, last), (first_kv, last_kv) = heads[rank]
     share, held = last - first, last_kv - first_kv
     if share == held:
         return key, value, False
     per_head = num_heads // heads[-1][1][1]
     is_even = first % per_head == 0 and last % per_head == 0
-    if (is_even or held == 1) and mask is None:
+    if (is_even or held == 1) and not needs_pairs:
         return key, value, True
     index = torch.arange(first, last, device=key.device) // per_head - first_kv
     return key[:, index], value[:, index], False

@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core import collectives
 from booster_core.errors import ConfigError
+from booster_core.state.adapted import without_adapters
 from booster_core.state.naming import compiled_module
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
+from booster_hybrid.tensor_parallel.adapters import AdapterSum, split_adapters
 from booster_hybrid.tensor_parallel.arguments import cut_arguments
 from booster_hybrid.tensor_parallel.collectives import enter, leave, summed
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
 from booster_hybrid.tensor_parallel.heads import LocalCount
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_linear, is_transposed
 from booster_hybrid.tensor_parallel.logits import split_logits
+from booster_hybrid.tensor_parallel.names import ModelNames
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
 from booster_hybrid.tensor_parallel.streams import RandomStreams, draws
 
@@ -45,11 +48,13 @@ class TensorParallelModel:
         splits: For each split parameter, by name, which part of it is here. Tied parameters appear under each name.
         summed: Names of the parameters that are whole on every rank, and whose gradients are summed over ranks.
         siblings: The column-parallel layers that share an input.
+        adapters: What is sent for low-rank adapters of split layers.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)
     siblings: list[ColumnSiblings] = field(default_factory=list)
+    adapters: list[AdapterSum] = field(default_factory=list)
 
 
 def parallelize(
@@ -68,7 +73,7 @@ def parallelize(
 
     Collective: none.
     """
-    model = compiled_module(model) or model  # whose names are the user's
+    model = without_adapters(compiled_module(model) or model)  # whose names are the user's
     return _Applier(model, policy, group, parallel_output=parallel_output).run()
 
 
@@ -76,11 +81,9 @@ class _Applier:
     def __init__(self, model: nn.Module, policy: ShardingPolicy, group: TensorGroup, *, parallel_output: bool) -> None:
         self._model, self._policy, self._group = model, policy, group
         self._parallel_output = parallel_output
-        self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._names_of: dict[int, list[str]] = defaultdict(list)
-        for name, parameter in self._parameters.items():
-            self._names_of[id(parameter)].append(name)
+        self._names = ModelNames(model)
+        self._modules, self._parameters = self._names.modules, self._names.parameters
+        self._names_of = self._names.names_of
         self._done: dict[int, Split] = {}
         self._counts: dict[tuple[str, str], int] = {}
         self._scaled: set[tuple[int, str]] = set()
@@ -108,6 +111,9 @@ class _Applier:
                 self._apply(rule, name)
         for members in columns.values():
             self._apply_columns(members)
+        self._result.adapters = split_adapters(
+            self._names, self._result.splits, self._result.summed, self._group, self._keep
+        )
         self._separate_random_numbers(found)
         return self._result
 
@@ -128,7 +134,7 @@ class _Applier:
         by_style: dict[Style, list[nn.Module]] = defaultdict(list)
         for rule, name in found:
             if name in self._modules:
-                by_style[rule.style].append(self._modules[name])
+                by_style[rule.style].append(self._names.outermost[name])
         device = next(iter(self._parameters.values())).device
         RandomStreams(self._group, device).watch(self._model, by_style[Style.COLUMN], by_style[Style.ROW])
 
@@ -137,7 +143,11 @@ class _Applier:
         base = getattr(self._model, "base_model_prefix", "")
         # Plans of transformers name modules as seen from the base model, or from the model with its head.
         patterns = (rule.pattern, f"{base}.{rule.pattern}") if base else (rule.pattern,)
-        targets = [name for name in dict.fromkeys(names) if any(matches(pattern, name) for pattern in patterns)]
+        targets = [
+            name
+            for name in dict.fromkeys(names)
+            if any(matches(pattern, self._names.in_rules(name)) for pattern in patterns)
+        ]
         if not targets and not rule.is_optional:
             msg = (
                 f"The policy of {type(self._model).__name__} names '{rule.pattern}', which the model does not have. "
@@ -193,7 +203,7 @@ class _Applier:
                 self._scale(rule, name)
                 gathers = None
                 if rule.style is Style.HEAD and self._parallel_output:
-                    self._keep_split(module, self._lengths(split, rule, name))
+                    self._keep_split(self._names.outermost[name], self._lengths(split, rule, name))
                 elif rule.style in (Style.COLUMN_GATHER, Style.HEAD):
                     gathers = self._lengths(split, rule, name)
                 module.forward = ColumnForward(module, siblings, self._group, gathers)
@@ -216,14 +226,16 @@ class _Applier:
 
     def _apply_vocabulary(self, rule: ModuleRule, name: str, module: Any) -> None:
         split = self._cut(module.weight, 0, rule, name)
-        module.forward = VocabularyForward(module, split.ranges[0][0], self._group)
+        module.forward = VocabularyForward(module, split.ranges[0][0], split.global_shape[0], self._group)
 
     def _sum_gradients(self, name: str) -> None:
         parameter = self._parameters.get(name)
         held = self._modules[name].parameters() if parameter is None else [parameter]
         for parameter in held:
             if parameter.requires_grad:
-                parameter.register_hook(lambda gradient: summed(gradient, self._group))
+                parameter.register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient: summed(gradient, self._group)
+                )
             self._result.summed.update(self._names_of[id(parameter)])
 
     def _cut(self, parameter: nn.Parameter, dim: int, rule: ModuleRule, name: str) -> Split:
@@ -240,6 +252,11 @@ class _Applier:
             number = " + ".join(str(block.num_units) for block in (blocks if rule.blocks else blocks[:1]))
             msg = f"'{name}' of {type(self._model).__name__} ({units}={number}): {error}"
             raise ConfigError(msg) from None
+        self._keep(parameter, split)
+        return split
+
+    def _keep(self, parameter: nn.Parameter, split: Split) -> None:
+        """Replace a parameter's values by this rank's part of them, and know them by it."""
         parameter.data = split.take(parameter.data)
         if split.is_shared and parameter.requires_grad:
             parameter.register_hook(  # type: ignore[no-untyped-call]
@@ -248,7 +265,6 @@ class _Applier:
         self._done[id(parameter)] = split
         for each in self._names_of[id(parameter)]:
             self._result.splits[each] = split
-        return split
 
     def _lengths(self, split: Split, rule: ModuleRule, name: str) -> list[int]:
         """Return how much of a dimension in one block each rank has."""
@@ -283,7 +299,7 @@ class _Applier:
         return self._counts[name, what]
 
     def _looked_up(self, field_name: str, name: str) -> int:
-        owner = name.rpartition(".")[0]
+        owner = self._names.in_rules(name).rpartition(".")[0]
         places: list[Any] = [self._modules[owner]]
         while True:  # the nearest configuration first: a composed model has one for each part
             config: Any = getattr(self._modules[owner], "config", None)
@@ -321,8 +337,7 @@ class _Applier:
             setattr(parent, attribute, LocalCount(here, before) if attribute in rule.dividing else here)
 
     def _parent(self, name: str) -> nn.Module:
-        parent: nn.Module = self._modules[name.rpartition(".")[0]]
-        return parent
+        return self._names.parent(name)
 
 
 def _set_size(module: Any, *, inputs: int | None = None, outputs: int | None = None) -> None:

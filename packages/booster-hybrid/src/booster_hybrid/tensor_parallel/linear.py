@@ -25,10 +25,11 @@ from booster_hybrid.tensor_parallel.collectives import (
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from booster_hybrid.pipeline.weight_gradients import SplitBackward, Waiting
     from booster_hybrid.tensor_parallel.group import TensorGroup
 
 
@@ -54,6 +55,28 @@ def _weight_gradient(row: Tensor, flat: Tensor, dtype: torch.dtype, *, is_transp
     return ((flat.t() @ row) if is_transposed else (row.t() @ flat)).to(dtype)
 
 
+def _of_weight(row: Any, flat: Any, dtype: torch.dtype, *, is_transposed: bool) -> Callable[[], Tensor]:
+    """Return what computes a weight's gradient, from that of the outputs and the inputs."""
+    return lambda: _weight_gradient(row, flat, dtype, is_transposed=is_transposed)
+
+
+def _of_bias(row: Any, dtype: torch.dtype | None) -> Callable[[], Tensor]:
+    return lambda: row.sum(0, dtype=dtype)
+
+
+def _waits(waiting: Waiting | None, index: int) -> bool:
+    return waiting is not None and index in waiting.indices
+
+
+def _now_or_later(
+    product: Callable[[], Tensor], waiting: Waiting | None, index: int, *, is_wanted: bool
+) -> Tensor | None:
+    """Return a parameter's gradient where autograd is to have it now; leave it for later where that waits."""
+    if waiting is not None and waiting.defer(index, product):
+        return None
+    return product() if is_wanted else None
+
+
 class _Columns(torch.autograd.Function):
     """Several column-parallel products of one input, with one sum over ranks of the input's gradient.
 
@@ -65,12 +88,14 @@ class _Columns(torch.autograd.Function):
         ctx: Any,
         source: Tensor,
         siblings: ColumnSiblings,
+        waiting: Waiting | None,
         *weights_and_biases: Tensor | None,
     ) -> tuple[Tensor, ...]:
         half = len(weights_and_biases) // 2
         weights: list[Any] = list(weights_and_biases[:half])
         biases: list[Any] = list(weights_and_biases[half:])
-        needs_source, _, *needs = ctx.needs_input_grad
+        needs_source, _, _, *needs = ctx.needs_input_grad
+        ctx.waiting = waiting
         ctx.set_materialize_grads(False)  # a sibling that was not used has no gradient, and costs nothing
         ctx.siblings, ctx.shape, ctx.dtype = siblings, source.shape, source.dtype
         ctx.dtypes = [None if each is None else each.dtype for each in (*weights, *biases)]
@@ -80,8 +105,9 @@ class _Columns(torch.autograd.Function):
             source = source.to(dtype)
             weights = [weight.to(dtype) for weight in weights]
             biases = [None if bias is None else bias.to(dtype) for bias in biases]
+        keeps_source = any(needs[:half]) or any(_waits(waiting, index) for index in range(half))
         ctx.save_for_backward(
-            source if any(needs[:half]) else None, *(weight if needs_source else None for weight in weights)
+            source if keeps_source else None, *(weight if needs_source else None for weight in weights)
         )
         with torch.autocast(device_type, enabled=False):
             return tuple(
@@ -95,7 +121,7 @@ class _Columns(torch.autograd.Function):
         siblings: ColumnSiblings = ctx.siblings
         siblings.forget()  # backward has come this far: nobody will fetch the rest
         source, *weights = ctx.saved_tensors
-        needs_source, _, *needs = ctx.needs_input_grad
+        needs_source, _, _, *needs = ctx.needs_input_grad
         rows = [None if each is None else each.reshape(-1, each.shape[-1]) for each in gradients]
         pending, total = None, None
         if needs_source:
@@ -107,21 +133,20 @@ class _Columns(torch.autograd.Function):
             pending = collectives.all_reduce(total, group=siblings.group.group)
         flat = None if source is None else source.reshape(-1, source.shape[-1])
         half = len(rows)
-        of_weights = [
-            _weight_gradient(row, flat, dtype, is_transposed=siblings.is_transposed)
-            if wanted and row is not None and flat is not None
-            else None
-            for row, wanted, dtype in zip(rows, needs[:half], ctx.dtypes[:half], strict=True)
+        products = [
+            _of_weight(row, flat, dtype, is_transposed=siblings.is_transposed)
+            for row, dtype in zip(rows, ctx.dtypes[:half], strict=True)
         ]
-        of_biases = [
-            row.sum(0, dtype=dtype) if wanted and row is not None else None
-            for row, wanted, dtype in zip(rows, needs[half:], ctx.dtypes[half:], strict=True)
+        products += [_of_bias(row, dtype) for row, dtype in zip(rows, ctx.dtypes[half:], strict=True)]
+        of_parameters = [
+            None if row is None else _now_or_later(product, ctx.waiting, index, is_wanted=needs[index])
+            for index, (row, product) in enumerate(zip([*rows, *rows], products, strict=True))
         ]
         of_source = None
         if pending is not None and total is not None:
             pending.wait()
             of_source = total.view(ctx.shape).to(ctx.dtype)
-        return (of_source, None, *of_weights, *of_biases)
+        return (of_source, None, None, *of_parameters)
 
 
 @dataclass(frozen=True)
@@ -163,12 +188,13 @@ class ColumnSiblings:
         self._state: tuple[Any, ...] = ()
         self._kept: dict[nn.Module, _Kept] = {}
 
-    def __call__(self, module: nn.Module, source: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, source: Tensor, split: SplitBackward | None = None) -> Tensor:
         """Return one layer's outputs.
 
         Args:
             module: One of the siblings.
             source: Shape ``(..., inputs)``, the same on every rank.
+            split: Where the weights' gradients may wait; ``None`` computes them with the input's.
 
         Returns:
             Shape ``(..., local outputs)``.
@@ -179,28 +205,38 @@ class ColumnSiblings:
             weight: Any = module.weight
             bias: Any = module.bias
             return nn.functional.linear(source, weight.t() if self.is_transposed else weight, bias)
-        state = (_version(source), _autocast_dtype(source.device.type))
+        pending = None if split is None else split.pending
+        state = (_version(source), _autocast_dtype(source.device.type), pending)
         if self._source is source and self._state == state:
             kept = self._kept.pop(module, None)
             if kept is not None and kept.is_of(_parameters(module)):
                 if not self._kept:
                     self.forget()
                 return kept.outputs
-        return self._computed(module, source, state)
+        return self._computed(module, source, split, state)
 
     def forget(self) -> None:
         """Drop what no sibling has fetched, and compute it no more where the same sibling asks first."""
         if self._asked_first is not None and self._kept:
             along = self._along[self._asked_first]
             self._along[self._asked_first] = [module for module in along if module not in self._kept]
-        self._source, self._asked_first, self._kept = None, None, {}
+        self._source, self._asked_first, self._state, self._kept = None, None, (), {}
 
-    def _computed(self, module: nn.Module, source: Tensor, state: tuple[Any, ...]) -> Tensor:
+    def _computed(
+        self, module: nn.Module, source: Tensor, split: SplitBackward | None, state: tuple[Any, ...]
+    ) -> Tensor:
         self.forget()
         along = self._along[module]
         parameters = [_parameters(each) for each in along]
-        flat = (*(weight for weight, _ in parameters), *(bias for _, bias in parameters))
-        outputs: tuple[Tensor, ...] = _Columns.apply(source, self, *flat)  # type: ignore[no-untyped-call]
+        flat = [*(weight for weight, _ in parameters), *(bias for _, bias in parameters)]
+        for parameter in flat:
+            if parameter is not None:
+                # Where updated parameters are still being gathered, a call of torch's waits for its arguments; the
+                # siblings' own calls, which would, come later.
+                parameter.dim()
+        waiting = None if split is None else split.waiting(source, flat)
+        given = flat if waiting is None else waiting.hidden()
+        outputs: tuple[Tensor, ...] = _Columns.apply(source, self, waiting, *given)  # type: ignore[no-untyped-call]
         kept = {
             each: _Kept(output, own, tuple(map(_version, own)))
             for each, output, own in zip(along, outputs, parameters, strict=True)
@@ -232,7 +268,10 @@ class ColumnForward:
     Attributes:
         siblings: As above.
         gathers: As above.
+        weight_gradients: Where the weight's gradient may wait; see `SplitsItself`.
     """
+
+    weight_gradients: SplitBackward | None = None
 
     def __init__(
         self, module: nn.Module, siblings: ColumnSiblings, group: TensorGroup, gathers: Sequence[int] | None = None
@@ -242,7 +281,7 @@ class ColumnForward:
 
     @outside_of_graphs
     def __call__(self, source: Tensor) -> Tensor:
-        outputs = self.siblings(self._module, source)
+        outputs = self.siblings(self._module, source, self.weight_gradients)
         return outputs if self.gathers is None else gather_last(outputs, self.gathers, self._group)
 
 
@@ -257,16 +296,17 @@ class _Row(torch.autograd.Function):
         bias: Tensor | None,
         group: TensorGroup,
         transposed: bool,  # noqa: FBT001 - autograd functions take no keywords
+        waiting: Waiting | None,
     ) -> Tensor:
         needs_source, needs_weight, *_ = ctx.needs_input_grad
-        ctx.is_transposed, ctx.shape = transposed, source.shape
+        ctx.is_transposed, ctx.shape, ctx.waiting = transposed, source.shape, waiting
         ctx.dtypes = source.dtype, weight.dtype, None if bias is None else bias.dtype
         device_type = source.device.type
         dtype = _autocast_dtype(device_type)
         if dtype is not None:
             source, weight = source.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        ctx.save_for_backward(source if needs_weight else None, weight if needs_source else None)
+        ctx.save_for_backward(source if needs_weight or _waits(waiting, 0) else None, weight if needs_source else None)
         with torch.autocast(device_type, enabled=False):
             outputs = nn.functional.linear(
                 source, weight.t() if transposed else weight, bias if group.rank == 0 else None
@@ -279,16 +319,16 @@ class _Row(torch.autograd.Function):
         refuse_second_derivative()
         source, weight = ctx.saved_tensors
         row = gradient.reshape(-1, gradient.shape[-1])
-        of_source, of_weight, of_bias = None, None, None
         of_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        of_source = None
         if weight is not None:
             of_source = (row @ (weight.t() if ctx.is_transposed else weight)).view(ctx.shape).to(of_dtype)
-        if source is not None:
-            flat = source.reshape(-1, source.shape[-1])
-            of_weight = _weight_gradient(row, flat, weight_dtype, is_transposed=ctx.is_transposed)
-        if ctx.needs_input_grad[2]:
-            of_bias = row.sum(0, dtype=bias_dtype)
-        return of_source, of_weight, of_bias, None, None
+        flat = None if source is None else source.reshape(-1, source.shape[-1])
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        by_weight = _of_weight(row, flat, weight_dtype, is_transposed=ctx.is_transposed)
+        of_weight = _now_or_later(by_weight, ctx.waiting, 0, is_wanted=needs_weight)
+        of_bias = _now_or_later(_of_bias(row, bias_dtype), ctx.waiting, 1, is_wanted=needs_bias)
+        return of_source, of_weight, of_bias, None, None, None
 
 
 class RowForward:
@@ -301,7 +341,10 @@ class RowForward:
 
     Attributes:
         splits: As above.
+        weight_gradients: Where the weight's gradient may wait; see `SplitsItself`.
     """
+
+    weight_gradients: SplitBackward | None = None
 
     def __init__(self, module: nn.Module, group: TensorGroup, splits: Sequence[int] | None = None) -> None:
         self._module, self._group, self.splits = module, group, splits
@@ -310,8 +353,12 @@ class RowForward:
     def __call__(self, source: Tensor) -> Tensor:
         if self.splits is not None:
             source = scatter_last(source, self.splits, self._group)
-        module: Any = self._module
+        given: Sequence[Tensor | None] = _parameters(self._module)
+        split = self.weight_gradients
+        waiting = None if split is None else split.waiting(source, given)
+        if waiting is not None:
+            given = waiting.hidden()
         outputs: Tensor = _Row.apply(  # type: ignore[no-untyped-call]
-            source, module.weight, module.bias, self._group, is_transposed(module)
+            source, *given, self._group, is_transposed(self._module), waiting
         )
         return outputs

@@ -1,7 +1,7 @@
 """`SplitLogits`: logits of which each rank has its part of the vocabulary, and nobody the whole.
 
-They look whole: their shape is that of all logits, and cross entropy over them is that of all. What would need more
-than the part that is here raises, instead of answering for that part alone.
+They look whole: their shape is that of all logits, and cross entropy over them is that of all. What needs more than the
+part that is here gets the whole, which the ranks put together then; what would change a copy of it in place raises.
 """
 
 from __future__ import annotations
@@ -11,48 +11,49 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch.utils import _pytree as pytree
 
 from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_hybrid.tensor_parallel.collectives import gather_last
 from booster_hybrid.tensor_parallel.loss import vocabulary_cross_entropy
+from booster_hybrid.whole import (
+    FACTS,
+    Kept,
+    asks_format,
+    changes_in_place,
+    check_unchanged,
+    is_elementwise,
+    meet,
+    name_of,
+    on_whole,
+    whole_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch.distributed import ProcessGroup
+
     from booster_hybrid.tensor_parallel.group import TensorGroup
 
-_ALIKE = (
-    *("data", "float", "half", "bfloat16", "double", "to", "type", "type_as", "cpu", "cuda"),
-    *("clone", "detach", "contiguous", "requires_grad_", "neg", "__neg__", "tanh", "tanh_"),
-)
-"""Functions of each logit by itself."""
-_SCALED = (
-    *("mul", "mul_", "__mul__", "__rmul__", "__imul__", "div", "div_", "__truediv__", "__itruediv__", "true_divide"),
-    *("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__isub__"),
-    *("clamp", "clamp_", "clip"),
-)
-"""Functions of each logit by itself, if the other operands are numbers."""
-_FACTS = (
-    *("dtype", "device", "layout", "requires_grad", "grad_fn", "grad", "is_leaf", "is_cuda", "is_sparse", "is_nested"),
-    *("is_quantized", "is_meta", "dim", "ndim", "is_floating_point", "is_complex", "is_contiguous", "element_size"),
-    *("get_device", "names", "register_hook", "retain_grad", "_backward_hooks", "__class__", "_version"),
-    *("is_inference", "data_ptr", "untyped_storage", "storage_offset", "__len__", "as_subclass", "backward"),
-)
-"""What is as true of the part here as of the whole."""
+_GATHERED = "logits that are split by vocabulary"
 
 
 class SplitLogits(Tensor):
     """This rank's part of logits of shape ``(..., vocabulary)``, made by `split_logits`.
 
     Cross entropy, ``argmax(-1)``, conversions, products with numbers, and views and indices that leave the vocabulary
-    alone work as on whole logits; everything else raises. `local` is the part here, `gather` puts the whole together.
+    alone work on the parts. Every other function is called on the whole logits, as plain tensors with gradients, which
+    are put together when the first one asks: all tensor parallel ranks must call it. What would write into them raises.
+    `local` is the part here, `gather` puts the whole together.
 
     Reference: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), section 3.
     """
 
     _sizes: tuple[int, ...]
     _tensor_group: TensorGroup
+    _kept: Kept | None = None
 
     def local(self) -> Tensor:
         """Return the part that is here, shape ``(..., local vocabulary)``, as a plain tensor.
@@ -65,12 +66,25 @@ class SplitLogits(Tensor):
         """Return the index of the first local logit in the whole vocabulary."""
         return sum(self._sizes[: self._tensor_group.rank])
 
-    def gather(self, *_: Any) -> Tensor:  # type: ignore[override]  # a tensor's own gather would see a part
-        """Return the whole logits as a plain tensor.
+    def gather(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the whole logits as a plain tensor; with arguments, what `torch.Tensor.gather` picks of them.
 
         Collective: the tensor parallel ranks.
         """
-        return gather_last(self.local(), self._sizes, self._tensor_group)
+        if args or kwargs:
+            picked: Tensor = on_whole(Tensor.gather, (self, *args), kwargs, SplitLogits, self._group(), _whole)
+            return picked
+        return _whole(self)
+
+    def alike(self, local: Tensor) -> Tensor:
+        """Return other logits as split by vocabulary as these are.
+
+        Collective: none.
+        """
+        return split_logits(local, self._sizes, self._tensor_group)
+
+    def _group(self) -> ProcessGroup | None:
+        return self._tensor_group.group
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # the same as torch's
         """Return what is here of what."""
@@ -83,11 +97,19 @@ class SplitLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer for the whole logits, or raise."""
+        """Answer for the whole logits: from the part where that can be, else from the whole."""
         del types
-        named = dict(kwargs or {})
+        args, named = tuple(args), dict(kwargs or {})
+        found: list[SplitLogits] = [each for each in pytree.tree_leaves((args, named)) if isinstance(each, SplitLogits)]
         with DisableTorchFunctionSubclass():
-            return _answer(func, tuple(args), named)
+            for each in found:
+                check_unchanged(each._kept, _GATHERED)  # noqa: SLF001 - our own, as below
+            answer = _answer(func, args, dict(named), found[0])
+        if answer is not NotImplemented:
+            return answer
+        if changes_in_place(func, args, named, SplitLogits):
+            raise _refused(name_of(func), found[0])
+        return on_whole(func, args, named, SplitLogits, found[0]._group(), _whole)  # noqa: SLF001
 
 
 def split_logits(local: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
@@ -106,29 +128,26 @@ def split_logits(local: Tensor, sizes: Sequence[int], group: TensorGroup) -> Ten
     return logits
 
 
-def _name_of(func: Callable[..., Any]) -> str:
-    name: str = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):  # a tensor's property
-        return str(getattr(getattr(func, "__self__", None), "__name__", name))
-    return name
+def _whole(source: SplitLogits) -> Tensor:
+    """Return the whole logits, which are put together once for all that asks for them."""
+    local = source.local()
+    kept = whole_of(source._kept, local, lambda: gather_last(local, source._sizes, source._tensor_group))  # noqa: SLF001
+    source._kept = kept  # noqa: SLF001 - our own
+    return kept.tensor
 
 
-def _answer(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    name = _name_of(func)
-    found = [each for each in (*args, *named.values()) if isinstance(each, SplitLogits)]
-    if not found:
-        return _of_several(name, args, named)
-    source = found[0]
-    if name in _FACTS:
+def _answer(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], source: SplitLogits) -> Any:
+    """Return what a function answers on the parts, ``NotImplemented`` where it needs the whole."""
+    name = name_of(func)
+    if not any(isinstance(each, SplitLogits) for each in (*args, *named.values())):
+        return _of_several(name, args, named, source)
+    if name in FACTS or asks_format(name, args, SplitLogits):
         return func(*args, **named)
-    if name in _ALIKE or (name in _SCALED and all(_is_number(each, source) for each in (*args, *named.values()))):
+    if is_elementwise(name, args, named, source) and getattr(func, "__name__", "") != "__set__":
         return _like(func(*args, **named), source)
     if named.get("input") is source:
         args = (named.pop("input"), *args)
-    answer = _ANSWERS[name](source, *args[1:], **named) if name in _ANSWERS and args[0] is source else None
-    if answer is None:
-        raise _refused(name, source)
-    return answer
+    return _ANSWERS[name](source, *args[1:], **named) if name in _ANSWERS and args[0] is source else NotImplemented
 
 
 def _shape(source: SplitLogits, dim: int | None = None) -> torch.Size | int:
@@ -150,39 +169,44 @@ def _view(source: SplitLogits, *shape: Any, **_: Any) -> Any:
         shape = tuple(shape[0])
     lead = Tensor.size(source)[:-1]
     if not shape or any(not isinstance(size, int) for size in shape):
-        return None
+        return NotImplemented
     if shape[-1] == sum(source._sizes) or (shape[-1] == -1 and torch.Size(shape[:-1]).numel() == lead.numel()):  # noqa: SLF001
         return _like(Tensor.reshape(source, (*shape[:-1], Tensor.size(source, -1))), source)
-    return None
+    return NotImplemented
 
 
 def _flatten(source: SplitLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     is_apart = end_dim % source.dim() < source.dim() - 1
-    return _like(Tensor.flatten(source, start_dim, end_dim), source) if is_apart else None
+    return _like(Tensor.flatten(source, start_dim, end_dim), source) if is_apart else NotImplemented
 
 
 def _index(source: SplitLogits, index: Any) -> Any:
-    return _like(Tensor.__getitem__(source, index), source) if _leaves_last(index, source.dim()) else None
+    return _like(Tensor.__getitem__(source, index), source) if _leaves_last(index, source.dim()) else NotImplemented
 
 
-def _of_several(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _of_several(name: str, args: tuple[Any, ...], named: dict[str, Any], source: SplitLogits) -> Any:
     """Put logits of several batches after each other."""
     parts: Any = args[0] if args else named.get("tensors")
     dim = args[1] if len(args) > 1 else named.get("dim", 0)
-    source = next(part for part in parts if isinstance(part, SplitLogits))
-    together = name in ("cat", "concat", "concatenate") and all(isinstance(part, SplitLogits) for part in parts)
-    if together and dim % source.dim() < source.dim() - 1:
+    together = name in ("cat", "concat", "concatenate") and "out" not in named
+    if together and all(isinstance(part, SplitLogits) for part in parts) and dim % source.dim() < source.dim() - 1:
         return _like(torch.cat([part.as_subclass(Tensor) for part in parts], dim), source)
-    raise _refused(name, source)
+    return NotImplemented
+
+
+def _length(source: SplitLogits) -> int:
+    return _shape(source)[0]  # type: ignore[index]
+
+
+def _gradient(source: SplitLogits, *_: Any) -> Any:
+    """Return the gradient that was kept, for a getter, which gets the class too."""
+    found = source.as_subclass(Tensor).grad
+    return None if found is None else _like(found, source)
 
 
 def _like(result: Any, source: SplitLogits) -> Any:
     """Return logits that are split as others are."""
     return split_logits(result.as_subclass(Tensor), source._sizes, source._tensor_group)  # noqa: SLF001 - our own
-
-
-def _is_number(value: Any, source: SplitLogits) -> bool:
-    return value is source or value is None or not isinstance(value, Tensor) or value.numel() == 1
 
 
 def _leaves_last(index: Any, num_dims: int) -> bool:
@@ -205,34 +229,45 @@ def _cross_entropy(
     reduce: bool | None = None,  # noqa: FBT001 - torch's signature
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Tensor:
-    if (
-        label_smoothing
-        or target.is_floating_point()
-        or any(each is not None for each in (weight, size_average, reduce))
-    ):
-        what = "cross_entropy with weights, smoothed labels or probabilities"
-        raise _refused(what, logits)
-    if logits.dim() > 2:
-        what = "cross_entropy of more than two dimensions, whose classes come second,"
-        raise _refused(what, logits)
-    local = logits.as_subclass(Tensor)
+) -> Any:
+    is_legacy = size_average is not None or reduce is not None
+    if is_legacy or target.is_floating_point() or logits.dim() > 2 or (weight is not None and label_smoothing):
+        # Probabilities, classes in the second of several dimensions, a weighted sum over the vocabulary.
+        return NotImplemented
+    if reduction not in ("none", "mean", "sum"):
+        msg = f"`reduction={reduction!r}` is none of 'none', 'mean', 'sum'."
+        raise ValueError(msg)
+    if not 0.0 <= label_smoothing <= 1.0:
+        msg = f"`label_smoothing={label_smoothing}` is not between 0 and 1."
+        raise ValueError(msg)
+    num_classes = sum(logits._sizes)  # noqa: SLF001 - our own
+    if weight is not None and tuple(weight.shape) != (num_classes,):
+        msg = f"`weight` has shape {tuple(weight.shape)}, but there are {num_classes} classes. Give each of them one."
+        raise ValueError(msg)
+    local, labels = logits.as_subclass(Tensor), target.reshape(-1)
     losses = vocabulary_cross_entropy(
         local.view(-1, local.shape[-1]),
-        target.view(-1),
+        labels,
         logits.first(),
         logits._tensor_group,  # noqa: SLF001 - our own
+        num_classes=num_classes,
         ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
     )
+    is_counted = labels != ignore_index
+    counts = is_counted if weight is None else weight[labels.masked_fill(~is_counted, 0)] * is_counted
+    if weight is not None:
+        losses = losses * counts
     if reduction == "none":
         return losses.view(target.shape)
-    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
 
 
-def _argmax(logits: SplitLogits, dim: int | None = None, keepdim: bool = False) -> Tensor | None:  # noqa: FBT001, FBT002
+def _argmax(logits: SplitLogits, dim: int | None = None, keepdim: bool = False) -> Any:  # noqa: FBT001, FBT002
     """Return the index of the largest logit in the whole vocabulary; the first, where there are several."""
     if dim not in (-1, logits.dim() - 1):
-        return None
+        return NotImplemented
+    meet("argmax", logits._tensor_group.group)  # noqa: SLF001 - our own
     values, indices = logits.as_subclass(Tensor).detach().max(-1, keepdim)
     group = logits._tensor_group  # noqa: SLF001 - our own
     best = values.float().clone()
@@ -245,15 +280,17 @@ def _argmax(logits: SplitLogits, dim: int | None = None, keepdim: bool = False) 
 def _refused(what: str, source: SplitLogits) -> ConfigError:
     sizes = source._sizes  # noqa: SLF001 - our own
     return ConfigError(
-        f"`{what}` would see {sizes[source._tensor_group.rank]} of {sum(sizes)} logits, which `parallel_output=True` "  # noqa: SLF001
-        "leaves split by vocabulary. Use `torch.nn.functional.cross_entropy(logits.view(-1, vocabulary), labels)` or "
-        "the model's own loss, `logits.gather()` for the whole, or `parallel_output=False`."
+        f"`{what}` would write into {sizes[source._tensor_group.rank]} of {sum(sizes)} logits, which "  # noqa: SLF001
+        "`parallel_output=True` leaves split by vocabulary. Write into `logits.gather()`, the whole, or pass "
+        "`parallel_output=False`."
     )
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "shape": _property,
     "size": _shape,
+    "grad": _gradient,
+    "__len__": _length,
     "numel": _numel,
     "nelement": _numel,
     "view": _view,

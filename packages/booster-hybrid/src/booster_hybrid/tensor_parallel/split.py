@@ -59,7 +59,9 @@ class Split:
         return (*self.global_shape[: self.dim], length, *self.global_shape[self.dim + 1 :])
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return a copy of this rank's part of the whole tensor."""
+        """Return a copy of this rank's part of the whole tensor; of one that repeats one number, no copy."""
+        if is_repeated(whole):
+            return whole.as_strided((1,) * whole.dim(), (1,) * whole.dim()).expand(self.local_shape)
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, self.dim)
 
@@ -97,6 +99,12 @@ class Split:
         for is_owned, part in zip(self.owned, self.parts(mask), strict=True):
             part.fill_(is_owned)
         return values.reshape(-1)[mask.view(-1)[start : start + values.numel()]]
+
+
+def is_repeated(tensor: Tensor) -> bool:
+    """Return whether a tensor is one number seen everywhere, as what stands in for a tensor without values is."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 1 and all(stride == 0 for size, stride in steps if size > 1)
 
 
 def cut_units(num_units: int, size: int) -> list[tuple[int, int]]:

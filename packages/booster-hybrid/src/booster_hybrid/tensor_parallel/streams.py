@@ -36,9 +36,12 @@ def draws(model: nn.Module) -> bool:
 
     Collective: none.
     """
-    modules = any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules())
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return modules or any(_has_dropout(config) for config in configs.values())
+    return _drops(model) or any(_has_dropout(config) for config in configs.values())
+
+
+def _drops(module: nn.Module) -> bool:
+    return any(isinstance(each, _DROPOUTS) and each.p > 0 for each in module.modules())
 
 
 def _has_dropout(config: Any) -> bool:
@@ -67,16 +70,18 @@ class RandomStreams:
 
         Args:
             model: The whole model, whose forward begins by agreeing on the common stream.
-            columns: The modules whose outputs are split.
-            rows: The modules whose inputs are.
+            columns: The modules whose outputs are split; what they drop of their inputs, as adapters may, all have.
+            rows: The modules whose inputs are, also those that they drop some of.
 
         Collective: none; the group, in each forward of a model that trains.
         """
         model.register_forward_pre_hook(self._begin)
         for module in columns:
+            if _drops(module):
+                module.register_forward_pre_hook(self._join)  # a sibling may have been before it
             module.register_forward_hook(self._split)
         for module in rows:
-            module.register_forward_pre_hook(self._join)
+            (module.register_forward_hook if _drops(module) else module.register_forward_pre_hook)(self._join)
 
     def _begin(self, module: nn.Module, _args: Any) -> None:
         """Let all ranks draw alike, whatever they drew before."""
@@ -93,7 +98,7 @@ class RandomStreams:
             self._number = int(torch.randint(_RANGE, ()))
             self._seed(self._number, self._group.rank + 1)
 
-    def _join(self, module: nn.Module, _args: Any) -> None:
+    def _join(self, module: nn.Module, *_: Any) -> None:
         if module.training and self._is_apart():
             self._seed(self._number, 0)
 

@@ -1,0 +1,193 @@
+"""The attention function that models split here are set to, in transformers' registry of such functions.
+
+It attends from this rank's positions to those of all ranks, and, for modules outside of the layers that are split, as
+one process does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+
+import torch
+
+from booster_core.errors import ConfigError
+from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility, checked, whole_mask
+from booster_hybrid.sequence_parallel.relative_bias import own_bias
+from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.sequence_parallel.stack import OTHER_STATES, argument_names
+from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from booster_hybrid.sequence_parallel.layout import SequenceLayout
+    from booster_hybrid.sequence_parallel.stack import Stack
+
+ATTENTION_NAME = "booster_sequence_parallel"
+"""What models that are split here have as ``config._attn_implementation``."""
+_PLACE = "_booster_sequence"
+_REFUSED = ("output_attentions", "cache")
+
+
+class _Options(TypedDict):
+    key_layout: SequenceLayout
+    bias: Tensor | None
+    sinks: Tensor | None
+    softcap: float | None
+    scaling: float | None
+    dropout: float
+
+
+class AttentionPlace:
+    """Where in a split model a module is that may attend, and what its running call is about.
+
+    Layers may be computed again in backward without what is done before them, when other sequences have been underway.
+
+    Args:
+        stack: The layers that it is in; ``None`` outside of such.
+        names: What its forward calls its arguments.
+
+    Attributes:
+        stack: As above.
+        is_across: Whether the call was given the states of another sequence.
+    """
+
+    def __init__(self, stack: Stack | None, names: list[str]) -> None:
+        self.stack = stack
+        self._names = names
+        self.is_across = False
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note before a call whether it is given the states of another sequence, and how long its own is."""
+        del module
+        assert self.stack is not None, "modules outside of the layers are not watched"
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        self.is_across = any(given.get(name) is not None for name in OTHER_STATES)
+        self.stack.note_masks(given.values())
+
+
+def place_attention(module: nn.Module, stack: Stack | None) -> None:
+    """Tell a module where it is, in place.
+
+    Args:
+        module: Any module of a model that is split.
+        stack: The layers that it is in; ``None`` outside of such.
+
+    Collective: none.
+    """
+    names = argument_names(module)
+    place = AttentionPlace(stack, names)
+    vars(module)[_PLACE] = place
+    if stack is not None and not {*OTHER_STATES, "attention_mask", "mask"}.isdisjoint(names):
+        module.register_forward_pre_hook(place.note, with_kwargs=True)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,  # noqa: FBT001 - transformers' signature
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' attention functions do, from this rank's positions to all ranks'.
+
+    Returns:
+        Shape ``(batch, local positions, heads, size)``, and no weights.
+
+    Raises:
+        ConfigError: If the model asks for what is not done here.
+
+    Collective: the sequence parallel ranks, also in backward.
+    """
+    place: AttentionPlace | None = vars(module).get(_PLACE)
+    if place is None:
+        msg = (
+            f"A {type(module).__name__} has `_attn_implementation='{ATTENTION_NAME}'` but is in no model that was "
+            "boosted with sequence parallelism. Set `config._attn_implementation = 'sdpa'`."
+        )
+        raise ConfigError(msg)
+    if place.stack is None:
+        return _alone(
+            module,
+            query,
+            key,
+            value,
+            whole_mask(attention_mask, query.shape[2], key.shape[2]),
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **more,
+        )
+    stack = place.stack
+    asked = [name for name in _REFUSED if more.get(name) is not None and more[name] is not False]
+    if asked:
+        _refuse(f"asks its attention for '{asked[0]}'", stack)
+    stack.num_attentions += 1
+    layout, key_layout = _layouts(query, key, attention_mask, place)
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    causal = causal and not place.is_across
+    if torch.is_autocast_enabled(query.device.type):
+        # As torch's own attention would, but before anything travels.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    bias = own_bias(more.get("position_bias"), stack, query.shape[1], query.shape[2], key_layout.length)
+    if bias is None and more.get("position_bias") is not None and not place.is_across:
+        # Between two sequences, models that have biases make zeros of them.
+        _refuse("makes its attention's `position_bias` itself, for the positions of one rank,", stack)
+    options = _Options(
+        key_layout=key_layout,
+        bias=bias,
+        sinks=more.get("s_aux"),
+        softcap=more.get("softcap"),
+        scaling=scaling,
+        dropout=dropout,
+    )
+    if stack.mode == "ring_attn":
+        visibility = Visibility(checked(attention_mask, layout.length, key_layout.length), is_causal=causal)
+        outputs = ring_attention(query, key, value, visibility, layout, stack.group, **options)
+    else:
+        mask = whole_mask(attention_mask, layout.length, key_layout.length)
+        outputs = all_to_all_attention(query, key, value, mask, layout, stack.group, is_causal=causal, **options)
+    return outputs.transpose(1, 2).contiguous(), None
+
+
+def _layouts(query: Tensor, key: Tensor, mask: Any, place: AttentionPlace) -> tuple[SequenceLayout, SequenceLayout]:
+    """Return how the sequences are split of the queries and of the keys."""
+    stack = place.stack
+    assert stack is not None, "modules outside of the layers attend alone"
+    stack.resume(query.shape[2], [mask])
+    layout = stack.layout(stack.length)
+    if not place.is_across:
+        key_layout = layout
+    else:
+        key_layout = stack.layout(mask.key_length if isinstance(mask, SequenceMask) else stack.key_length)
+    found = query.shape[2], key.shape[2]
+    rank = stack.group.rank
+    if found != (layout.lengths[rank], key_layout.lengths[rank]):
+        msg = (
+            f"{stack.model_name} attends from {found[0]} positions of this rank to {found[1]} others, which are no "
+            "parts of sequences that are split, as with a cache of keys. Pass no `past_key_values`, and generate "
+            "without sequence parallelism."
+        )
+        raise ConfigError(msg)
+    return layout, key_layout
+
+
+def _alone(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Attend where whole sequences are on every rank."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    result: tuple[Tensor, None] = sdpa_attention_forward(module, *args, **kwargs)
+    return result
+
+
+def _refuse(what: str, stack: Stack) -> NoReturn:
+    msg = (
+        f"{stack.model_name} {what}, which `sequence_parallelism_mode={stack.mode!r}` can't do. Use 'split_gather' "
+        "with `tp_size`."
+    )
+    raise ConfigError(msg)

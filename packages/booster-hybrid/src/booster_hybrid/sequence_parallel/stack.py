@@ -1,0 +1,197 @@
+"""`Stack`: one list of layers that work on this rank's positions, and the hooks that bring them these.
+
+Before the first layer this rank's positions are taken out of the hidden states, and after the last one the ranks' parts
+are put together. What else layers are given for whole sequences (tables of positions, the states of an encoder) is cut
+likewise, each by the split of its own sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from booster_core.errors import ConfigError
+from booster_core.state.naming import compiled_module
+from booster_hybrid.sequence_parallel.exchange import gather_sequence
+from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.mask import SequenceMask
+from booster_hybrid.sequence_parallel.random import RankStream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+
+    from booster_hybrid.sequence_parallel.positions import PositionsKept
+    from booster_hybrid.tensor_parallel.group import TensorGroup
+
+OTHER_STATES = ("encoder_hidden_states", "key_value_states")
+"""What layers and attention call the hidden states of another sequence, by transformers' conventions."""
+
+
+class Stack:
+    """What the layers of one list share: who holds which positions.
+
+    Args:
+        mode: ``"all_to_all"`` or ``"ring_attn"``.
+        group: The sequence parallel ranks.
+        model_name: Class of the model, for messages.
+
+    Attributes:
+        length: Number of positions of the whole sequences that the layer works on which is running.
+        key_length: That of the other sequences which it also attends to, 0 where there are none.
+        num_attentions: Calls of attention in the layer which is running.
+    """
+
+    def __init__(self, mode: str, group: TensorGroup, model_name: str) -> None:
+        self.mode, self.group, self.model_name = mode, group, model_name
+        self.length, self.key_length = 0, 0
+        self.num_attentions = 0
+        self.stream = RankStream(group.rank)
+        self._length_of: dict[int, int] = {}
+        self._cut: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
+        return Stack(self.mode, self.group, self.model_name)
+
+    def layout(self, length: int) -> SequenceLayout:
+        """Return how a sequence of a length is split.
+
+        Collective: none.
+        """
+        return SequenceLayout(length, self.group.size, zigzag=self.mode == "ring_attn")
+
+    def enter(self, length: int) -> None:
+        """Note that the layers run on sequences of a length now.
+
+        Collective: none.
+        """
+        self.length = length
+        self._length_of[self.layout(length).lengths[self.group.rank]] = length
+
+    def resume(self, num_here: int, arguments: Iterable[Any]) -> None:
+        """Note that a layer runs on some positions of this rank, maybe again after other sequences were underway.
+
+        Args:
+            num_here: Number of positions here.
+            arguments: What it was given, of which a mask knows the length.
+
+        Collective: none.
+        """
+        if not self.note_masks(arguments) and self.layout(self.length).lengths[self.group.rank] != num_here:
+            self.length = self._length_of.get(num_here, self.length)
+
+    def note_masks(self, arguments: Iterable[Any]) -> bool:
+        """Take the length from a mask among some arguments; return whether there is one.
+
+        Collective: none.
+        """
+        found = next((each for each in arguments if isinstance(each, SequenceMask)), None)
+        if found is not None:
+            self.length = found.length
+        return found is not None
+
+    def part_of_other(self, states: Tensor) -> Tensor:
+        """Return this rank's part of another sequence's states; one and the same for all layers while they use it.
+
+        Collective: none.
+        """
+        self.key_length = states.shape[1]
+        if self._cut is not None and self._cut[0]() is states and (known := self._cut[1]()) is not None:
+            return known
+        part = self.layout(self.key_length).take(states, 1, self.group.rank)
+        self._cut = weakref.ref(states), weakref.ref(part)
+        return part
+
+
+class LayerHooks:
+    """What is done before and after a layer.
+
+    Args:
+        stack: The list that it is in.
+        layer: The layer.
+        is_first: Whether hidden states are split before it.
+        is_last: Whether they are put together after it.
+        kept: Tells in which calls they are not, after all.
+    """
+
+    def __init__(
+        self, stack: Stack, layer: nn.Module, *, is_first: bool, is_last: bool, kept: PositionsKept | None = None
+    ) -> None:
+        self._stack, self._is_first, self._is_last, self._kept = stack, is_first, is_last, kept
+        self._names = argument_names(layer)
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace what belongs to whole sequences by this rank's part."""
+        stack = self._stack
+        names = dict(enumerate(self._names))
+        named = {names.get(index, f"/{index}"): value for index, value in enumerate(args)}
+        first = next(iter(named)) if args else "hidden_states"
+        named.update(kwargs)
+        hidden = named.pop(first)
+        if self._is_first:
+            stack.enter(hidden.shape[1])
+        else:
+            stack.resume(hidden.shape[1], named.values())
+        stack.key_length = 0
+        layout, rank = stack.layout(stack.length), stack.group.rank
+
+        def part(value: Any) -> Any:
+            dim = _sequence_dim(value, layout.length)
+            return value if dim is None else layout.take(value, dim, rank)
+
+        for name, value in named.items():
+            if name in OTHER_STATES and isinstance(value, torch.Tensor):
+                named[name] = stack.part_of_other(value)
+            else:
+                named[name] = pytree.tree_map_only(torch.Tensor, part, value)
+        named[first] = layout.take(hidden, 1, rank) if self._is_first else hidden
+        stack.num_attentions = 0
+        if module.training:
+            stack.stream.enter(hidden.device)
+        args = tuple(named.pop(names.get(index, f"/{index}")) for index in range(len(args)))
+        return args, named
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Put the parts together after the last layer."""
+        stack = self._stack
+        stack.stream.leave()
+        if output is None:  # the layer has raised
+            return None
+        first = output[0] if isinstance(output, tuple) else output
+        is_passed_through = bool(args) and first is args[0]  # a layer of another stage of a pipeline
+        if not stack.num_attentions and not is_passed_through:
+            msg = (
+                f"'{type(module).__name__}' of {stack.model_name} does not call its attention through transformers' "
+                f"attention interface, so `sequence_parallelism_mode={stack.mode!r}` would let each part of a "
+                "sequence see itself only. Use 'split_gather' with `tp_size`, or a model that does."
+            )
+            raise ConfigError(msg)
+        if not self._is_last or (self._kept is not None and not self._kept.gathers()):
+            return output
+        hidden, *rest = output if isinstance(output, tuple) else (output,)
+        hidden = gather_sequence(hidden, stack.layout(stack.length), stack.group)
+        return (hidden, *rest) if isinstance(output, tuple) else hidden
+
+
+def argument_names(module: nn.Module) -> list[str]:
+    """Return what a module's forward calls its arguments, in their order.
+
+    Args:
+        module: The module; of a compiled one, the one inside is asked.
+    """
+    forward = type(compiled_module(module) or module).forward
+    return [name for name in inspect.signature(forward).parameters if name != "self"]
+
+
+def _sequence_dim(value: Tensor, length: int) -> int | None:
+    """Return which dimension of a layer's argument runs over whole sequences, by transformers' conventions."""
+    if value.dim() in (2, 3) and value.shape[1] == length:
+        return 1
+    return 0 if value.dim() == 1 and value.shape[0] == length else None

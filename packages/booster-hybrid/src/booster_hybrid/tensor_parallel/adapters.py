@@ -1,0 +1,196 @@
+"""Low-rank adapters on layers that are split: each goes with its layer's parts.
+
+An adapter adds B A x to what a layer makes of x. Beside a column-parallel layer, whose input is whole, A is whole and B
+has the rows of the outputs that are here; the gradient that reaches A x, a few numbers for each token, is summed over
+ranks. Beside a row-parallel layer A has the columns of the inputs that are here and A x is summed, and B is whole; an
+embedding's adapter is looked up as the embedding itself. Where a layer takes or gives whole activations, its adapter is
+whole on every rank, and nothing is sent.
+
+The layers stay peft's own, and so does what they compute; see `booster_core.lora` for how a model gets them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from booster_core.errors import ConfigError
+from booster_hybrid.tensor_parallel.collectives import enter, leave, summed
+from booster_hybrid.tensor_parallel.embedding import VocabularyForward, looked_up
+from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor, nn
+
+    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.tensor_parallel.names import ModelNames
+    from booster_hybrid.tensor_parallel.split import Split
+
+
+class AdapterSum:
+    """What is sent for one adapter of a layer: a hook on its A, whose result is summed over ranks, or its gradient.
+
+    Args:
+        module: The adapter's A.
+        group: The tensor parallel ranks.
+        is_partial: Whether A's inputs are split, so that its results are summed; else their gradients are.
+
+    Attributes:
+        module: As above.
+        group: As above; who splits sequences between layers sums at the borders of blocks instead.
+        is_partial: As above.
+    """
+
+    def __init__(self, module: nn.Module, group: TensorGroup, *, is_partial: bool) -> None:
+        self.module, self.group, self.is_partial = module, group, is_partial
+        module.register_forward_hook(self)
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        """Return A's result.
+
+        Collective: the group, in forward or in backward.
+        """
+        return leave(output, self.group) if self.is_partial else enter((output,), self.group)[0]
+
+
+class _VocabularyLookup:
+    """Looks up the rows of an embedding's adapter, some of which are here."""
+
+    def __init__(self, layer: Any, first: int, group: TensorGroup) -> None:
+        self._embed, self._first, self._group = layer._embed, first, group  # noqa: SLF001 - peft gives it no other name
+
+    def __call__(self, tokens: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def embed(local: Tensor) -> Tensor:
+            rows: Tensor = self._embed(local, weight, *args, **kwargs)
+            return rows
+
+        return looked_up(tokens, self._first, weight.shape[0], embed, self._group)
+
+
+def split_adapters(
+    names: ModelNames,
+    splits: Mapping[str, Split],
+    summed_names: set[str],
+    group: TensorGroup,
+    keep: Callable[[nn.Parameter, Split], None],
+) -> list[AdapterSum]:
+    """Split the adapters of layers that have been split, in place.
+
+    Args:
+        names: The model's modules.
+        splits: The split parameters, by name; ``keep`` adds those of adapters.
+        summed_names: Names of the parameters whose gradients are summed; those of adapters are added.
+        group: The tensor parallel ranks.
+        keep: Replaces a parameter's values by this rank's part.
+
+    Returns:
+        What is sent for them.
+
+    Raises:
+        ConfigError: If a layer that is split has an adapter that can't be.
+
+    Collective: none.
+    """
+    sums: list[AdapterSum] = []
+    for name, layer in {id(layer): (name, layer) for name, layer in names.adapted.items()}.values():
+        base = names.modules[name]
+        held = {each for parameter in base.parameters() for each in names.names_of[id(parameter)]}
+        if not held.isdisjoint(splits):
+            _check(layer, name, group.size)
+            sums += _split_one(name, layer, base, splits[f"{name}.weight"], group, keep)
+        elif held and held <= summed_names:
+            _sum_gradients(layer, base, names, summed_names, group)
+    return sums
+
+
+def _split_one(
+    name: str,
+    layer: Any,
+    base: nn.Module,
+    split: Split,
+    group: TensorGroup,
+    keep: Callable[[nn.Parameter, Split], None],
+) -> list[AdapterSum]:
+    """Split the adapters of one layer."""
+    layer._mixed_batch_forward = _refuse_mixed_batches  # noqa: SLF001 - where peft takes a batch apart by adapters
+    forward: Any = vars(base).get("forward")
+    if isinstance(forward, VocabularyForward):
+        for table in layer.lora_embedding_A.values():
+            keep(table, _like(split, table, 1, name))
+        layer._embed = _VocabularyLookup(layer, split.ranges[0][0], group)  # noqa: SLF001 - as above
+        return []
+    pairs = [(layer.lora_A[adapter], layer.lora_B[adapter]) for adapter in layer.lora_A]
+    if isinstance(forward, ColumnForward) and forward.gathers is None:
+        for _, last in pairs:
+            for parameter in last.parameters():  # a bias, too, where there is one
+                keep(parameter, _like(split, parameter, 0, name))
+            last.out_features = last.weight.shape[0]
+        return [AdapterSum(first, group, is_partial=False) for first, _ in pairs]
+    if isinstance(forward, RowForward) and forward.splits is None:
+        for first, _ in pairs:
+            keep(first.weight, _like(split, first.weight, 1, name))
+            first.in_features = first.weight.shape[1]
+        return [AdapterSum(first, group, is_partial=True) for first, _ in pairs]
+    if not isinstance(forward, (ColumnForward, RowForward)):
+        _refuse(name, f"on a {type(base).__name__}, whose forward is not split", group.size)
+    return []
+
+
+def _like(split: Split, parameter: nn.Parameter, dim: int, name: str) -> Split:
+    """Return how a parameter is cut along a dimension that is that of a layer's split weight."""
+    shape = tuple(parameter.shape)
+    if shape[dim] != split.global_shape[split.dim]:
+        msg = (
+            f"An adapter of '{name}' has a parameter of shape {shape}, whose dimension {dim} is not the "
+            f"{split.global_shape[split.dim]} of the layer that is split. Use `tp_size=1`."
+        )
+        raise ConfigError(msg)
+    return replace(split, global_shape=shape, dim=dim)
+
+
+def _sum_gradients(
+    layer: nn.Module, base: nn.Module, names: ModelNames, summed_names: set[str], group: TensorGroup
+) -> None:
+    """Sum the gradients of adapters of a layer that is whole and works on split activations."""
+    inside = {id(parameter) for parameter in base.parameters()}
+    for parameter in layer.parameters():
+        own = names.names_of[id(parameter)]
+        if id(parameter) in inside or not summed_names.isdisjoint(own):
+            continue
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
+        summed_names.update(own)
+
+
+def _check(layer: Any, name: str, size: int) -> None:
+    """Refuse what a part of a layer can't have."""
+    from peft.tuners import lora
+
+    if type(layer) not in (lora.Linear, lora.Embedding):
+        what = f"of peft's type {type(layer).__module__.removeprefix('peft.tuners.')}.{type(layer).__name__}"
+        _refuse(name, what, size)
+    if any(layer.use_dora.values()):
+        _refuse(name, "with `use_dora=True`, which takes the norms of whole weights", size)
+    variants: Iterable[object] = getattr(layer, "lora_variant", {}).values()
+    for variant in variants:
+        _refuse(name, f"of peft's variant {type(variant).__name__}", size)
+
+
+def _refuse(name: str, what: str, size: int) -> NoReturn:
+    msg = (
+        f"'{name}' has adapters {what}; `tp_size={size}` splits that layer, and only plain low-rank adapters of linear "
+        "layers and embeddings can be split with theirs. Leave the layer out of `target_modules` (or "
+        "`target_parameters`), choose plain LoRA, or use `tp_size=1`."
+    )
+    raise ConfigError(msg)
+
+
+def _refuse_mixed_batches(*_: Any, **__: Any) -> NoReturn:
+    msg = (
+        "`adapter_names` takes each sample through an adapter of its own, in an order that differs from rank to rank, "
+        "which layers that `tp_size` splits can't follow. Call `set_adapter` and run the samples of one adapter "
+        "together, or use `tp_size=1`."
+    )
+    raise ConfigError(msg)

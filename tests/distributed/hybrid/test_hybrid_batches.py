@@ -1,0 +1,162 @@
+"""Ranks that work on one batch together get the same one, or are told that they did not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(3)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
+
+
+def plugin_of(options):
+    from booster_hybrid import HybridParallelPlugin
+
+    return HybridParallelPlugin(**options)
+
+
+def first_samples(make, options):
+    plugin = plugin_of(options)
+    loader = make(plugin)(range(16), 2, shuffle=True, seed=5)
+    return [batch.tolist() for batch in loader]
+
+
+def by_plugin(plugin):
+    return plugin.prepare_dataloader
+
+
+def by_booster(plugin):
+    return Booster(plugin=plugin).prepare_dataloader
+
+
+@pytest.mark.parametrize("make", [by_plugin, by_booster])
+@pytest.mark.parametrize(
+    ("options", "replicas"),
+    [
+        ({"tp_size": 2}, [(0, 1), (2, 3)]),
+        ({"pp_size": 2}, [(0, 1), (2, 3)]),
+        ({"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}, [(0, 1), (2, 3)]),
+        ({"tp_size": 2, "pp_size": 2}, [(0, 1, 2, 3)]),
+    ],
+    ids=["tp", "pp", "sp", "tp-pp"],
+)
+def test_a_loader_made_before_boost_knows_which_ranks_share_batches(make, options, replicas):
+    seen = run_on_ranks(first_samples, 4, make, options)
+    for ranks in replicas:
+        assert all(seen[rank] == seen[ranks[0]] for rank in ranks)
+    distinct = [sample for ranks in replicas for batch in seen[ranks[0]] for sample in batch]
+    assert sorted(distinct) == list(range(16))
+
+
+def train_on_a_loader_of_ones_own(options):
+    plugin = plugin_of(options)
+    tokens = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    booster = Booster(plugin=plugin)
+    model = llama()
+    model, optimizer, _, loader, _ = booster.boost(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), dataloader=loader
+    )
+    if plugin.config.pipeline.size > 1:
+        booster.execute_pipeline(iter(loader), model, lambda outputs, _: outputs.loss, optimizer)
+    else:
+        model(**next(iter(loader)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tp_size": 2}, {"pp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}],
+    ids=["tp", "pp", "sp"],
+)
+def test_ranks_of_one_batch_that_are_given_different_ones_are_told(options):
+    expect_on_ranks(
+        ConfigError, "Ranks 0, 1 work on one batch together, but were given", train_on_a_loader_of_ones_own, 2, options
+    )
+
+
+def draw_apart_in_the_second_step():
+    from booster_hybrid import HybridParallelPlugin
+
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
+    model = llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        torch.manual_seed(torch.distributed.get_rank() * step)
+        tokens = torch.randint(64, (4, 8))
+        batch = {"input_ids": tokens, "labels": tokens}
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+
+
+def test_each_batch_of_a_pipeline_is_compared():
+    expect_on_ranks(ConfigError, "Ranks 0, 1 work on one batch", draw_apart_in_the_second_step, 2)
+
+
+def data_parallel_ranks_differ():
+    from booster_hybrid import HybridParallelPlugin
+
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
+    model = llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    replica = booster.plugin.data_parallel_coordinates(booster.context.coordinator)[0]
+    tokens = torch.randint(64, (4 + replica, 8), generator=torch.Generator().manual_seed(replica))
+    batch = {"input_ids": tokens, "labels": tokens}
+    result = booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+    return None if result["loss"] is None else float(result["loss"])
+
+
+def test_data_parallel_ranks_may_have_different_batches():
+    losses = run_on_ranks(data_parallel_ranks_differ, 4)
+    assert losses[0] is losses[2] is None
+    assert losses[1] != losses[3]
+
+
+def small_pipeline():
+    from booster_hybrid import HybridParallelPlugin
+
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
+    model = llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return booster, model, optimizer
+
+
+def some_batches(count):
+    for _ in range(count):
+        yield {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.ones(2, 8, dtype=torch.long)}
+
+
+def broken_loader():
+    yield from some_batches(1)
+    message = "the disk is gone"
+    raise OSError(message)
+
+
+def step_through(make_on_last, *args):
+    booster, model, optimizer = small_pipeline()
+    batches = make_on_last(*args) if torch.distributed.get_rank() else some_batches(3)
+    taken = 0
+    while True:
+        try:
+            booster.execute_pipeline(batches, model, lambda outputs, _: outputs.loss, optimizer)
+        except StopIteration:
+            return taken
+        taken += 1
+
+
+def test_a_loader_that_breaks_on_one_rank_is_told_on_every_rank():
+    expect_on_ranks(OSError, "the disk is gone", step_through, 2, broken_loader)
+
+
+@pytest.mark.parametrize("count", [3, 2], ids=["everywhere", "on-one-rank"])
+def test_the_end_of_the_data_is_told_on_every_rank(count):
+    assert run_on_ranks(step_through, 2, some_batches, count) == [count, count]

@@ -1,0 +1,262 @@
+"""Orders of the mesh and options of data parallelism: what they change, and that results stay those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_zoo import get_model
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError, GradientError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_hybrid import DataParallelConfig, HybridParallelPlugin
+
+NAME = "transformers/llama_tied"
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
+"""fp32, sums in another order; AdamW's epsilon keeps small gradients' rounding small."""
+STEPS = 2
+
+
+def make():
+    model = get_model(NAME).seeded()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+
+
+def plainly(data_size):
+    zoo = get_model(NAME)
+    model, optimizer = make()
+    norms = []
+    for step in range(STEPS):
+        zoo.loss_of(model, zoo.whole(step, data_size, 4)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters()), norms
+
+
+def compare(options, folder):
+    zoo = get_model(NAME)
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
+    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    model, optimizer = make()
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    expected, norms = plainly(data_size)
+    for step in range(STEPS):
+        batch = zoo.share(step, data_rank, 4)
+        if options.get("pp_size", 1) > 1:
+            booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+        else:
+            booster.backward(zoo.loss_of(model, batch), optimizer)
+        assert float(optimizer.clip_grad_by_norm(0.5)) == pytest.approx(norms[step], rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    booster.save_model(model, folder, shard=True)
+    booster.save_optimizer(optimizer, folder.parent / "optimizer", shard=True)
+    loaded, _ = make()
+    Booster("cpu").load_model(loaded, folder)
+    for key, parameter in loaded.named_parameters():
+        torch.testing.assert_close(parameter, expected[key], **TOLERANCE, msg=key)
+    # What was written by this order is read by it, too.
+    booster.load_optimizer(optimizer, folder.parent / "optimizer")
+
+
+TP_PP = {"tp_size": 2, "pp_size": 2}
+RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (4, {**TP_PP, "mesh_order": ("tp", "sp", "pp", "dp")}),
+        (4, {"tp_size": 2, "zero_stage": 1, "mesh_order": ("tp", "sp", "dp", "pp")}),
+        (4, {"pp_size": 2, "zero_stage": 2, "mesh_order": ("pp", "dp", "sp", "tp")}),
+        pytest.param(8, {**TP_PP, "mesh_order": ("pp", "tp", "dp", "sp"), "zero_stage": 1}, marks=pytest.mark.slow),
+        pytest.param(8, {**TP_PP, "mesh_order": ("dp", "tp", "pp", "sp")}, marks=pytest.mark.slow),
+        pytest.param(
+            8, {**RING, "tp_size": 2, "zero_stage": 2, "mesh_order": ("sp", "tp", "pp", "dp")}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["tp2pp2", "tp2dp2zero1", "pp2dp2zero2", "tp2pp2dp2zero1", "tp2pp2dp2", "sp2tp2dp2zero2"],
+)
+def test_any_order_of_the_mesh_trains_and_saves_as_one_process(num_ranks, options, tmp_path):
+    run_on_ranks(compare, num_ranks, options, tmp_path / "model", timeout_seconds=120)
+
+
+def neighbours(order):
+    plugin = HybridParallelPlugin(tp_size=2, mesh_order=order)
+    booster = Booster("cpu", plugin=plugin)
+    model, *_ = booster.boost(*make())
+    mine = torch.tensor([dist.get_rank()])
+    everyone = [torch.zeros_like(mine) for _ in range(2)]
+    dist.all_gather(everyone, mine, group=model.place.tensor_group.group)
+    return [int(each) for each in everyone], plugin.data_parallel_coordinates(booster.context.coordinator)[0]
+
+
+def test_the_order_says_which_ranks_share_a_layer():
+    usual = run_on_ranks(neighbours, 4, ("dp", "pp", "sp", "tp"))
+    other = run_on_ranks(neighbours, 4, ("tp", "pp", "sp", "dp"))
+    assert usual == [([0, 1], 0), ([0, 1], 0), ([2, 3], 1), ([2, 3], 1)]
+    assert other == [([0, 2], 0), ([1, 3], 1), ([0, 2], 0), ([1, 3], 1)]
+
+
+@pytest.mark.parametrize(
+    "ddp",
+    [
+        DataParallelConfig(bucket_bytes=2048),
+        DataParallelConfig(bucket_bytes=2048, overlap_communication=False),
+        DataParallelConfig(unused="raise", broadcast_buffers=False),
+    ],
+    ids=["small-buckets", "no-overlap", "strict"],
+)
+@pytest.mark.parametrize("axis", ["tp_size", "pp_size"])
+def test_its_options_leave_the_results_as_they_are(ddp, axis, tmp_path):
+    run_on_ranks(compare, 4, {axis: 2, "ddp": ddp}, tmp_path / "model")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        self.unused = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.layers(self.norm(x)).square().mean()
+
+
+def boosted(ddp, precision="fp32"):
+    torch.manual_seed(0)
+    model = Net()
+    booster = Booster("cpu", plugin=HybridParallelPlugin(ddp=ddp), mixed_precision=precision)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return booster, model, optimizer
+
+
+def sent_in_backward(ddp):
+    """Return what travels in each sum: while backward runs (whether its layers have all had their turn), and after."""
+    from booster_core import collectives
+
+    booster, model, optimizer = boosted(ddp)
+    data = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    booster.backward(model(data), optimizer)  # lays the buckets out in the order of backward
+    optimizer.step()
+    optimizer.zero_grad()
+    sent, has_ended = [], [False]
+    model.unwrap().norm.weight.register_hook(lambda _: has_ended.__setitem__(0, True))  # the last one of backward
+    original = collectives.all_reduce
+
+    def noted(tensor, *args, **options):
+        if tensor.numel() > 1000:
+            sent.append((tensor.numel(), str(tensor.dtype), has_ended[0]))
+        return original(tensor, *args, **options)
+
+    collectives.all_reduce = noted
+    try:
+        booster.backward(model(data), optimizer)
+        optimizer.step()
+    finally:
+        collectives.all_reduce = original
+    gradient = booster.full_gradient(model, "layers.0.weight")
+    return sent, gradient
+
+
+def test_buckets_are_averaged_while_backward_runs():
+    for sent, _ in run_on_ranks(sent_in_backward, 2, DataParallelConfig(bucket_bytes=64 * 65 * 4)):
+        assert [numel for numel, *_ in sent[:4]] == [64 * 65] * 4  # a layer each
+        assert [has_ended for *_, has_ended in sent] == [False, False, False, False, True]
+    for sent, _ in run_on_ranks(sent_in_backward, 2, DataParallelConfig()):
+        assert len(sent) == 1  # of 25 MiB, all is in one bucket
+
+
+def test_gradients_travel_in_the_format_that_was_asked_for():
+    (_, plain), _ = run_on_ranks(sent_in_backward, 2, DataParallelConfig())
+    for sent, gradient in run_on_ranks(sent_in_backward, 2, DataParallelConfig(communication_dtype="bf16")):
+        assert {dtype for _, dtype, _ in sent} == {"torch.bfloat16"}
+        # Two roundings to 8 bits: of each rank's gradient, and of their average.
+        torch.testing.assert_close(gradient, plain, rtol=2**-7, atol=2**-8 * float(plain.abs().max()))
+        assert not torch.equal(gradient, plain)
+
+
+def unused():
+    booster, model, optimizer = boosted(DataParallelConfig(unused="raise"))
+    booster.backward(model(torch.randn(4, 64)), optimizer)
+    optimizer.step()
+
+
+def test_unused_parameters_are_named_where_that_is_asked_for():
+    expect_on_ranks(GradientError, r"rank 0: 'unused.weight', 'unused.bias'; rank 1", unused, 2)
+
+
+def statistics_of(ddp):
+    booster, model, optimizer = boosted(ddp)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    booster.backward(model(torch.randn(4, 64, generator=generator)), optimizer)
+    optimizer.step()
+    return model.unwrap().norm.running_mean.clone()
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_buffers_are_those_of_the_first_rank_where_that_is_asked_for(is_alike):
+    first, second = run_on_ranks(statistics_of, 2, DataParallelConfig(broadcast_buffers=is_alike))
+    assert torch.equal(first, second) == is_alike
+
+
+def masters_of(ddp):
+    booster, model, optimizer = boosted(ddp, "bf16")
+    booster.backward(model(torch.randn(4, 64)), optimizer)
+    optimizer.step()
+    return {str(parameter.dtype) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+@pytest.mark.parametrize(("has_masters", "dtype"), [(True, "torch.float32"), (False, "torch.bfloat16")])
+def test_masters_are_kept_where_that_is_asked_for(has_masters, dtype):
+    assert dtype in run_on_ranks(masters_of, 2, DataParallelConfig(master_weights=has_masters))[0]
+
+
+def accumulated(ddp):
+    """Return the gradient of two backwards, both reduced, and the same without reducing the first."""
+    gradients = []
+    for is_paused in (False, True):
+        booster, model, optimizer = boosted(ddp)
+        for step in range(2):
+            data = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
+            if is_paused and step == 0:
+                with booster.no_sync(model, optimizer):
+                    booster.backward(model(data), optimizer)
+            else:
+                booster.backward(model(data), optimizer)
+        gradients.append(booster.full_gradient(model, "layers.3.weight"))
+    return gradients
+
+
+def test_gradients_add_up_over_backwards_with_and_without_reductions_between():
+    for twice, once in run_on_ranks(accumulated, 2, DataParallelConfig(bucket_bytes=4096)):
+        torch.testing.assert_close(twice, once)
+
+
+def differing(name, value, other, **options):
+    given = {**options, name: value if dist.get_rank() % 2 else other}
+    Booster("cpu", plugin=HybridParallelPlugin(**given)).boost(*make())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "other", "shown"),
+    [
+        (
+            "mesh_order",
+            ("tp", "dp", "pp", "sp"),
+            ("dp", "pp", "sp", "tp"),
+            r"`mesh_order` is \('dp', 'pp', 'sp', 'tp'\)",
+        ),
+        ("max_norm", 1.0, 0.5, r"`max_norm` is 0.5 on rank\(s\) 0, 1.0 on rank\(s\) 1"),
+        ("tp_size", 2, 1, r"`tensor.size` is 1 on rank\(s\) 0, 2 on rank\(s\) 1"),
+        ("zero_stage", 1, 0, r"`zero"),
+        ("precision", "bf16", "fp32", r"`precision.compute_dtype` is torch.float32 on rank\(s\) 0, torch.bfloat16"),
+        ("ddp", DataParallelConfig(unused="raise"), None, r"`ddp.unused` is 'zero' on rank\(s\) 0, 'raise' on"),
+    ],
+)
+def test_ranks_with_different_settings_are_named(name, value, other, shown):
+    message = f"The ranks built their plugin with different settings: .*{shown}.*Build it alike on every rank"
+    expect_on_ranks(ConfigError, message, differing, 2, name, value, other)

@@ -1,0 +1,128 @@
+"""Models and heads with split sequences: loss, gradients, norm and parameters are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from model_parity import (
+    MAX_NORM,
+    NAMES,
+    STEPS,
+    assert_equal,
+    assert_narrow,
+    cases,
+    find,
+    in_format,
+    largest,
+    make_optimizer,
+    seeded,
+    train_plainly,
+)
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_core.testing.training import whole_model
+from booster_hybrid import HybridParallelPlugin
+
+ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
+RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
+MODES = {"all_to_all": ULYSSES, "ring_attn": RING, "split_gather": SPLIT}
+MESHES = {
+    **{mode: (2, options) for mode, options in MODES.items()},
+    **{f"{mode}-dp2zero1": (4, {**options, "zero_stage": 1}) for mode, options in MODES.items()},
+    "all_to_all-tp2": (4, {**ULYSSES, "tp_size": 2}),
+    "ring_attn-tp2": (4, {**RING, "tp_size": 2}),
+}
+WITHOUT_SEQUENCES = ("transformers/sam",)
+OWN_ATTENTION = ("gptj", "bloom", "falcon")
+"""Families whose attention does not go through transformers' interface: only 'split_gather' splits their sequences."""
+SPLITTABLE = [name for name in NAMES if name not in WITHOUT_SEQUENCES]
+DEFAULT = {
+    "all_to_all": ("transformers/t5_generation", "transformers/deepseek_v3", "transformers/vit_classification"),
+    "ring_attn": ("transformers/whisper_generation", "heads/blip2_t5", "heads/qwen3_question_answering"),
+    "split_gather": ("transformers/t5_generation", "transformers/blip2", "transformers/falcon_alibi"),
+    "ring_attn-tp2": ("transformers/t5_generation",),
+    "all_to_all-tp2": ("transformers/bert_pretraining",),
+    "split_gather-dp2zero1": ("transformers/whisper_generation",),
+}
+"""Some of each family; the others are left to the long run."""
+
+
+def names_for(mesh):
+    return [name for name in SPLITTABLE if "split_gather" in mesh or not any(f in name for f in OWN_ATTENTION)]
+
+
+def compare(name, options):
+    zoo = find(name)
+    plugin = HybridParallelPlugin(**options)
+    booster = Booster("cpu", plugin=plugin)
+    replica = plugin.config.tensor.size * plugin.config.sequence.size
+    data_size, data_rank = dist.get_world_size() // replica, dist.get_rank() // replica
+    plain = train_plainly(zoo, lambda step: zoo.whole(step, data_size, 4))
+    original = seeded(zoo)
+    model, optimizer, *_ = booster.boost(original, make_optimizer(original))
+    for step in range(STEPS):
+        expected = plain.gradients[step]
+        loss = zoo.loss_of(model, in_format(zoo, zoo.share(step, data_rank, 4)))
+        booster.backward(loss, optimizer)
+        found = {key: booster.full_gradient(model, key) for key in expected}
+        assert_equal(found, expected, zoo, largest(expected))
+        assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(plain.norms[step], rel=1e-5)
+        if data_size == 1:
+            assert float(loss.detach()) == pytest.approx(plain.losses[step], rel=1e-5, abs=1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = whole_model(booster, model)
+    assert_equal({key: whole[key] for key in plain.parameters}, plain.parameters, zoo, largest(plain.gradients[-1]))
+
+
+def table(meshes, default):
+    return [
+        pytest.param(mesh, *case.values, marks=case.marks, id=f"{mesh}-{case.values[0]}")
+        for mesh in meshes
+        for case in cases(names_for(mesh), default.get(mesh, ()))
+    ]
+
+
+@pytest.mark.parametrize(("mesh", "name"), table(MESHES, DEFAULT))
+def test_training_with_split_sequences_equals_one_process(mesh, name):
+    num_ranks, options = MESHES[mesh]
+    run_on_ranks(compare, num_ranks, name, options, timeout_seconds=120)
+
+
+def narrow(name, options):
+    zoo = find(name)
+    batch = zoo.whole(0, 1, 4)
+    booster = Booster("cpu", "bf16", HybridParallelPlugin(**options))
+    original = zoo.seeded()
+    model, optimizer, *_ = booster.boost(original, make_optimizer(original))
+    booster.backward(zoo.loss_of(model, batch), optimizer)
+    assert_narrow(zoo, batch, lambda names: {key: booster.full_gradient(model, key) for key in names})
+
+
+NARROW_DEFAULT = dict.fromkeys(MODES, ("transformers/t5_generation",))
+
+
+@pytest.mark.parametrize(("mode", "name"), table(MODES, NARROW_DEFAULT))
+def test_bf16_with_split_sequences_is_as_near_to_fp32_as_one_process(mode, name):
+    run_on_ranks(narrow, 2, name, MODES[mode], timeout_seconds=120)
+
+
+def boost(name, options):
+    model = find(name).seeded()
+    Booster("cpu", plugin=HybridParallelPlugin(**options)).boost(model, make_optimizer(model))
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@pytest.mark.parametrize("name", ["transformers/bloom", "transformers/falcon_alibi", "transformers/gptj"])
+def test_attention_of_a_models_own_is_refused(mode, name):
+    message = f"does not call its attention through.*mode='{mode}'.*'split_gather'"
+    expect_on_ranks(ConfigError, message, boost, 2, name, MODES[mode])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_positions_in_a_plane_are_refused(mode):
+    message = f"mode='{mode}'.*policy of SamModel names none"
+    expect_on_ranks(ConfigError, message, boost, 2, "transformers/sam", MODES[mode])

@@ -1,0 +1,134 @@
+"""Logits left split by positions: a causal language model takes its own loss in parts, others see the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_zoo import get_model
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_hybrid import HybridParallelPlugin, SplitLogits
+from booster_hybrid.sequence_parallel.positions import SplitPositions
+
+NAME = "transformers/llama_tied"
+TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
+RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+MODES = pytest.mark.parametrize("options", [ULYSSES, RING], ids=["all_to_all", "ring_attn"])
+
+
+def boosted(options):
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
+    model = get_model(NAME).seeded()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return booster, model, optimizer
+
+
+def weighted(logits, tokens):
+    """A criterion that knows nothing of ranks, with positions weighted differently."""
+    weights = torch.linspace(0.5, 2.0, logits.shape[1])
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
+    return (losses * weights).mean()
+
+
+LOSSES = {
+    "own": lambda model: model(input_ids=TOKENS, labels=TOKENS).loss,
+    "criterion": lambda model: weighted(model(input_ids=TOKENS).logits, TOKENS),
+    "criterion-beside-labels": lambda model: weighted(
+        model(input_ids=TOKENS, labels=TOKENS).logits.float() * 2.0, TOKENS
+    ),
+    "both": lambda model: (
+        (outputs := model(input_ids=TOKENS, labels=TOKENS)).loss
+        + outputs.logits.softmax(-1).square().mean()
+        + torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+    ),
+    "tuple": lambda model: sum(
+        part.square().mean() for part in model(input_ids=TOKENS, labels=TOKENS, return_dict=False)[:2]
+    ),
+}
+
+
+def compare(options, name):
+    booster, model, optimizer = boosted(options)
+    whole = get_model(NAME).seeded()
+    expected, found = LOSSES[name](whole), LOSSES[name](model)
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    booster.backward(found, optimizer)
+    for key, parameter in whole.named_parameters():
+        torch.testing.assert_close(booster.full_gradient(model, key), parameter.grad, rtol=1e-4, atol=2e-6, msg=key)
+
+
+@MODES
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_all_kinds_are_those_of_one_process(options, name):
+    run_on_ranks(compare, 2, options, name)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_positions_and_vocabulary_may_be_split_at_once(name):
+    run_on_ranks(compare, 4, {**RING, "tp_size": 2}, name)
+
+
+def facts(options):
+    _, model, _ = boosted(options)
+    whole = get_model(NAME).seeded()(input_ids=TOKENS).logits
+    kept = model(input_ids=TOKENS, labels=TOKENS).logits
+    assert isinstance(kept, SplitPositions)
+    assert kept.local().shape[1] < kept.shape[1] == kept.size(1) == 7
+    assert (kept.numel(), len(kept)) == (whole.numel(), 2)
+    torch.testing.assert_close(kept.gather()[:], whole)
+    torch.testing.assert_close(kept.gather(-1, TOKENS[..., None]), whole.gather(-1, TOKENS[..., None]))
+    assert torch.equal(kept.argmax(-1), whole.argmax(-1))
+    assert isinstance(kept.detach().to(torch.bfloat16), SplitPositions)
+    assert "of 7 positions" in repr(kept)
+    return isinstance(kept.local(), SplitLogits), isinstance(model(input_ids=TOKENS).logits, SplitPositions)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_they_look_whole(tp_size):
+    found = run_on_ranks(facts, 2 * tp_size, {**RING, "tp_size": tp_size})
+    assert found == [(tp_size == 2, False)] * 2 * tp_size
+
+
+def last_position(options):
+    _, model, _ = boosted(options)
+    whole = get_model(NAME).seeded()
+    found = model(input_ids=TOKENS, logits_to_keep=1).logits
+    torch.testing.assert_close(found[:], whole(input_ids=TOKENS, logits_to_keep=1).logits)
+
+
+@MODES
+def test_without_labels_the_model_may_be_asked_for_the_last_positions(options):
+    run_on_ranks(last_position, 2, options)
+
+
+def write(options):
+    _, model, _ = boosted(options)
+    with torch.no_grad():
+        model(input_ids=TOKENS, labels=TOKENS).logits[:, 0] = 0.0
+
+
+def test_what_would_write_into_a_part_raises():
+    message = r"`__setitem__` would write into logits of [34] of 7 positions.*`logits.gather\(\)`"
+    expect_on_ranks(ConfigError, message, write, 2, RING)
+
+
+def evaluated(options):
+    """Return the outputs of a pipeline's last stage, put together from its microbatches."""
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options, pp_size=2))
+    model, *_ = booster.boost(get_model(NAME).seeded())
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+    result = booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, return_outputs=True)
+    if result["outputs"] is None:
+        return None
+    whole = get_model(NAME).seeded()(**batch)
+    torch.testing.assert_close(result["outputs"].logits[:], whole.logits)
+    return dist.get_rank()
+
+
+def test_a_pipeline_returns_whole_logits():
+    assert len([rank for rank in run_on_ranks(evaluated, 4, ULYSSES) if rank is not None]) == 2
