@@ -100,7 +100,7 @@ def boost_without_files(folder: str, plugin: str) -> None:
     Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "gemini"])
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "gemini", "hybrid"])
 def test_files_that_one_rank_lacks_are_an_error_on_all(plugin, tmp_path) -> None:
     expect_on_ranks(LazyInitError, "can't be read any more", boost_without_files, 3, str(tmp_path), plugin)
 

@@ -119,3 +119,44 @@ def test_data_parallel_ranks_may_have_different_batches():
     losses = run_on_ranks(data_parallel_ranks_differ, 4)
     assert losses[0] is losses[2] is None
     assert losses[1] != losses[3]
+
+
+def small_pipeline():
+    from booster_hybrid import HybridParallelPlugin
+
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
+    model = llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return booster, model, optimizer
+
+
+def some_batches(count):
+    for _ in range(count):
+        yield {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.ones(2, 8, dtype=torch.long)}
+
+
+def broken_loader():
+    yield from some_batches(1)
+    message = "the disk is gone"
+    raise OSError(message)
+
+
+def step_through(make_on_last, *args):
+    booster, model, optimizer = small_pipeline()
+    batches = make_on_last(*args) if torch.distributed.get_rank() else some_batches(3)
+    taken = 0
+    while True:
+        try:
+            booster.execute_pipeline(batches, model, lambda outputs, _: outputs.loss, optimizer)
+        except StopIteration:
+            return taken
+        taken += 1
+
+
+def test_a_loader_that_breaks_on_one_rank_is_told_on_every_rank():
+    expect_on_ranks(OSError, "the disk is gone", step_through, 2, broken_loader)
+
+
+@pytest.mark.parametrize("count", [3, 2], ids=["everywhere", "on-one-rank"])
+def test_the_end_of_the_data_is_told_on_every_rank(count):
+    assert run_on_ranks(step_through, 2, some_batches, count) == [count, count]

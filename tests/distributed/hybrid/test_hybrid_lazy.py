@@ -14,6 +14,7 @@ from booster_core import Booster, LazyInitContext
 from booster_core.testing import run_on_ranks
 from booster_core.testing.training import whole_model
 from booster_hybrid import HybridParallelPlugin
+from booster_zero import ZeroConfig
 
 MODELS = {**{name: model for name, model in ZOO.items() if name.startswith("transformers/")}, **HEADS}
 WITHOUT_POLICY = ("albert", "wav2vec2", "hubert")
@@ -27,6 +28,8 @@ DEFAULT = (
     "heads/falcon_groups_lm",
 )
 """Fused, shared, uneven and tied ones; the others are left to the long run."""
+DEEP = "transformers/t5_generation"
+"""Has layers for four stages."""
 WITHOUT_STAGES = ("heads/t5_token_classification",)
 CUT = ({"tp_size": 2, "pp_size": 2}, {"pp_size": 2, "zero_stage": 1}, {"tp_size": 2, "zero_stage": 2})
 
@@ -97,3 +100,153 @@ def test_values_are_those_of_an_eager_model(name):
 @pytest.mark.parametrize("name", ["transformers/llama_tied", "transformers/glm", "transformers/falcon"])
 def test_uneven_and_shared_heads(name):
     run_on_ranks(compare, 3, name, [{"tp_size": 3}])
+
+
+def first_steps(zoo, booster, model, optimizer):
+    """Return the losses of two steps that this rank knows of, and the model after them."""
+    data_rank, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    losses = []
+    for step in range(2):
+        batch = zoo.share(step, data_rank, 4)
+        if booster.plugin.config.pipeline.size > 1:
+            losses.append(booster.execute_pipeline(iter([batch]), model, zoo.loss, optimizer)["loss"])
+        else:
+            losses.append(zoo.loss_of(model, batch).detach())
+            booster.backward(zoo.loss_of(model, batch), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss for loss in losses if loss is not None], whole_model(booster, model)
+
+
+def assert_same_steps(zoo, lazy, eager):
+    losses, whole = first_steps(zoo, *lazy)
+    expected_losses, expected = first_steps(zoo, *eager)
+    assert all(torch.equal(*pair) for pair in zip(losses, expected_losses, strict=True))
+    assert_same(whole, expected)
+
+
+def train(name, options, precision):
+    zoo = MODELS[name]
+    eager, lazy = (boosted(zoo, options, precision, lazily=lazily) for lazily in (False, True))
+    assert_same_steps(zoo, lazy, eager)
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        ({"tp_size": 2, "pp_size": 2}, None),
+        ({"tp_size": 2, "zero_stage": 1}, "bf16"),
+        ({"pp_size": 2, "zero_stage": 2, "pp_style": "zbv"}, "bf16"),
+        ({"pp_size": 2, "pp_style": "interleaved"}, "fp16"),
+        ({"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "zero_stage": 1}, None),
+        ({"tp_size": 2, "sequence_parallelism_mode": "split_gather", "zero_stage": 1, "cpu_offload": True}, "bf16"),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_first_steps_are_those_of_an_eager_model(options, precision):
+    run_on_ranks(
+        train, 4, "transformers/llama_tied" if "interleaved" not in options.values() else DEEP, options, precision
+    )
+
+
+def with_masters_on_disk(folder):
+    zoo = MODELS["transformers/llama_tied"]
+    options = {"tp_size": 2, "zero": ZeroConfig(stage=1, offload="disk", offload_dir=folder)}
+    eager, lazy = (boosted(zoo, options, "bf16", lazily=lazily) for lazily in (False, True))
+    assert_same_steps(zoo, lazy, eager)
+
+
+def test_masters_on_disk_get_their_values(tmp_path):
+    run_on_ranks(with_masters_on_disk, 4, str(tmp_path))
+
+
+def without_optimizer(precision):
+    zoo = MODELS["transformers/llama_tied"]
+    for options in CUT:
+        found = []
+        for lazily in (False, True):
+            booster = Booster("cpu", precision, HybridParallelPlugin(**options, **example(zoo, options)))
+            model, _ = make(zoo, lazily=lazily)
+            model.model.layers[0].requires_grad_(requires_grad=False)
+            model, *_ = booster.boost(model)
+            found.append((held(model.unwrap()), whole_model(booster, model)))
+        for lazy, eager in zip(found[1], found[0], strict=True):
+            assert_same(lazy, eager)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_model_without_optimizer_gets_its_values(precision):
+    run_on_ranks(without_optimizer, 4, precision)
+
+
+def frozen_in_part(options):
+    zoo = MODELS["transformers/gpt2_lm"]
+    both = []
+    for lazily in (False, True):
+        booster = Booster("cpu", "bf16", HybridParallelPlugin(**options, **example(zoo, options)))
+        with LazyInitContext() if lazily else contextlib.nullcontext():
+            model = zoo.seeded()
+            model.transformer.h[0].requires_grad_(requires_grad=False)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(trained, lr=0.01))
+        both.append((booster, model, optimizer))
+    assert_same_steps(zoo, both[1], both[0])
+
+
+@pytest.mark.parametrize("options", CUT[:2], ids=["tp2pp2", "pp2dp2zero1"])
+def test_frozen_parameters_get_their_values(options):
+    run_on_ranks(frozen_in_part, 4, options)
+
+
+PRETRAINED = ("llama_tied", "gpt2_lm", "t5_generation", "mixtral")
+
+
+def write_folders(folder):
+    for name in PRETRAINED:
+        MODELS[f"transformers/{name}"].seeded().save_pretrained(folder / name)
+
+
+def pretrained(folder, dtype, precision):
+    for name in PRETRAINED:
+        zoo = MODELS[f"transformers/{name}"]
+        for options in CUT:
+            found = []
+            for lazily in (False, True):
+                booster = Booster("cpu", precision, HybridParallelPlugin(**options, **example(zoo, options)))
+                with LazyInitContext() if lazily else contextlib.nullcontext():
+                    model = type(zoo.seeded()).from_pretrained(folder / name, dtype=dtype)
+                model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+                found.append((held(model.unwrap()), whole_model(booster, model)))
+            for lazy, eager in zip(found[1], found[0], strict=True):
+                assert_same(lazy, eager)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", None), ("float32", "bf16"), ("bfloat16", "bf16")])
+def test_folders_go_straight_into_parts_and_masters(dtype, precision, tmp_path):
+    run_on_ranks(write_folders, 1, tmp_path)
+    run_on_ranks(pretrained, 4, tmp_path, dtype, precision, timeout_seconds=120)
+
+
+def with_adapters(options, *, inside):
+    peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+    zoo = MODELS["transformers/llama"]
+    both = []
+    for lazily in (False, True):
+        booster = Booster("cpu", "bf16", HybridParallelPlugin(**options, **example(zoo, options)))
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], lora_alpha=8, modules_to_save=["lm_head"])
+        torch.manual_seed(4)
+        with LazyInitContext() if lazily else contextlib.nullcontext():
+            model = zoo.seeded()
+            if inside:
+                model = booster.enable_lora(model, lora_config=config)
+        if not inside:
+            model = booster.enable_lora(model, lora_config=config)
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        both.append((booster, model, optimizer))
+    assert_same_steps(zoo, both[1], both[0])
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "after"])
+@pytest.mark.parametrize("options", CUT, ids=["tp2pp2", "pp2dp2zero1", "tp2dp2zero2"])
+def test_adapters_train_on_a_lazy_model(options, inside):
+    run_on_ranks(with_adapters, 4, options, inside=inside)

@@ -35,13 +35,16 @@ MESHES = {
     "pp2dp2zero1": (4, {"pp_size": 2, "zero_stage": 1}),
     "pp2dp2zero2": (4, {"pp_size": 2, "zero_stage": 2}),
 }
+DEEP = {"pp4": (4, {"pp_size": 4}), "zbv": (2, {"pp_size": 2, "pp_style": "zbv"})}
+"""For models with four layers or more: encoders with decoders."""
 DEFAULT = ()
 
 
 def boosted(zoo, options, precision=None):
-    example = in_format(zoo, zoo.share(0, 0, 2))
+    original, example = zoo.seeded(), zoo.share(0, 0, 2)
+    if precision is None:
+        original, example = seeded(zoo), in_format(zoo, example)
     booster = Booster("cpu", precision, HybridParallelPlugin(**options, example_batch=example))
-    original = seeded(zoo) if precision is None else zoo.seeded()
     model, optimizer, *_ = booster.boost(original, make_optimizer(original))
     return booster, model, optimizer
 
@@ -55,7 +58,7 @@ def tensors_of(outputs):
 def compare(name, options):
     zoo = find(name)
     booster, model, optimizer = boosted(zoo, options)
-    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context)
+    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     plain = train_plainly(zoo, lambda step: zoo.whole(step, data_size, SAMPLES))
     for step in range(STEPS):
         expected = plain.gradients[step]

@@ -53,10 +53,10 @@ class CountingLink(Link):
 
     kept = peak = 0
 
-    def send(self, tensors, to):
+    def send(self, tensors, to, kind):
         self.kept += 1
         self.peak = max(self.peak, self.kept)
-        return super().send(tensors, to)
+        return super().send(tensors, to, kind)
 
     def release(self, sent):
         self.kept -= 1

@@ -46,6 +46,12 @@ def losses(logits, labels):
     yield functional.cross_entropy(torch.tanh(logits / 3.0)[:, -1] * 3.0, labels[:, -1])
     yield functional.cross_entropy(logits[labels > 3], labels[labels > 3], reduction="none").square().sum()
     yield functional.cross_entropy(torch.cat([logits, logits])[0], labels[0])
+    weights = torch.linspace(0.5, 2.0, 7)
+    yield functional.cross_entropy(flat, labels.view(-1), weights)
+    yield functional.cross_entropy(flat, labels.view(-1), weight=weights, reduction="none").square().sum()
+    yield functional.cross_entropy(flat * 9, labels.view(-1), label_smoothing=0.2)
+    yield torch.nn.CrossEntropyLoss(label_smoothing=0.5, reduction="sum")(flat, labels.view(-1))
+    yield functional.cross_entropy(logits[0, 1], labels[0, 1])
 
 
 def compare_losses():
@@ -118,6 +124,9 @@ WHOLE = {
     ),
     "cross_entropy with weights": lambda logits: functional.cross_entropy(
         logits.view(-1, 7), LABELS.flatten(), weight=torch.arange(1.0, 8)
+    ),
+    "cross_entropy with weights of smoothed labels": lambda logits: functional.cross_entropy(
+        logits.view(-1, 7), LABELS.flatten(), torch.arange(1.0, 8), label_smoothing=0.1
     ),
     "stack": lambda logits: torch.stack([logits, logits]),
     "cat along the vocabulary": lambda logits: torch.cat([logits, torch.ones(2, 5, 1)], -1),
@@ -247,6 +256,52 @@ def test_a_call_on_one_rank_alone_raises_instead_of_meeting_another_collective()
         "`softmax` needs whole logits, of which each of these ranks has a part. Let all of them call it, look at "
         "`logits.local()` on one, or pass `parallel_output=False`."
     )
+
+
+def label_out_of_bounds(label):
+    labels = torch.zeros(10, dtype=torch.int64)
+    labels[3] = label
+    functional.cross_entropy(make()[2].view(-1, 7), labels, ignore_index=-1)
+
+
+@pytest.mark.parametrize("label", [7, -2])
+def test_labels_outside_of_the_vocabulary_raise_on_every_rank(label):
+    expect_on_ranks(IndexError, f"Target {label} is out of bounds: there are 7", label_out_of_bounds, 3, label)
+
+
+def sequence_with(options, tokens, labels):
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
+    model = get_model("transformers/llama").seeded()
+    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(input_ids=torch.tensor([tokens]), labels=torch.tensor([labels]))
+
+
+SPLITS = {
+    "vocabulary": {"tp_size": 2, "parallel_output": True},
+    "sequence": {"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "parallel_output": True},
+}
+
+
+@pytest.mark.parametrize("what", SPLITS)
+def test_wrong_labels_of_one_part_of_a_sequence_raise_on_every_rank(what):
+    expect_on_ranks(IndexError, "Target 64 is out of bounds", sequence_with, 2, SPLITS[what], [1, 2, 3], [1, 64, 2])
+
+
+def test_tokens_outside_of_the_vocabulary_raise_on_every_rank():
+    options = {"tp_size": 2}
+    expect_on_ranks(IndexError, "Token 64 is out of bounds: there are 64", sequence_with, 2, options, [1, 64], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [({"reduction": "avg"}, "'avg'"), ({"label_smoothing": 2.0}, "2.0"), ({"weight": torch.ones(3)}, "7 classes")],
+)
+def test_options_that_make_no_sense_raise(more, message):
+    expect_on_ranks(ValueError, message, wrong_option, 2, **more)
+
+
+def wrong_option(**more):
+    functional.cross_entropy(make()[2].view(-1, 7), torch.zeros(10, dtype=torch.int64), **more)
 
 
 def compare_models(names):

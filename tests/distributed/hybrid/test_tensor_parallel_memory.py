@@ -66,10 +66,10 @@ def loss_of_split_logits(dtype):
     torch.manual_seed(0)
     labels = torch.randint(VOCABULARY, (TOKENS,))
     logits = torch.randn(TOKENS, width).to(dtype).requires_grad_()
-    vocabulary_cross_entropy(logits[:8], labels[:8], group.rank * width, group).sum().backward()
+    vocabulary_cross_entropy(logits[:8], labels[:8], group.rank * width, group, num_classes=VOCABULARY).sum().backward()
     logits.grad = None
     with peak_memory() as forward:
-        losses = vocabulary_cross_entropy(logits, labels, group.rank * width, group)
+        losses = vocabulary_cross_entropy(logits, labels, group.rank * width, group, num_classes=VOCABULARY)
     with peak_memory() as backward:
         losses.mean().backward()
     return forward.peak_bytes, backward.peak_bytes, logits.numel() * logits.element_size()
@@ -96,7 +96,7 @@ def same_loss(dtype, size):
     expected = nn.functional.cross_entropy(
         whole.to(torch.promote_types(dtype, torch.float32)), labels, reduction="none"
     )
-    found = vocabulary_cross_entropy(part, labels, cuts[group.rank], group)
+    found = vocabulary_cross_entropy(part, labels, cuts[group.rank], group, num_classes=vocabulary)
     torch.testing.assert_close(found, expected)
     (expected * weights).sum().backward()
     (found * weights).sum().backward()
@@ -117,7 +117,7 @@ def large_and_small_logits():
     labels = torch.tensor([0, 2, 3])
     expected = nn.functional.cross_entropy(whole, labels, reduction="none")
     part = whole[:, group.rank * 2 : group.rank * 2 + 2].clone().requires_grad_()
-    found = vocabulary_cross_entropy(part, labels, group.rank * 2, group)
+    found = vocabulary_cross_entropy(part, labels, group.rank * 2, group, num_classes=4)
     torch.testing.assert_close(found, expected)
     found.sum().backward()
     assert part.grad.isfinite().all()

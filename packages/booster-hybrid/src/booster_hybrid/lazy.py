@@ -1,34 +1,40 @@
-"""Lazy models: layers are split and stages cut before there are values; then each rank makes or reads what it keeps."""
+"""Lazy models: they are split, cut and laid out without values; then each rank makes or reads just what it keeps."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from booster_core.state.naming import NamedTensors
-from booster_core.state.shard import TensorShard, full_box
+from booster_core.state.replicated import MASTER
+from booster_hybrid.tensor_parallel.split import is_repeated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch import nn
 
     from booster_core.lazy import Recording
     from booster_core.plugin import BoostContext
-    from booster_hybrid.tensor_parallel.split import Split
+    from booster_core.state.adapter import StateAdapter
+    from booster_core.state.shard import TensorShard
 
 
-def fill_model(model: nn.Module, recording: Recording, splits: Mapping[str, Split], context: BoostContext) -> None:
-    """Give a model that was split and cut its values: of parameters this rank's parts, of buffers all.
+def fill_model(
+    model: nn.Module, recording: Recording, adapter: StateAdapter, context: BoostContext, *, has_optimizer: bool
+) -> None:
+    """Give a boosted model its values, where they lie: of parameters and masters this rank's parts, of buffers all.
 
     One whole parameter exists at a time, and none of those whose values are a file's as they are.
 
     Args:
         model: The user's model; what it has lost to other stages is neither made nor read.
         recording: How its values are made.
-        splits: The parameters that are split over tensor parallel ranks, by name.
+        adapter: Tells what of which parameter lies where.
         context: Device and ranks.
+        has_optimizer: Whether there are masters, which get their values from the same tensors.
 
     Raises:
         LazyInitError: If files that values come from are gone, or have changed.
@@ -36,27 +42,28 @@ def fill_model(model: nn.Module, recording: Recording, splits: Mapping[str, Spli
     Collective: every rank of the world: an error on one is raised on all.
     """
     recording.leave_out_absent()
+    for parameter in model.parameters():
+        if is_repeated(parameter.data):  # no optimizer holds it, so that no bucket does
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=context.device)
     error: Exception | None = None
     try:
-        recording.fill([*_with_memory(model, recording, splits, context.device)], context.device)
+        recording.fill(_shards(model, recording, adapter, has_optimizer=has_optimizer), context.device)
     except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
         error = caught
     context.coordinator.raise_together(error, name="boost")
+    adapter.finish_load(model=True, optimizer=False)
 
 
-def _with_memory(
-    model: nn.Module, recording: Recording, splits: Mapping[str, Split], device: torch.device
+def _shards(
+    model: nn.Module, recording: Recording, adapter: StateAdapter, *, has_optimizer: bool
 ) -> Iterator[TensorShard]:
-    """Give the parameters that have no values memory for them, and yield where it lies in the whole tensors."""
+    """Yield where the parameters without values lie, and their masters, by the names of the recording."""
     recorded, named = recording.name_of, NamedTensors.of(model).name_of
-    for parameter in model.parameters():
-        path = recorded.get(id(parameter))
-        if path is None:
-            continue
-        split = splits.get(named[id(parameter)])
-        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        shape = tuple(parameter.shape) if split is None else split.global_shape
-        boxes = (full_box(shape),) if split is None else split.boxes
-        parts = [parameter.data] if split is None else split.parts(parameter.data)
-        for box, part in zip(boxes, parts, strict=True):
-            yield TensorShard(name=path, global_shape=shape, dtype=part.dtype, box=box, data=part)
+    ids = {named[id(parameter)]: id(parameter) for parameter in model.parameters()}
+    paths = {name: recorded[key] for name, key in ids.items() if key in recorded}
+    for shard in adapter.model_shards():
+        if shard.name in paths:
+            yield replace(shard, name=paths[shard.name])
+    for shard in adapter.optimizer_shards() if has_optimizer else ():
+        if shard.name in paths and shard.state == MASTER:
+            yield replace(shard, name=paths[shard.name])

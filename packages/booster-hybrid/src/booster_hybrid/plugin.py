@@ -38,8 +38,8 @@ from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.record import PipelineRecord
-from booster_hybrid.pipeline.stages import StageMap, StagePlan
-from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.stages import StageMap, StagePlan, find_crossings
+from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.state import HybridStateAdapter
@@ -234,8 +234,6 @@ class HybridParallelPlugin(PipelinePlugin):
             # What is not here still tells its format: models make tables in that of their embedding.
             staged = plan.cut(model, place.stage, working_dtypes(model, context.precision.param_dtype))
             leave_out(model, objects.optimizer)
-        if recording is not None:
-            fill_model(model, recording, split.splits, context)
         boosted = self._zero.shard(
             objects, context, self._ranks(axes), HybridOptimizer, model_class=HybridModel, copies=copies
         )
@@ -258,6 +256,9 @@ class HybridParallelPlugin(PipelinePlugin):
                 device=context.device,
                 run_options={"split": split_backward, "record": self._record(axes, context)},
             )
+        if recording is not None:
+            adapter = self.state_adapter(hybrid, boosted.optimizer, context)
+            fill_model(model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
         return boosted
 
     def _record(self, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> PipelineRecord | None:
@@ -291,7 +292,10 @@ class HybridParallelPlugin(PipelinePlugin):
             return_outputs: Return the batch's outputs, detached, under ``"outputs"``; ``None`` likewise.
 
         Raises:
-            ConfigError: If there is no pipeline, the batch can't be split, or the criterion returns no scalar.
+            StopIteration: If there is no batch left.
+            ConfigError: If there is no pipeline, the batch can't be split, ranks of one pipeline have different ones,
+                or the criterion returns no scalar.
+            Exception: What the data loader, the model or the criterion raised on any rank.
             TypeError: If the model or the optimizer is not a boosted one.
 
         Collective: every rank of the world.
@@ -311,7 +315,7 @@ class HybridParallelPlugin(PipelinePlugin):
             msg = f"`execute_pipeline` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
         return model.engine.execute(
-            next(data_iter),
+            data_iter,
             criterion,
             optimizer if torch.is_grad_enabled() else None,
             return_loss=return_loss,
@@ -399,19 +403,20 @@ class HybridParallelPlugin(PipelinePlugin):
 
         Collective: every rank of the world.
         """
-        model, error, trace = objects.model, None, None
+        model, error, found = objects.model, None, None
+        config = self.config.pipeline
         if context.coordinator.rank == 0:
             try:
                 batch = to_device(example_batch(model, objects.dataloader, self.example_batch), context.device)
                 paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
                 lists = [paths.get(name, name) for name in (() if policy is None else policy.layers)]
-                trace = trace_layers(model, lists, batch)
+                trace, flow = trace_flow(model, lists, batch)
+                found = trace, find_crossings(model, trace, flow, config)
             except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                 error = caught
         context.coordinator.raise_together(error, name="boost")
-        trace = context.coordinator.broadcast_object(trace, name="boost")
-        config = self.config.pipeline
-        return StagePlan.of(model, trace, config)
+        trace, crossings = context.coordinator.broadcast_object(found, name="boost")
+        return StagePlan.of(model, trace, crossings, config)
 
     def _place_of(self, plan: StagePlan, place: ModelPlace, axes: Mapping[tuple[str, ...], Axis]) -> ModelPlace:
         """Return where this rank is in the pipeline.

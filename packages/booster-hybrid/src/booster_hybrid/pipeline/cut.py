@@ -3,19 +3,23 @@
 Each stage runs the model's own forward on the whole microbatch. Layers before its range pass their input through; its
 first layer gets the differentiable arguments that the stage before has sent, by name; the first layer after its range
 ends the forward, and its differentiable arguments are what this stage sends. Masks, position tables and the like are
-computed anew from the microbatch on each stage.
+computed anew from the microbatch on each stage. What else later stages need goes along with these arguments; see
+`booster_hybrid.pipeline.flow`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.trace import call_with, named_arguments, named_forward, taken_by
 
 if TYPE_CHECKING:
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from booster_hybrid.pipeline.flow import Extra
     from booster_hybrid.pipeline.trace import Layer, Trace
 
 
@@ -116,6 +121,20 @@ def held_modules(modules: Mapping[str, nn.Module], trace: Trace, stages: Sequenc
     return held
 
 
+def given_names(trace: Trace, stage: StageRange, position: int) -> set[str]:
+    """Return the names of those of a layer's arguments that a stage was given at its first layer, too.
+
+    Args:
+        trace: What a dry run of the model has seen.
+        stage: The stage.
+        position: The layer, of the stage or right after it.
+    """
+    names = set() if stage.is_first else set(trace.layers[stage.first].carried)
+    for layer in trace.layers[stage.first + 1 : position + 1]:
+        names &= set(layer.constant)
+    return names
+
+
 def _prefixes(name: str) -> Iterator[str]:
     """Yield a module's name and those of the modules around it."""
     while name:
@@ -140,6 +159,7 @@ class StagedModel:
         trace: What a dry run of it has seen.
         stages: The stages that lie on this rank.
         dtype_of: Tells the format in which the run works with a parameter; ``None`` for that which it has.
+        crossings: What each stage of the whole pipeline gets; ``None`` where nothing but layers' arguments is sent.
 
     Attributes:
         hollow: Names of the parameters that are not here.
@@ -152,12 +172,16 @@ class StagedModel:
         trace: Trace,
         stages: Sequence[StageRange],
         dtype_of: Callable[[nn.Parameter], torch.dtype] | None = None,
+        crossings: Sequence[Crossing] | None = None,
     ) -> None:
         self._model = model
         self.forward: Callable[..., Any] = model
         self._trace = trace
         self._active: StageRange | None = None
         self._received: Mapping[str, Tensor] = {}
+        self._crossings = crossings
+        self._num_returns: Counter[str] = Counter()
+        self._made: dict[str, Tensor] = {}
         self.stages = {stage.index: stage for stage in stages}
         modules = dict(model.named_modules())
         for position, layer in enumerate(trace.layers):
@@ -166,6 +190,30 @@ class StagedModel:
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
             module.forward = _Gate(self, module, position, layer)
         self.hollow = self._hollow(modules, dtype_of or (lambda parameter: parameter.dtype))
+        extras: dict[str, set[Extra]] = defaultdict(set)
+        for extra in (extra for crossing in crossings or () for extra in crossing.extras):
+            extras[extra.module].add(extra)
+        for name, of_module in extras.items():
+            modules[name].register_forward_hook(
+                lambda _, __, output, name=name, extras=frozenset(of_module): self._on_return(name, extras, output),
+                prepend=True,  # others are to see what has been received
+            )
+
+    def _on_return(self, name: str, extras: frozenset[Extra], output: Any) -> Any:
+        """Keep what later stages need of what a module returned, and replace in it what earlier ones have sent."""
+        call = self._num_returns[name]
+        self._num_returns[name] += 1
+        wanted = {extra.path: extra.name for extra in extras if extra.call == call}
+        if self._active is None or not wanted:
+            return output
+        leaves, form = pytree.tree_flatten_with_path(output)
+        values = []
+        for path, leaf in leaves:
+            key = wanted.get(pytree.keystr(path))
+            values.append(leaf if key is None else self._received.get(key, leaf))
+            if key is not None:
+                self._made[key] = values[-1]
+        return pytree.tree_unflatten(values, form) if wanted.values() & self._received.keys() else output
 
     def _holds(self, position: int) -> bool:
         return any(stage.first <= position < stage.last for stage in self.stages.values())
@@ -212,6 +260,8 @@ class StagedModel:
 
         Collective: as the model's own forward.
         """
+        self._num_returns.clear()
+        self._made = {}
         try:
             return call_with(self.forward, taken_by(self._model, batch)), {}
         except _StageEndError as end:
@@ -239,11 +289,17 @@ class StagedModel:
         if position == stage.last:
             arguments = named_arguments(gate, args, kwargs)
             arguments.update(self._given(stage, position))
-            raise _StageEndError({name: arguments[name] for name in layer.carried if _is_tensor(arguments.get(name))})
+            crossing = self._crossing_into(stage.index + 1, layer)
+            payload = {name: arguments[name] for name in crossing.carried if _is_tensor(arguments.get(name))}
+            sent = {extra.name: self._made.get(extra.name, self._received.get(extra.name)) for extra in crossing.extras}
+            raise _StageEndError({**payload, **{name: value for name, value in sent.items() if value is not None}})
         given = self._given(stage, position)
         if not given:
             return gate.forward(*args, **kwargs)
         return gate.forward(**{**named_arguments(gate, args, kwargs), **given})
+
+    def _crossing_into(self, stage: int, first: Layer) -> Crossing:
+        return Crossing(first.carried) if self._crossings is None else self._crossings[stage]
 
     def _given(self, stage: StageRange, position: int) -> dict[str, Tensor]:
         """Return those of a layer's arguments that the stage before has sent.
@@ -253,9 +309,8 @@ class StagedModel:
         """
         if stage.is_first:
             return {}
-        names = set(self._trace.layers[stage.first].carried)
-        for layer in self._trace.layers[stage.first + 1 : position + 1]:
-            names &= set(layer.constant)
+        first = self._trace.layers[stage.first]
+        names = given_names(self._trace, stage, position) & {*self._crossing_into(stage.index, first).carried}
         return {name: self._received[name] for name in names if name in self._received}
 
 

@@ -17,7 +17,7 @@ from booster_hybrid.pipeline.schedule import Work, make_schedule
 from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -76,23 +76,24 @@ class PipelineEngine:
 
     def execute(
         self,
-        batch: Any,
+        batches: Iterator[Any],
         criterion: Callable[[Any, Any], Tensor],
         optimizer: HybridOptimizer | None,
         *,
         return_loss: bool,
         return_outputs: bool,
     ) -> dict[str, Any]:
-        """Take a batch forward and, with an optimizer, back; see `PipelinePlugin.execute_pipeline`.
+        """Take the next batch forward and, with an optimizer, back; see `PipelinePlugin.execute_pipeline`.
 
         Raises:
-            ConfigError: If the batch can't be split, or ranks that need the same have other numbers of samples.
-            Exception: What the model or the criterion raised on any rank.
+            StopIteration: If there is no batch left.
+            ConfigError: If the batch can't be split, or ranks that need the same one have different ones.
+            Exception: What the data loader, the model or the criterion raised on any rank.
 
         Collective: every rank of the world.
         """
         with naming_missing_ranks("execute_pipeline"):
-            parts, sizes, most = self._split_together(batch)
+            parts, sizes, most = self._split_together(batches)
             schedule = self.schedule(len(parts))
             self._warn_if_idle(schedule)
             run = PipelineRun(
@@ -122,14 +123,15 @@ class PipelineEngine:
             result["outputs"] = join_outputs(ordered, sizes) if ordered else None
         return result
 
-    def _split_together(self, batch: Any) -> tuple[list[Any], list[int], int]:
-        """Return the microbatches, their sizes, and the largest number of microbatches on any rank."""
+    def _split_together(self, batches: Iterator[Any]) -> tuple[list[Any], list[int], int]:
+        """Return the next batch's microbatches, their sizes, and the largest number of microbatches on any rank."""
         error: Exception | None = None
         parts: list[Any] = []
         sizes: list[int] = []
         checksum = 0
         config = self._config
         try:
+            batch = next(batches)
             checksum = checksum_of(batch)
             batch = to_device(batch, self._device)
             count = config.num_microbatches if config.microbatch_size is None else None

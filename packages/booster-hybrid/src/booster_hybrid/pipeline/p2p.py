@@ -5,19 +5,25 @@ arrive in the order in which they were sent, which both know from the schedule; 
 one ahead of what it needs, and nothing has to be labelled. Each direction has a process group of its own: on devices a
 group works off its messages one by one, and two ranks that send to each other through one would wait for each other.
 
+Large tensors travel only when the receiver has given them room. So that they do while it computes, it asks for them
+before their header has come, in the shapes of the message of that kind before, if that was like the one before it, too;
+the sender knows of that. Where it then has something else to send, it fills what was asked for with anything, and sends
+the right tensors after it.
+
 A rank that has failed sends headers that say so in place of what it owes, so that nobody waits for it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -57,6 +63,36 @@ class Sent:
             work.wait()
 
 
+Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+"""The formats and shapes of the tensors that follow a header; those without elements are not sent."""
+
+
+class _Usual:
+    """What messages of each kind look like, as their sender and their receiver both know."""
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, tuple[Layout | None, Layout | None]] = {}
+
+    def of(self, kind: Hashable) -> Layout:
+        """Return what the next message of a kind is taken to be; nothing where that can't be told."""
+        last, before = self._last.get(kind, (None, None))
+        return last if last is not None and last == before else ()
+
+    def note(self, kind: Hashable, layout: Layout) -> None:
+        """Tell what a message was."""
+        self._last[kind] = (layout, self._last.get(kind, (None, None))[0])
+
+
+@dataclass
+class _Expected:
+    """A message that was asked for: its header, and the tensors that it is taken to have."""
+
+    kind: Hashable
+    layout: Layout
+    header: tuple[Any, Tensor]
+    tensors: deque[tuple[Any, Tensor]] = field(default_factory=deque)
+
+
 class Link:
     """Messages between this rank and the others of its pipeline.
 
@@ -81,71 +117,95 @@ class Link:
         self._names, self._ranks, self._index, self._device = list(names), ranks, index, device
         self._upward, self._downward = upward, downward
         self._sent: dict[Sent, None] = {}
-        self._headers: dict[int, deque[tuple[Any, Tensor]]] = {}
+        self._expected: dict[int, deque[_Expected]] = {}
+        self._usual_to: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
+        self._usual_from: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
 
-    def send(self, tensors: Mapping[str, Tensor] | None, to: int) -> Sent:
+    def send(self, tensors: Mapping[str, Tensor] | None, to: int, kind: Hashable = None) -> Sent:
         """Start sending tensors; they must not be changed before `release` or `finish`.
 
         Args:
             tensors: By name; of each, whether it requires a gradient is told as well. ``None`` tells that this rank
                 has failed.
             to: Position of the receiver.
+            kind: What messages are like each other in shapes; the receiver must `expect` the same.
 
         Collective: the receiver must `receive`.
         """
         given = tensors or {}
+        follow = [given[name] for name in self._names if name in given and given[name].numel()]
+        layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in follow)
+        asked = self._usual_to[to].of(kind)
         header = torch.zeros(1 + len(self._names), _FIELDS, dtype=torch.int64)
-        header[0, 0] = tensors is None
+        header[0, 0], header[0, 1] = tensors is None, layout == asked
         for row, name in zip(header[1:], self._names, strict=True):
             tensor = given.get(name)
             if tensor is not None:
                 row[0], row[1], row[2], row[3] = 1, tensor.requires_grad, _DTYPES.index(tensor.dtype), tensor.dim()
                 row[4 : 4 + tensor.dim()] = torch.tensor(tensor.shape)
         parts = [self._start(header.to(self._device), to)]
-        parts += [
-            self._start(given[name].detach().contiguous(), to)
-            for name in self._names
-            if name in given and given[name].numel()
-        ]
+        if layout != asked:
+            parts += [self._start(torch.zeros(shape, dtype=dtype, device=self._device), to) for dtype, shape in asked]
+        parts += [self._start(tensor.detach().contiguous(), to) for tensor in follow]
+        if tensors is not None:
+            self._usual_to[to].note(kind, layout)
         sent = Sent(parts)
         self._sent[sent] = None
         return sent
 
-    def expect(self, sender: int) -> None:
-        """Ask for the header of the next message from a rank, so that it travels while something else is done.
+    def expect(self, sender: int, kind: Hashable = None) -> None:
+        """Ask for the next message from a rank, so that it travels while something else is done.
+
+        Args:
+            sender: Position of the rank. All that was expected of it before must have been received.
+            kind: As the sender gives it to `send`.
 
         Collective: none.
         """
         header = torch.empty(1 + len(self._names), _FIELDS, dtype=torch.int64, device=self._device)
-        work = dist.irecv(header, src=self._ranks[sender], group=self._group(sender, self._index))
-        self._headers.setdefault(sender, deque()).append((work, header))
+        layout = self._usual_from[sender].of(kind)
+        expected = _Expected(kind, layout, self._ask(header, sender))
+        for dtype, shape in layout:
+            expected.tensors.append(self._ask(torch.empty(shape, dtype=dtype, device=self._device), sender))
+        self._expected.setdefault(sender, deque()).append(expected)
 
     def receive(self, sender: int) -> dict[str, Tensor] | None:
         """Return the next message from a rank; differentiable tensors come as leaves that require a gradient.
+
+        Args:
+            sender: Position of the rank, of which a message is expected.
 
         Returns:
             The tensors by name; ``None`` where the sender, or a rank that it waits for, has failed.
 
         Collective: the sender must `send`.
         """
-        if not self._headers.get(sender):
-            self.expect(sender)
-        work, header = self._headers[sender].popleft()
+        expected = self._expected[sender].popleft()
+        work, header = expected.header
         work.wait()
-        (has_failed, *_), *rows = header.tolist()
+        (has_failed, is_as_expected, *_), *rows = header.tolist()
+        if not is_as_expected:
+            while expected.tensors:
+                expected.tensors.popleft()[0].wait()
         if has_failed:
             return None
         tensors: dict[str, tuple[Tensor, bool]] = {}
-        works: list[Any] = []
+        follow: list[tuple[Any, Tensor]] = []
         for name, (is_present, is_differentiable, dtype, num_dims, *sizes) in zip(self._names, rows, strict=True):
-            if is_present:
+            if not is_present:
+                continue
+            if expected.tensors and 0 not in sizes[:num_dims]:
+                follow.append(expected.tensors.popleft())
+                tensor = follow[-1][1]
+            else:
                 tensor = torch.empty(sizes[:num_dims], dtype=_DTYPES[dtype], device=self._device)
                 if tensor.numel():
-                    group = self._group(sender, self._index)
-                    works.append(dist.irecv(tensor, src=self._ranks[sender], group=group))
-                tensors[name] = (tensor, bool(is_differentiable))
-        for each in works:
+                    follow.append(self._ask(tensor, sender))
+            tensors[name] = (tensor, bool(is_differentiable))
+        for each, _ in follow:
             each.wait()
+        layout = tuple((tensor.dtype, tuple(tensor.shape)) for _, tensor in follow)
+        self._usual_from[sender].note(expected.kind, layout)
         return {name: tensor.requires_grad_(needs) for name, (tensor, needs) in tensors.items()}
 
     def release(self, sent: Sent) -> None:
@@ -167,6 +227,9 @@ class Link:
     def _start(self, tensor: Tensor, to: int) -> tuple[Any, Tensor]:
         group = self._group(self._index, to)
         return dist.isend(tensor, dst=self._ranks[to], group=group), tensor
+
+    def _ask(self, tensor: Tensor, sender: int) -> tuple[Any, Tensor]:
+        return dist.irecv(tensor, src=self._ranks[sender], group=self._group(sender, self._index)), tensor
 
     def _group(self, sender: int, receiver: int) -> ProcessGroup:
         return self._upward if sender < receiver else self._downward

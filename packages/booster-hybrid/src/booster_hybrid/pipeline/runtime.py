@@ -93,9 +93,8 @@ class PipelineRun:
         backwards = [action for action in actions if action.work is not Work.FORWARD]
         if self._record is not None:
             self._record.begin()
-        for sender, messages in self._inbox.items():
-            if messages:
-                self._link.expect(sender)
+        for sender in self._inbox:
+            self._expect_from(sender)
         for action in actions:
             if action.work is Work.FORWARD:
                 self._run_forward(action)
@@ -215,7 +214,7 @@ class PipelineRun:
                 else {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
             )
         else:
-            sent = self._link.send(tensors, to)
+            sent = self._link.send(tensors, to, (work, stage))
             self._sent[to].append((self._places[to][self._action(work, to_stage, microbatch)], sent))
 
     def _action(self, work: Work, stage: int, microbatch: int) -> Action:
@@ -233,9 +232,14 @@ class PipelineRun:
             message = self._inbox[sender].popleft()
             self._arrived[message] = self._link.receive(sender)
             self._release(sender, self._places[sender][self._action(*message)])
-            if self._inbox[sender]:
-                self._link.expect(sender)
+            self._expect_from(sender)
         return self._arrived.pop(wanted)
+
+    def _expect_from(self, sender: int) -> None:
+        """Ask for the next message of a rank, so that it travels while this one computes."""
+        if self._inbox[sender]:
+            work, stage, _ = self._inbox[sender][0]
+            self._link.expect(sender, (work, stage))
 
     def _release(self, to: int, place: int) -> None:
         """Let go of what a rank must have got by now, as it has come so far in its list of actions."""

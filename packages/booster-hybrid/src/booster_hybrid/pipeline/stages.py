@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from booster_core.state.naming import NamedTensors
-from booster_hybrid.pipeline.cut import StagedModel, held_modules, share_layers
+from booster_hybrid.pipeline.cut import StagedModel, given_names, held_modules, share_layers
 from booster_hybrid.pipeline.schedule import make_schedule
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from booster_hybrid.config import PipelineConfig
     from booster_hybrid.pipeline.cut import StageRange
+    from booster_hybrid.pipeline.flow import Crossing, Flow
     from booster_hybrid.pipeline.schedule import Placement
     from booster_hybrid.pipeline.trace import Trace
 
@@ -98,6 +99,36 @@ class StageMap:
         return sorted({holders for holders in self.holders.values() if len(holders) > 1})
 
 
+def find_crossings(model: nn.Module, trace: Trace, flow: Flow, config: PipelineConfig) -> tuple[Crossing, ...]:
+    """Return what each stage gets from the one before.
+
+    Args:
+        model: The user's model, whole.
+        trace: What a dry run of it has seen.
+        flow: The graph of that dry run.
+        config: How many stages there are.
+
+    Raises:
+        ConfigError: If the layers can't be shared out so, or a stage needs what can't be sent to it.
+
+    Collective: none.
+    """
+    num_stages = make_schedule(config.style, config.size, 1, config.num_chunks).placement.num_stages
+    ranges = share_layers(len(trace.layers), num_stages, config.num_layers_per_stage)
+    modules = dict(model.named_modules())
+    ids = {name: id(parameter) for name, parameter in model.named_parameters()}
+    held = [
+        {id(each) for name in held_modules(modules, trace, [stage]) for each in modules[name].parameters(recurse=False)}
+        for stage in ranges
+    ]
+    return flow.crossings(
+        [(stage.first, stage.last) for stage in ranges],
+        lambda stage, position: given_names(trace, ranges[stage], position),
+        lambda stage, name: ids[name] in held[stage],
+        type(model).__name__,
+    )
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """How a model is cut; made of the whole model, carried out when its layers have been split.
@@ -106,15 +137,23 @@ class StagePlan:
         trace: What a dry run of the model has seen.
         placement: Which stages lie on which rank.
         stages: What lies where.
+        crossings: What each stage gets from the one before.
     """
 
     trace: Trace
     placement: Placement
     stages: StageMap
+    crossings: tuple[Crossing, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, trace: Trace, config: PipelineConfig) -> StagePlan:
+    def of(cls, model: nn.Module, trace: Trace, crossings: tuple[Crossing, ...], config: PipelineConfig) -> StagePlan:
         """Return how a model is to be cut.
+
+        Args:
+            model: The user's model, whole.
+            trace: What a dry run of it has seen.
+            crossings: As `find_crossings` returned them.
+            config: How many stages there are, and on which ranks.
 
         Raises:
             ConfigError: If the layers can't be shared out so.
@@ -122,12 +161,12 @@ class StagePlan:
         Collective: none.
         """
         placement = make_schedule(config.style, config.size, 1, config.num_chunks).placement
-        return cls(trace, placement, StageMap.of(model, trace, placement, config.num_layers_per_stage))
+        return cls(trace, placement, StageMap.of(model, trace, placement, config.num_layers_per_stage), crossings)
 
     @property
     def sent_names(self) -> list[str]:
         """Names of all that stages send to each other."""
-        return sorted({name for layer in self.trace.layers for name in layer.carried})
+        return sorted({name for crossing in self.crossings for name in crossing.names})
 
     def copies(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
         """Return for each parameter that several ranks hold, by ``id``, which ones they are."""
@@ -146,4 +185,4 @@ class StagePlan:
         Collective: none.
         """
         ranges = [self.stages.ranges[stage] for stage in self.placement.stages_of(index)]
-        return StagedModel(model, self.trace, ranges, dtype_of)
+        return StagedModel(model, self.trace, ranges, dtype_of, self.crossings)

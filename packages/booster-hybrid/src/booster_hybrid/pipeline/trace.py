@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.tensor_parallel.split import is_repeated
 
 if TYPE_CHECKING:
@@ -49,8 +51,8 @@ class Trace:
 
     Args:
         layers: The layers in the order of their calls.
-        uses: For each other module that has parameters of its own: the numbers of layers that had been called before
-            each of its calls. A module that was not called has none.
+        uses: For each other module that has parameters of its own: the numbers of layers that had been called while it
+            ran. A module that was not called has none.
     """
 
     layers: tuple[Layer, ...]
@@ -120,12 +122,20 @@ def is_carried(value: Any) -> bool:
 
 
 def trace_layers(model: nn.Module, lists: Sequence[str], batch: Any) -> Trace:
+    """Run a model dry, and return what is seen of its layers; see `trace_flow`."""
+    return trace_flow(model, lists, batch)[0]
+
+
+def trace_flow(model: nn.Module, lists: Sequence[str], batch: Any) -> tuple[Trace, Flow]:
     """Run a model dry.
 
     Args:
         model: The whole model.
         lists: Names of its lists of layers; those that it lacks are passed over.
         batch: As its data loader yields it; see `call_with` and `taken_by`.
+
+    Returns:
+        What is seen of its layers, and the graph of what was computed.
 
     Raises:
         ConfigError: If there is no list of layers, or a layer is called more than once.
@@ -148,37 +158,62 @@ def trace_layers(model: nn.Module, lists: Sequence[str], batch: Any) -> Trace:
         _run_dry(model, taken_by(model, batch), recorder)
     finally:
         recorder.close()
-    return recorder.trace()
+    assert recorder.flow is not None, "the model has run"
+    return recorder.trace(), recorder.flow
 
 
 class _Recorder:
     def __init__(self, modules: Mapping[str, nn.Module], layers: Mapping[int, str], lists: Sequence[str]) -> None:
         self._modules, self._layers, self._lists = modules, layers, lists
-        self._handles: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         self._calls: list[tuple[str, dict[str, Any]]] = []
         self._returned: dict[str, int | None] = {}
         self._uses: dict[str, list[int]] = {}
+        self._num_returns: Counter[str] = Counter()
+        self._entered: list[int] = []
+        self._depth = 0
+        self.flow: Flow | None = None
 
     def watch(self) -> None:
         for name, module in self._modules.items():
             if id(module) in self._layers:
-                self._handles += [
-                    module.register_forward_pre_hook(self._on_layer, with_kwargs=True),
-                    module.register_forward_hook(self._on_return),
-                ]
-            elif not any(name.startswith(f"{each}.") for each in self._lists) and any(
-                True for _ in module.parameters(recurse=False)
-            ):
+                self._replace_forward(self._layers[id(module)], module)
+            elif any(name.startswith(f"{each}.") for each in self._lists):
+                continue
+            elif any(True for _ in module.parameters(recurse=False)):
                 self._uses[name] = []
-                self._handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._on_use(name)))
+            on_return = functools.partial(self._on_return, name)
+            self._undo += [
+                module.register_forward_pre_hook(self._on_call).remove,
+                module.register_forward_hook(lambda _, __, output, then=on_return: then(output), prepend=True).remove,
+            ]
+
+    def _replace_forward(self, name: str, module: Any) -> None:
+        """Watch a layer from where a gate of a stage would stand: inside of what hooks see."""
+        before, forward = module.__dict__.get("forward"), module.forward
+        signature = named_forward(module)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return self._call_layer(name, forward, signature, args, kwargs)
+
+        functools.update_wrapper(called, signature.func if isinstance(signature, functools.partial) else signature)
+        called.__signature__ = inspect.signature(signature)  # type: ignore[attr-defined]
+        module.forward = called
+        if before is None:
+            self._undo.append(lambda: module.__dict__.pop("forward"))
+        else:
+            self._undo.append(lambda: setattr(module, "forward", before))
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        for undo in self._undo:
+            undo()
 
-    def restart(self) -> None:
+    def start(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._calls, self._returned = [], {}
         self._uses = {name: [] for name in self._uses}
+        self._num_returns.clear()
+        self._entered, self._depth = [], 0
+        self.flow = Flow(parameters)
 
     def trace(self) -> Trace:
         names = [name for name, _ in self._calls]
@@ -204,15 +239,40 @@ class _Recorder:
             before = carried
         return Trace(tuple(layers), {name: tuple(uses) for name, uses in self._uses.items()})
 
-    def _on_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._calls.append((self._layers[id(module)], named_arguments(named_forward(module), args, kwargs)))
-
-    def _on_return(self, module: nn.Module, _: Any, output: Any) -> None:
-        name = self._layers[id(module)]
+    def _call_layer(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        signature: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        assert self.flow is not None, "the model runs"
+        arguments = named_arguments(signature, args, kwargs)
+        gates = self.flow.enter_layer({key: value for key, value in arguments.items() if is_carried(value)})
+        self._calls.append((name, arguments))
+        self._depth += 1
+        try:
+            output = forward(
+                *(gates.get(id(value), value) for value in args),
+                **{key: gates.get(id(value), value) for key, value in kwargs.items()},
+            )
+        finally:
+            self._depth -= 1
         self._returned[name] = len(output) if isinstance(output, tuple) else None
+        return output
 
-    def _on_use(self, name: str) -> None:
-        self._uses[name].append(len(self._calls))
+    def _on_call(self, *_: Any) -> None:
+        self._entered.append(len(self._calls))
+
+    def _on_return(self, name: str, output: Any) -> None:
+        before, now = self._entered.pop(), len(self._calls)
+        if self._depth == 0 and self.flow is not None:
+            self.flow.leave_module(name, self._num_returns[name], now, output)
+            self._num_returns[name] += 1
+        if name in self._uses:
+            # What has layers inside may use its own parameters before, between and after them.
+            self._uses[name] += range(before, now + 1)
 
 
 def _run_dry(model: nn.Module, batch: Any, recorder: _Recorder) -> None:
@@ -221,11 +281,10 @@ def _run_dry(model: nn.Module, batch: Any, recorder: _Recorder) -> None:
         for narrow in (False, True):
             with contextlib.suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
                 make = functools.partial(_fake, mode, narrow=narrow)
-                call_with(_with_stand_ins(model, make), pytree.tree_map_only(torch.Tensor, make, batch))
+                _run_recorded(model, make, pytree.tree_map_only(torch.Tensor, make, batch), recorder)
                 return
-            recorder.restart()
         # A value was asked for, which only a real run has.
-        call_with(_with_stand_ins(model, torch.Tensor.detach), batch)
+        _run_recorded(model, torch.Tensor.detach, batch, recorder)
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, *, narrow: bool) -> torch.Tensor:
@@ -236,9 +295,12 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, *, narrow: bool) -> torch.
     return mode.from_tensor(tensor).to(dtype)
 
 
-def _with_stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def _run_recorded(model: nn.Module, make: Callable[..., torch.Tensor], batch: Any, recorder: _Recorder) -> None:
     tensors = _stand_ins(model, make)
-    return lambda *args, **kwargs: torch.func.functional_call(model, tensors, args, kwargs)
+    recorder.start({name: tensors[name] for name, _ in model.named_parameters()})
+    output = call_with(lambda *args, **kwargs: torch.func.functional_call(model, tensors, args, kwargs), batch)
+    if recorder.flow is not None:
+        recorder.flow.end(output)
 
 
 def _stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -226,7 +226,7 @@ class _Applier:
 
     def _apply_vocabulary(self, rule: ModuleRule, name: str, module: Any) -> None:
         split = self._cut(module.weight, 0, rule, name)
-        module.forward = VocabularyForward(module, split.ranges[0][0], self._group)
+        module.forward = VocabularyForward(module, split.ranges[0][0], split.global_shape[0], self._group)
 
     def _sum_gradients(self, name: str) -> None:
         parameter = self._parameters.get(name)

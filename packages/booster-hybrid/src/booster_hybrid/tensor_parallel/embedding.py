@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from booster_hybrid.tensor_parallel.bounds import check_bounds
 from booster_hybrid.tensor_parallel.collectives import leave
 
 if TYPE_CHECKING:
@@ -19,21 +20,25 @@ class VocabularyForward:
 
     The embedding's own forward still runs, so that one which scales its results, as Gemma's does, keeps doing so.
 
+    A token that is in nobody's rows raises, as it does in one process.
+
     Args:
         module: The embedding, with its local rows; its padding index becomes a local one.
         first: Index of the first local row in the whole table.
+        num_rows: Rows of the whole table.
         group: The tensor parallel ranks.
     """
 
-    def __init__(self, module: nn.Embedding, first: int, group: TensorGroup) -> None:
-        self._module, self._first, self._group = module, first, group
+    def __init__(self, module: nn.Embedding, first: int, num_rows: int, group: TensorGroup) -> None:
+        self._module, self._first, self._num_rows, self._group = module, first, num_rows, group
         self._forward = module.forward
-        padding, num_rows = module.padding_idx, module.weight.shape[0]
-        module.num_embeddings = num_rows
+        padding, num_here = module.padding_idx, module.weight.shape[0]
+        module.num_embeddings = num_here
         if padding is not None:
-            module.padding_idx = padding - first if first <= padding < first + num_rows else None
+            module.padding_idx = padding - first if first <= padding < first + num_here else None
 
     def __call__(self, tokens: Tensor) -> Tensor:
+        check_bounds(tokens, self._num_rows, "Token")
         return looked_up(tokens, self._first, self._module.num_embeddings, self._forward, self._group)
 
 

@@ -230,25 +230,37 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if (
-        label_smoothing
-        or target.is_floating_point()
-        or any(each is not None for each in (weight, size_average, reduce))
-    ):
+    is_legacy = size_average is not None or reduce is not None
+    if is_legacy or target.is_floating_point() or logits.dim() > 2 or (weight is not None and label_smoothing):
+        # Probabilities, classes in the second of several dimensions, a weighted sum over the vocabulary.
         return NotImplemented
-    if logits.dim() > 2:  # whose classes come second
-        return NotImplemented
-    local = logits.as_subclass(Tensor)
+    if reduction not in ("none", "mean", "sum"):
+        msg = f"`reduction={reduction!r}` is none of 'none', 'mean', 'sum'."
+        raise ValueError(msg)
+    if not 0.0 <= label_smoothing <= 1.0:
+        msg = f"`label_smoothing={label_smoothing}` is not between 0 and 1."
+        raise ValueError(msg)
+    num_classes = sum(logits._sizes)  # noqa: SLF001 - our own
+    if weight is not None and tuple(weight.shape) != (num_classes,):
+        msg = f"`weight` has shape {tuple(weight.shape)}, but there are {num_classes} classes. Give each of them one."
+        raise ValueError(msg)
+    local, labels = logits.as_subclass(Tensor), target.reshape(-1)
     losses = vocabulary_cross_entropy(
         local.view(-1, local.shape[-1]),
-        target.view(-1),
+        labels,
         logits.first(),
         logits._tensor_group,  # noqa: SLF001 - our own
+        num_classes=num_classes,
         ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
     )
+    is_counted = labels != ignore_index
+    counts = is_counted if weight is None else weight[labels.masked_fill(~is_counted, 0)] * is_counted
+    if weight is not None:
+        losses = losses * counts
     if reduction == "none":
         return losses.view(target.shape)
-    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
 
 
 def _argmax(logits: SplitLogits, dim: int | None = None, keepdim: bool = False) -> Any:  # noqa: FBT001, FBT002

@@ -1,0 +1,199 @@
+"""Checkpoints of models whose key/value heads lie on several tensor parallel ranks, with adapters and without."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from booster_core import Booster, discovery
+from booster_core.testing import run_on_ranks
+from booster_core.testing.compare import EXACT, assert_same_tensors, tolerance_for
+from booster_core.testing.training import whole_model
+
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+transformers = pytest.importorskip("transformers", reason="the models are transformers'")
+
+pytestmark = pytest.mark.filterwarnings(
+    # Where a test calls peft itself: version 0.21 reads an attribute that transformers 5.23 has renamed.
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+
+RUNS = {
+    "alone": ("ddp", {}, 1),
+    "tp2": ("hybrid", {"tp_size": 2}, 2),
+    "tp3": ("hybrid", {"tp_size": 3}, 3),
+    "tp4": ("hybrid", {"tp_size": 4}, 4),
+    "tp2pp2": ("hybrid", {"tp_size": 2, "pp_size": 2}, 4),
+    "tp2dp2zero1": ("hybrid", {"tp_size": 2, "zero_stage": 1}, 4),
+    "zero2 x2": ("zero", {"stage": 2, "bucket_bytes": 1024}, 2),
+}
+ADAPTERS = {
+    "r": 4,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+    "modules_to_save": ["lm_head"],
+    "init_lora_weights": False,
+}
+LENGTH, SAMPLES = 8, 4
+
+
+def llama():
+    """Return a model with four query heads and two of keys and values: four ranks hold each of the latter twice."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
+
+
+def tokens_of(step):
+    return torch.randint(64, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def boosted(run, *, adapters, shift=0.0, folder=None, precision=None):
+    plugin, options, _ = RUNS[run]
+    booster = Booster(plugin=discovery.load(plugin)(**options), mixed_precision=precision)
+    model = llama()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(5)
+        if folder is not None:
+            model = booster.enable_lora(model, pretrained_dir=folder)
+        elif adapters:
+            model = booster.enable_lora(model, lora_config=peft.LoraConfig(**ADAPTERS))
+        for parameter in model.parameters():
+            parameter.add_(shift)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # The epsilon is above most gradients, so that rounding errors of tiny ones stay tiny in the parameters.
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(trained, lr=1e-2, eps=1e-3))
+    return booster, model, optimizer
+
+
+def step_once(booster, model, optimizer, step):
+    """Take a step, on the same samples whatever the number of ranks, and return its gradients' norm."""
+    batch = {"input_ids": tokens_of(step), "labels": tokens_of(step)}
+    if getattr(model, "engine", None) is not None:
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+    else:
+        halves = [{key: value[start : start + 2] for key, value in batch.items()} for start in (0, 2)]
+        for index, half in enumerate(halves):
+            with booster.no_sync(model, optimizer) if index == 0 else contextlib.nullcontext():
+                booster.backward(model(**half).loss / 2, optimizer)
+    norm = float(optimizer.clip_grad_by_norm(0.5))
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def save(run, folder, adapters, precision=None):
+    booster, model, optimizer = boosted(run, adapters=adapters, precision=precision)
+    for step in range(2):
+        step_once(booster, model, optimizer, step)
+    booster.save_model(model, folder / "model", shard=True)
+    booster.save_optimizer(optimizer, folder / "optimizer", shard=True)
+    return [step_once(booster, model, optimizer, step) for step in (2, 3, 4)]
+
+
+def load(run, folder, adapters, precision=None):
+    booster, model, optimizer = boosted(run, adapters=adapters, shift=0.5, precision=precision)
+    booster.load_model(model, folder / "model")
+    booster.load_optimizer(optimizer, folder / "optimizer")
+    return [step_once(booster, model, optimizer, step) for step in (2, 3, 4)]
+
+
+def on_ranks(function, run, *args):
+    per_rank = run_on_ranks(function, RUNS[run][2], run, *args)
+    assert all(norms == pytest.approx(per_rank[0], rel=1e-6) for norms in per_rank)
+    return per_rank[0]
+
+
+PAIRS = [("tp4", other) for other in RUNS] + [(other, "tp4") for other in RUNS if other != "tp4"]
+PAIRS += [("tp3", "tp2pp2"), ("tp2pp2", "tp3"), ("tp3", "zero2 x2"), ("tp2dp2zero1", "tp3")]
+DEFAULT = {(False, "tp4", "alone"), (False, "alone", "tp4"), (False, "tp3", "tp2pp2"), (True, "tp4", "zero2 x2")}
+DEFAULT |= {(True, "tp2pp2", "tp4")}
+
+
+def cases():
+    for adapters in (False, True):
+        for saved, loaded in PAIRS:
+            marks = [] if (adapters, saved, loaded) in DEFAULT else [pytest.mark.slow]
+            name = f"{'adapters' if adapters else 'plain'}-{saved}-{loaded}"
+            yield pytest.param(adapters, saved, loaded, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("adapters", "saved", "loaded"), list(cases()))
+def test_a_run_goes_on_with_other_shares_of_the_heads(adapters, saved, loaded, tmp_path):
+    expected = on_ranks(save, saved, tmp_path, adapters)
+    assert on_ranks(load, loaded, tmp_path, adapters) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("tp4", "tp3"), pytest.param("tp2", "tp4", marks=pytest.mark.slow)])
+def test_masters_of_shared_heads_win_over_the_rounded_model(saved, loaded, tmp_path):
+    expected = on_ranks(save, saved, tmp_path, True, "bf16")
+    # bf16 keeps 8 bits, and is rounded in another order.
+    assert on_ranks(load, loaded, tmp_path, True, "bf16") == pytest.approx(expected, rel=2**-6)
+
+
+def trained_parameters(run):
+    booster, model, optimizer = boosted(run, adapters=False)
+    for step in range(2):
+        step_once(booster, model, optimizer, step)
+    return whole_model(booster, model)
+
+
+def test_a_model_with_shared_heads_is_one_of_transformers(tmp_path):
+    on_ranks(save, "tp4", tmp_path, False)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    expected = run_on_ranks(trained_parameters, 1, "alone")[0]
+    found = {name: parameter.detach() for name, parameter in loaded.named_parameters()}
+    assert_same_tensors(found, expected, tolerance_for(torch.float32))
+
+
+def load_pretrained(run, folder, adapters):
+    booster, model, _ = boosted(run, adapters=adapters, shift=0.5)
+    booster.load_model(model, folder, strict=not adapters)
+    return whole_model(booster, model)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_pretrained_folder_loads_into_shared_heads(adapters, tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path)
+    expected = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    for found in run_on_ranks(load_pretrained, 4, "tp4", tmp_path, adapters):
+        assert_same_tensors({name: found[name] for name in expected}, expected, EXACT)
+
+
+def save_adapters(run, folder):
+    booster, model, optimizer = boosted(run, adapters=True)
+    for step in range(2):
+        step_once(booster, model, optimizer, step)
+    booster.save_lora_as_pretrained(model, folder)
+    if getattr(model, "engine", None) is not None:
+        return None
+    with torch.no_grad():
+        return model(input_ids=tokens_of(9)).logits
+
+
+def load_adapters(run, folder):
+    booster, model, _ = boosted(run, adapters=True, folder=folder)
+    with torch.no_grad():
+        return model(input_ids=tokens_of(9)).logits, whole_model(booster, model)
+
+
+@pytest.mark.parametrize("run", ["tp4", "tp3", pytest.param("tp2dp2zero1", marks=pytest.mark.slow), "tp2pp2"])
+def test_adapters_of_split_layers_load_in_stock_peft_with_equal_logits(run, tmp_path):
+    ours = run_on_ranks(save_adapters, RUNS[run][2], run, tmp_path)[0]
+    loaded = peft.PeftModel.from_pretrained(llama(), str(tmp_path))
+    with torch.no_grad():
+        logits = loaded(input_ids=tokens_of(9)).logits
+    if ours is None:
+        ours = run_on_ranks(save_adapters, 1, "alone", tmp_path / "alone")[0]
+    assert_same_tensors({"logits": ours}, {"logits": logits}, tolerance_for(torch.float32))
+    again, held = run_on_ranks(load_adapters, 2, "tp2", tmp_path)[0]
+    assert_same_tensors({"logits": again}, {"logits": logits}, tolerance_for(torch.float32))
+    expected = {
+        name.removeprefix("base_model.model."): parameter.detach()
+        for name, parameter in loaded.named_parameters()
+        if "lora_" in name
+    }
+    assert_same_tensors({name: held[name] for name in expected}, expected, EXACT)

@@ -1,0 +1,207 @@
+"""Boosting a lazy model: the ranks of a mesh hold it once between them, and read from files what they keep.
+
+Memory is anonymous memory, summed over ranks, as a multiple of what they keep: the model's bytes, times the data
+parallel ranks that each part lies on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from booster_core import Booster, DistCoordinator, LazyInitContext
+from booster_core.checkpoint import safetensors_file
+from booster_core.testing import run_on_ranks
+from booster_core.testing.memory import peak_memory
+from booster_hybrid import HybridParallelPlugin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TENTH = {
+    "vocab_size": 16000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+}
+"""110 million parameters."""
+DRAWN = {**TENTH, "vocab_size": 2000}
+"""88 million; none of them in a matrix that is large beside the others, as a rank has one whole at a time."""
+SMALL = {**TENTH, "vocab_size": 4000, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
+"""17 million."""
+SMALL_DRAWN = {
+    **DRAWN,
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+"""39 million."""
+LOADING_BYTES = 8 * 2**20
+"""What loading takes besides the model: Python objects, and what malloc rounds up."""
+WARM = {**TENTH, "vocab_size": 64, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 4}
+MESHES: dict[str, tuple[dict[str, Any], int]] = {
+    "tp4": ({"tp_size": 4}, 1),
+    "pp4": ({"pp_size": 4}, 1),
+    "tp2pp2": ({"tp_size": 2, "pp_size": 2}, 1),
+    "tp2dp2zero1": ({"tp_size": 2, "zero_stage": 1}, 2),
+}
+"""Options, and how many ranks have each part."""
+
+
+def make_llama(settings: dict[str, int]) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**settings, max_position_embeddings=128, use_cache=False))
+
+
+def values_of(number: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return values that tell tensors, and places in a tensor, apart; cheap to make."""
+    return (torch.arange(math.prod(shape), dtype=torch.float32) % 1021 + number).view(shape)
+
+
+def shapes_of(settings: dict[str, int]) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in make_llama(settings).named_parameters()}
+
+
+def write(folder: Path, settings: dict[str, int]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    tensors = {name: values_of(number, shape) for number, (name, shape) in enumerate(shapes_of(settings).items())}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with torch.device("meta"):
+        make_llama(settings).config.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Count the bytes of tensors that are read from files."""
+    counts: list[int] = []
+    original = safetensors_file.SafetensorsFile.read
+
+    def read(self: Any, key: str, box: Any, out: torch.Tensor) -> None:
+        counts.append(out.nbytes)
+        original(self, key, box, out)
+
+    safetensors_file.SafetensorsFile.read = read  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        safetensors_file.SafetensorsFile.read = original  # type: ignore[method-assign]
+
+
+def boost(settings: dict[str, int], folder: Path | None, options: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the peak of boosting a model, what was read for it, and what of it is here, in bytes."""
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    DistCoordinator().rendezvous("everybody is ready", timeout_seconds=60)
+    with peak_memory() as memory, counted_reads() as counts:
+        with LazyInitContext() as context:
+            model = make_llama(settings) if folder is None else type_of_llama().from_pretrained(folder)
+        boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    assert context.run_eagerly == {}
+    if folder is not None:
+        check_values(booster, boosted, settings)
+        with peak_memory() as loading:
+            booster.load_model(boosted, folder)
+        assert loading.peak_bytes <= LOADING_BYTES
+    return memory.peak_bytes, sum(counts), sum(parameter.nbytes for parameter in boosted.parameters())
+
+
+def type_of_llama() -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM
+
+
+def check_values(booster: Booster, boosted: Any, settings: dict[str, int]) -> None:
+    numbers = {name: number for number, name in enumerate(shapes_of(settings))}
+    for shard in booster.state_adapter(boosted).model_shards():
+        expected = values_of(numbers[shard.name], shard.global_shape)
+        assert torch.equal(shard.data, expected[tuple(slice(*bounds) for bounds in shard.box)]), shard.name
+
+
+def measured(mesh: str, settings: dict[str, int], folder: Path | None) -> tuple[float, float]:
+    """Return the sum of all ranks' peaks, and what they read, as multiples of what they keep."""
+    options, num_copies = MESHES[mesh]
+    for each in (WARM, settings):  # what is imported on the way
+        if folder is not None:
+            run_on_ranks(write, 1, folder, each, timeout_seconds=120)
+        results = run_on_ranks(boost, 4, each, folder, options, timeout_seconds=240)
+    total = num_copies * 4 * sum(shape.numel() for shape in shapes_of(settings).values())
+    ratio = sum(peak for peak, _, _ in results) / total
+    print(f"{mesh}: {total / 2**20:.0f} MiB; peaks {[round(peak / 2**20) for peak, *_ in results]}; {ratio:.3f}")
+    assert sum(here for *_, here in results) == pytest.approx(total, rel=0.01)  # norms are whole on every rank
+    return ratio, sum(count for _, count, _ in results) / total
+
+
+@pytest.mark.parametrize("mesh", ["tp2pp2"])
+def test_a_pretrained_model_is_read_once_and_never_held_twice(mesh: str, tmp_path: Path) -> None:
+    ratio, num_reads = measured(mesh, SMALL, tmp_path / "model")
+    assert ratio <= 1.3
+    assert num_reads == pytest.approx(1, rel=0.01)
+
+
+def load(folder: Path, options: dict[str, Any], precision: str | None) -> list[tuple[int, int]]:
+    """Load folders into boosted models, and return for each what was read, and what of the model is here, in bytes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    results = []
+    for each in sorted(folder.iterdir()):
+        torch.manual_seed(7)
+        booster = Booster("cpu", precision, HybridParallelPlugin(**options))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(each))
+        expected = AutoModelForCausalLM.from_pretrained(each).state_dict()
+        boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+        with counted_reads() as counts:
+            booster.load_model(boosted, each)
+        for shard in booster.state_adapter(boosted).model_shards():
+            part = expected[shard.name][tuple(slice(*bounds) for bounds in shard.box)]
+            assert torch.equal(shard.data, part.to(shard.data.dtype)), shard.name
+        results.append((sum(counts), sum(4 * parameter.numel() for parameter in boosted.parameters())))
+    return results
+
+
+def write_models(folder: Path) -> None:
+    torch.manual_seed(5)
+    from model_zoo import get_model
+
+    for name in ("llama_tied", "gpt2_lm", "bloom"):  # plain, fused and transposed, fused by heads
+        get_model(f"transformers/{name}").seeded().save_pretrained(folder / name)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("options", [{"tp_size": 2, "pp_size": 2}], ids=["tp2pp2"])
+def test_a_folder_is_loaded_by_ranges(options: dict[str, Any], precision: str | None, tmp_path: Path) -> None:
+    run_on_ranks(write_models, 1, tmp_path)
+    for of_rank in run_on_ranks(load, 4, tmp_path, options, precision):
+        assert [count for count, _ in of_rank] == [here for _, here in of_rank]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_tenth_of_a_billion_pretrained_parameters(mesh: str, tmp_path: Path) -> None:
+    ratio, num_reads = measured(mesh, TENTH, tmp_path / "model")
+    assert ratio <= 1.1
+    assert num_reads == pytest.approx(1, rel=0.01)
+
+
+def test_one_parameter_is_drawn_at_a_time() -> None:
+    ratio, _ = measured("tp2pp2", SMALL_DRAWN, None)
+    assert ratio <= 1.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_tenth_of_a_billion_parameters_are_drawn(mesh: str) -> None:
+    ratio, _ = measured(mesh, DRAWN, None)
+    assert ratio <= 1.3
