@@ -20,6 +20,7 @@ from booster_hybrid.sequence_parallel.exchange import gather_sequence
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import SequenceMask
 from booster_hybrid.sequence_parallel.random import RankStream
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,9 +55,6 @@ class Stack:
         self.stream = RankStream(group.rank)
         self._length_of: dict[int, int] = {}
         self._cut: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
-        return Stack(self.mode, self.group, self.model_name)
 
     def layout(self, length: int) -> SequenceLayout:
         """Return how a sequence of a length is split.
@@ -95,6 +93,23 @@ class Stack:
             self.length = found.length
         return found is not None
 
+    def in_backward_of(self, output: Tensor) -> None:
+        """See to it that what is computed again of a layer knows how long its sequences are.
+
+        Args:
+            output: What the layer returns.
+
+        Collective: none.
+        """
+        if output.requires_grad:
+            lengths = self.length, self.key_length
+
+            def enter_again(_: Tensor) -> None:
+                self.enter(lengths[0])
+                self.key_length = lengths[1]
+
+            output.register_hook(enter_again)
+
     def part_of_other(self, states: Tensor) -> Tensor:
         """Return this rank's part of another sequence's states; one and the same for all layers while they use it.
 
@@ -125,6 +140,7 @@ class LayerHooks:
         self._stack, self._is_first, self._is_last, self._kept = stack, is_first, is_last, kept
         self._names = argument_names(layer)
 
+    @outside_of_graphs
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -158,6 +174,7 @@ class LayerHooks:
         args = tuple(named.pop(names.get(index, f"/{index}")) for index in range(len(args)))
         return args, named
 
+    @outside_of_graphs
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Put the parts together after the last layer."""
         stack = self._stack
@@ -173,6 +190,7 @@ class LayerHooks:
                 "sequence see itself only. Use 'split_gather' with `tp_size`, or a model that does."
             )
             raise ConfigError(msg)
+        stack.in_backward_of(first)
         if not self._is_last or (self._kept is not None and not self._kept.gathers()):
             return output
         hidden, *rest = output if isinstance(output, tuple) else (output,)

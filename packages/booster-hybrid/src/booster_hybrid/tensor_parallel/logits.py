@@ -232,7 +232,8 @@ def _cross_entropy(
 ) -> Any:
     is_legacy = size_average is not None or reduce is not None
     if is_legacy or target.is_floating_point() or logits.dim() > 2 or (weight is not None and label_smoothing):
-        return NotImplemented  # probabilities, classes in the second of several dimensions, a weighted sum over the vocabulary
+        # Probabilities, classes in the second of several dimensions, a weighted sum over the vocabulary.
+        return NotImplemented
     if reduction not in ("none", "mean", "sum"):
         msg = f"`reduction={reduction!r}` is none of 'none', 'mean', 'sum'."
         raise ValueError(msg)
