@@ -5,18 +5,23 @@ In fp64, since gradients of adapters are small sums of large terms of either sig
 
 from __future__ import annotations
 
+import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from model_zoo import ZOO
+from model_zoo.transformers_build import from_config
 from model_zoo.transformers_heads import HEADS
 
-from booster_core import Booster
-from booster_core.testing import run_on_ranks
+from booster_core import Booster, enable_activation_checkpointing
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_core.testing.compare import Tolerance, assert_same_tensors
 from booster_core.testing.training import whole_model
+from booster_core.wrappers import unscaled_gradient
 from booster_hybrid import HybridParallelPlugin
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
@@ -29,7 +34,10 @@ pytestmark = pytest.mark.filterwarnings(
 STEPS = 3
 SAMPLES = 4
 IN_DOUBLE = Tolerance(relative=1e-5, reason="transformers' losses are taken in fp32, and some steps follow")
-MODELS = {**ZOO, **HEADS}
+DEEP = "transformers/llama of four layers"
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+BUILD = from_config("LlamaConfig", "LlamaForCausalLM", vocab_size=64, num_hidden_layers=4, use_cache=False, **SIZES)
+MODELS = {**ZOO, **HEADS, DEEP: replace(ZOO["transformers/llama"], build=BUILD)}
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS = {
     "transformers/llama": LLAMA,
@@ -130,8 +138,10 @@ def gathered(value):
     return found
 
 
-def compare(name, config, options):
+def compare(name, config, options, *, recompute=False):
     booster, model, optimizer, zoo, data_rank, data_size = boosted(name, config, options)
+    if recompute:
+        enable_activation_checkpointing(model)
     losses, norms, gradients, parameters = plainly(name, config, data_size)
     for step in range(STEPS):
         loss = backward(booster, model, optimizer, zoo, in_double(zoo.share(step, data_rank, SAMPLES)))
@@ -177,6 +187,8 @@ REFUSED = {
     "heads/falcon_groups_lm": ("tp3", "tp4", *SPLIT_POSITIONS[1:]),
 }
 """What can't be had of a model, with adapters or without."""
+NARROW = 2.5
+"""How much farther from the truth than one process in bf16: sums over ranks round once more."""
 
 
 def cases():
@@ -192,6 +204,18 @@ def test_adapters_train_as_on_one_process(name, mesh):
     run_on_ranks(compare, num_ranks, name, {}, options)
 
 
+@pytest.mark.parametrize("style", [pytest.param("interleaved", marks=pytest.mark.slow), "zbv"])
+def test_adapters_train_in_several_stages_on_a_rank(style):
+    config = {"target_modules": LLAMA}
+    run_on_ranks(compare, 4, DEEP, config, {**TP2, "pp_size": 2, "pp_style": style, "num_microbatches": 4})
+
+
+@pytest.mark.parametrize("mesh", ["tp4", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SPLIT_POSITIONS)])
+def test_layers_with_adapters_may_be_computed_anew(mesh):
+    num_ranks, options = MESHES[mesh]
+    run_on_ranks(compare, num_ranks, "transformers/llama", {}, options, recompute=True)
+
+
 KINDS = {
     "rslora": ("transformers/llama", {"use_rslora": True, "lora_alpha": 2}),
     "several": ("transformers/llama", {"second": {"r": 2, "target_modules": ["k_proj", "o_proj", "lm_head"]}}),
@@ -201,6 +225,10 @@ KINDS = {
     "head": ("transformers/llama", {"target_modules": ["v_proj", "lm_head"]}),
     "embedding": ("transformers/llama", {"target_modules": ["embed_tokens", "q_proj"]}),
     "tied-embedding": ("transformers/llama_tied", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "whole-tied": (
+        "transformers/llama_tied",
+        {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
     "whole-head": ("transformers/llama", {"target_modules": ["k_proj"], "modules_to_save": ["lm_head"]}),
     "whole-embedding": ("transformers/llama", {"target_modules": ["k_proj"], "modules_to_save": ["embed_tokens"]}),
     "whole-block": ("transformers/llama", {"target_modules": ["down_proj"], "modules_to_save": ["self_attn"]}),
@@ -215,6 +243,7 @@ HOW = {
 }
 KINDS_BY_DEFAULT = {
     ("several", "tp2"),
+    ("whole-tied", "tp2"),
     ("biases", "tp2"),
     ("biases-of-adapters", "split_gather"),
     ("head", "split-logits"),
@@ -237,3 +266,141 @@ def kinds():
 def test_each_kind_of_adapter_trains_as_on_one_process(kind, how):
     num_ranks, options = HOW[how]
     run_on_ranks(compare, num_ranks, *KINDS[kind], options)
+
+
+def narrow(name, options):
+    """Bound the distance of bf16's gradients to fp64's by that of one process in bf16."""
+    zoo = MODELS[name]
+    batch = zoo.whole(0, 1, SAMPLES)
+    whole, rounded = adapted(name, {}), adapted(name, {}).bfloat16()
+    zoo.loss_of(whole, batch).backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        zoo.loss_of(rounded, batch).backward()
+    truth, alone = ({n: p.grad for n, p in each.named_parameters() if p.requires_grad} for each in (whole, rounded))
+    booster = Booster("cpu", "bf16", HybridParallelPlugin(**options))
+    model = adapted(name, {}, lambda model, lora: booster.enable_lora(model, lora_config=lora)).float()
+    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    backward(booster, model, optimizer, zoo, batch)
+    found = {key: booster.full_gradient(model, key) for key in truth}
+    ours, theirs = (distance(each, truth) for each in (found, alone))
+    assert ours <= NARROW * theirs + 2**-8, (ours, theirs)
+
+
+def distance(found, truth):
+    squares = sum(float((found[key].double() - value).square().sum()) for key, value in truth.items())
+    return (squares / sum(float(value.square().sum()) for value in truth.values())) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("transformers/llama", "tp2"),
+        pytest.param("transformers/llama", "split_gather", marks=pytest.mark.slow),
+        pytest.param("transformers/llama", "tp2dp2zero1", marks=pytest.mark.slow),
+        pytest.param("transformers/gpt2_lm", "tp2", marks=pytest.mark.slow),
+        pytest.param("heads/falcon_groups_lm", "tp2", marks=pytest.mark.slow),
+        pytest.param("transformers/t5_generation", "tp2", marks=pytest.mark.slow),
+        pytest.param("transformers/bert_masked_lm", "tp2", marks=pytest.mark.slow),
+        pytest.param("transformers/mixtral", "tp2", marks=pytest.mark.slow),
+    ],
+)
+def test_bf16_is_as_near_to_the_truth_as_one_process(name, mesh):
+    num_ranks, options = MESHES[mesh]
+    run_on_ranks(narrow, num_ranks, name, options)
+
+
+def dropped(name, options):
+    """Return what the dropouts of adapters drop, and this rank's gradients of what all ranks have."""
+    booster, model, optimizer, zoo, *_ = boosted(name, {"lora_dropout": 0.5}, options)
+    masks = {}
+
+    def watch(module, name):
+        module.register_forward_hook(lambda _, __, output: masks.setdefault(name, []).append(output == 0))
+
+    for path, module in model.unwrap().named_modules():
+        if isinstance(module, torch.nn.Dropout) and "lora_dropout" in path:
+            watch(module, path.split(".")[-3])
+    backward(booster, model, optimizer, zoo, in_double(zoo.share(0, 0, SAMPLES)))
+    whole = {
+        path: model.unwrap().get_parameter(path)
+        for path in booster.plugin.parameter_paths(model)
+        if "lora_" in path and users_name(path) not in model.place.splits
+    }
+    return masks, {path: unscaled_gradient(parameter, optimizer) for path, parameter in whole.items()}
+
+
+def test_adapters_drop_alike_what_all_ranks_have_and_apart_what_they_share_out():
+    (masks, _), (others, _) = run_on_ranks(dropped, 2, "transformers/llama", TP2)
+    assert masks.keys() == set(LLAMA)
+    for name, found in masks.items():
+        is_alike = [torch.equal(*each) for each in zip(found, others[name], strict=True)]
+        assert is_alike == [name not in ("o_proj", "down_proj")] * 2, name
+    assert not torch.equal(masks["q_proj"][0], masks["k_proj"][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("transformers/llama", "tp2"),
+        pytest.param("transformers/llama", "split_gather", marks=pytest.mark.slow),
+        ("transformers/t5_generation", "split_gather"),
+    ],
+)
+def test_what_all_ranks_have_gets_one_gradient_whatever_is_dropped(name, mesh):
+    num_ranks, options = MESHES[mesh]
+    (_, gradients), (_, others) = run_on_ranks(dropped, num_ranks, name, options)
+    assert any(float(gradient.abs().max()) > 0 for gradient in gradients.values())
+    for path, gradient in gradients.items():
+        assert torch.equal(gradient, others[path]), path
+
+
+def refused(name, config):
+    boosted(name, config, TP2)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "match"),
+    [
+        (
+            "transformers/llama",
+            {"use_dora": True},
+            r"'model\.layers\.0\..*' has adapters with `use_dora=True`.*tp_size=1",
+        ),
+        (
+            "transformers/mixtral",
+            {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+            r"experts' has adapters of peft's type lora\.layer\.ParamWrapper; `tp_size=2` splits that layer.*",
+        ),
+        (
+            "transformers/llama",
+            {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+            r"embed_tokens.* has adapters of peft's type trainable_tokens\.layer\.TrainableTokensLayer",
+        ),
+    ],
+    ids=["dora", "experts", "tokens"],
+)
+def test_what_can_not_be_split_is_refused_on_every_rank(name, config, match):
+    expect_on_ranks(ConfigError, match, refused, 2, name, config)
+
+
+def take_apart():
+    _, model, *_ = boosted("transformers/llama", {}, TP2)
+    model.eval()
+    tokens = torch.zeros((2, 4), dtype=torch.int64)
+    model(input_ids=tokens, adapter_names=["default", "__base__"])
+
+
+def test_batches_of_several_adapters_are_refused():
+    expect_on_ranks(ConfigError, r"`adapter_names` takes each sample.*Call `set_adapter`", take_apart, 2)
+
+
+def copied(options, inside):
+    _, model, *_ = boosted("transformers/llama", {}, options)
+    copy.deepcopy(model.unwrap() if inside else model)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["boosted", "inside"])
+@pytest.mark.parametrize("mesh", ["tp2", "split_gather", "ring_attn"])
+def test_a_copy_is_refused(mesh, inside):
+    num_ranks, options = MESHES[mesh]
+    expect_on_ranks(ConfigError, r"can't be copied: .*Copy it before `boost`", copied, num_ranks, options, inside)

@@ -1,8 +1,12 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import pytest
+
 from booster_core.testing.conformance import PluginConformance
+from booster_core.testing.pipeline_conformance import EXAMPLE_BATCH, PipelineConformance
 from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.policy.base import ShardingPolicy
 
 
 class TestDataParallelAlone(PluginConformance):
@@ -12,3 +16,23 @@ class TestDataParallelAlone(PluginConformance):
 class TestZero2(PluginConformance):
     plugin_class = HybridParallelPlugin
     options: ClassVar[Mapping[str, Any]] = {"zero_stage": 2}
+
+
+_PIPELINE: dict[str, Any] = {
+    "pp_size": 2,
+    "custom_policy": ShardingPolicy(layers=("layers",)),
+    "example_batch": EXAMPLE_BATCH,
+}
+
+
+class TestPipeline(PipelineConformance):
+    plugin_class = HybridParallelPlugin
+    options: ClassVar[Mapping[str, Any]] = _PIPELINE
+
+
+@pytest.mark.slow
+class TestZeroBubblePipelinesWithZero2(PipelineConformance):
+    plugin_class = HybridParallelPlugin
+    options: ClassVar[Mapping[str, Any]] = {**_PIPELINE, "pp_style": "zbv", "zero_stage": 2}
+    world_size = 4
+    data_size = 2

@@ -41,9 +41,10 @@ DEFAULT = ()
 
 
 def boosted(zoo, options, precision=None):
-    example = in_format(zoo, zoo.share(0, 0, 2))
+    original, example = zoo.seeded(), zoo.share(0, 0, 2)
+    if precision is None:
+        original, example = seeded(zoo), in_format(zoo, example)
     booster = Booster("cpu", precision, HybridParallelPlugin(**options, example_batch=example))
-    original = seeded(zoo) if precision is None else zoo.seeded()
     model, optimizer, *_ = booster.boost(original, make_optimizer(original))
     return booster, model, optimizer
 
@@ -57,7 +58,7 @@ def tensors_of(outputs):
 def compare(name, options):
     zoo = find(name)
     booster, model, optimizer = boosted(zoo, options)
-    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context)
+    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     plain = train_plainly(zoo, lambda step: zoo.whole(step, data_size, SAMPLES))
     for step in range(STEPS):
         expected = plain.gradients[step]

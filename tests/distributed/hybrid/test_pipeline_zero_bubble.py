@@ -128,7 +128,7 @@ def compare_with_one_process(name, options):
     whole = deepened(zoo, 4)
     plain = torch.optim.AdamW(whole.parameters(), lr=1e-3, eps=1e-2)
     booster, model, optimizer = boosted(name, {**options, "pp_style": "zbv"})
-    rank, size = booster.plugin.data_parallel_coordinates(booster.context)
+    rank, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     count = options["num_microbatches"]
     for step in range(2):
         for data_rank in range(size):

@@ -62,7 +62,6 @@ def test_options_reach_the_config():
         ({"zero": ZeroConfig(), "zero_stage": 2}, r"`zero=ZeroConfig\(...\)` says what `zero_stage=2` says, too"),
         ({"zero": ZeroConfig(), "max_norm": 0.5}, "says what `max_norm=0.5` says, too"),
         ({"zero": ZeroConfig(replica_size=2)}, r"`zero=ZeroConfig\(replica_size=2\)`: all data parallel ranks share"),
-        ({"zero": ZeroConfig(overlap_allgather=True), "tp_size": 2}, "can't be had with `tp_size=2`"),
         ({"loss_scale": LossScaleConfig()}, "`loss_scale` is about fp16"),
         ({"precision": "bf16", "loss_scale": LossScaleConfig()}, "fp16"),
     ],

@@ -210,7 +210,7 @@ class HybridConfig:
 
 
 def check_used(config: HybridConfig, *, custom_policy: object, example_batch: object, pipeline_record: object) -> None:
-    """Refuse options that would have no effect, and ZeRO's that can't be had.
+    """Refuse options that would have no effect.
 
     Args:
         config: The mesh.
@@ -223,7 +223,7 @@ def check_used(config: HybridConfig, *, custom_policy: object, example_batch: ob
 
     Collective: none.
     """
-    tp_size, pp_size = config.tensor.size, config.pipeline.size
+    pp_size = config.pipeline.size
     of_pipeline = (
         ("example_batch", example_batch, "is for finding the layers of"),
         ("pipeline_record", pipeline_record, "writes down the work of"),
@@ -232,15 +232,11 @@ def check_used(config: HybridConfig, *, custom_policy: object, example_batch: ob
         if pp_size == 1 and value is not None:
             msg = f"`{name}` {what} a pipeline, and `pp_size=1` makes none. Pass `pp_size`, or leave it out."
             raise ConfigError(msg)
-    if custom_policy is not None and tp_size == pp_size == 1 and config.sequence.mode is None:
+    if custom_policy is not None and config.tensor.size == pp_size == 1 and config.sequence.mode is None:
         msg = (
             "`custom_policy` says where a model is split, and `tp_size=1` and `pp_size=1` without a "
             "`sequence_parallelism_mode` split none. Leave it out."
         )
-        raise ConfigError(msg)
-    if config.zero is not None and config.zero.overlap_allgather and tp_size > 1:
-        # Column-parallel layers read their siblings' weights, before these layers' own calls would wait for them.
-        msg = f"`overlap_allgather=True` can't be had with `tp_size={tp_size}`. Leave one of them out."
         raise ConfigError(msg)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from booster_core.errors import ConfigError
 from booster_hybrid.same_batch import check_same_batch
+from booster_hybrid.tensor_parallel.group import refuse_copy
 from booster_zero.model import ZeroModel
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ class HybridModel(ZeroModel):
     _has_compared: bool = False
     engine: PipelineEngine | None = None
     stages: StageMap | None = None
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse a copy, which would share the optimizer and the ranks of this one.
+
+        Raises:
+            ConfigError: Always.
+        """
+        refuse_copy()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``.

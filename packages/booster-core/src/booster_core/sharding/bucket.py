@@ -258,7 +258,13 @@ class ShardedBucket:
         self._is_averaged = True
         source = gradient.to(wire)
         average = collectives.all_reduce(source, dist.ReduceOp.AVG, self.ranks.replica_group)
-        return average if source is gradient else Pending([average], lambda: gradient.copy_(source))
+        if source is gradient:
+            return average
+
+        def widen() -> None:
+            gradient.copy_(source)
+
+        return Pending([average], widen)
 
     def _parts(self, gradients: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
         """Return the bucket's gradient in parts: large ones as they are, runs of small ones joined."""

@@ -57,6 +57,46 @@ class TinyMixedBag(nn.Module):
         return out
 
 
+class TinyStack(nn.Module):
+    """A language model of four layers in a row, of one kind, between an embedding and a head that are tied.
+
+    Layers pass on a tensor and get a mask beside it; one is frozen. Input: token numbers below 16, shape ``(N, T)``.
+    Output: logits, shape ``(N, T, 16)``.
+
+    Args:
+        unused: Have a layer that forward never calls.
+    """
+
+    def __init__(self, *, unused: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(_TinyLayer() for _ in range(4))
+        self.norm = nn.LayerNorm(8)
+        self.unused = nn.Linear(8, 8) if unused else None
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(8))
+        self.layers[1].requires_grad_(requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits of shape ``(N, T, 16)``."""
+        mask = (tokens != 0).unsqueeze(-1)
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, mask=mask)
+        out: Tensor = self.head(self.norm(x) * self.scale)
+        return out
+
+
+class _TinyLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x)) * mask
+
+
 def tiny_llama(**changes: Any) -> nn.Module:
     """Return a Llama of transformers with random weights and two layers; ``changes`` go to its config."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LARGEST_SEED = 2**62
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 class RankStream:
@@ -28,6 +29,8 @@ class RankStream:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._saved: tuple[Tensor, Tensor | None] | None = None
+        self._apart: tuple[Tensor, Tensor | None] | None = None
+        self._num_alike, self._has_drawn_alike = 0, False
 
     def enter(self, device: torch.device) -> None:
         """Draw from the rank's own stream from now on.
@@ -38,23 +41,32 @@ class RankStream:
         before = _states(device)
         seed = int(torch.randint(_LARGEST_SEED, ()))
         self._saved, self._after_draw, self._device = before, _states(device), device
-        _generator(None).manual_seed(seed ^ (self._rank * 0x9E3779B97F4A7C15 % _LARGEST_SEED))
-        if device.type == "cuda":
-            _generator(device).manual_seed(seed ^ (self._rank * 0x9E3779B97F4A7C15 % _LARGEST_SEED))
+        self._seed, self._num_alike, self._has_drawn_alike, self._apart = seed, 0, False, None
+        _reseed(seed ^ (self._rank * _GOLDEN % _LARGEST_SEED), device)
         self._seeded = _states(device)
+
+    def draw_alike(self) -> None:
+        """Draw as the other ranks do until `draw_apart`, inside of `enter` and `leave`: they compute the same there."""
+        if self._saved is None:
+            return
+        self._apart, self._num_alike = _states(self._device), self._num_alike + 1
+        _reseed((self._seed + self._num_alike * _GOLDEN) % _LARGEST_SEED, self._device)
+        self._seeded_alike = _states(self._device)
+
+    def draw_apart(self) -> None:
+        """Draw from the rank's own stream again."""
+        if self._apart is None:
+            return
+        self._has_drawn_alike = self._has_drawn_alike or not _are_equal(_states(self._device), self._seeded_alike)
+        _restore(self._apart, self._device)
+        self._apart = None
 
     def leave(self) -> None:
         """Draw from where the ranks draw alike again; without effect where `enter` was not called."""
         if self._saved is None:
             return
-        is_unused = all(
-            after is None or (now is not None and torch.equal(now, after))
-            for now, after in zip(_states(self._device), self._seeded, strict=True)
-        )
-        state, device_state = self._saved if is_unused else self._after_draw
-        torch.set_rng_state(state)
-        if device_state is not None:
-            torch.cuda.set_rng_state(device_state, self._device)
+        is_unused = not self._has_drawn_alike and _are_equal(_states(self._device), self._seeded)
+        _restore(self._saved if is_unused else self._after_draw, self._device)
         self._saved = None
 
 
@@ -67,3 +79,22 @@ def _generator(device: torch.device | None) -> torch.Generator:
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
+
+
+def _reseed(seed: int, device: torch.device) -> None:
+    _generator(None).manual_seed(seed)
+    if device.type == "cuda":
+        _generator(device).manual_seed(seed)
+
+
+def _restore(states: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def _are_equal(states: tuple[Tensor, Tensor | None], others: tuple[Tensor, Tensor | None]) -> bool:
+    return all(
+        other is None or (state is not None and torch.equal(state, other))
+        for state, other in zip(states, others, strict=True)
+    )

@@ -122,7 +122,7 @@ def split_between_blocks(
         kept: set[int] = set()
         for layer in layers:
             for block in _blocks(layer):
-                kept |= _split_block(layer, block, lengths, group, alone, split.adapters)
+                kept |= _split_block(layer, block, lengths, stream, group, alone, split.adapters)
         for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
             if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] not in done:
                 parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
@@ -144,6 +144,7 @@ def _split_block(
     layer: nn.Module,
     block: nn.Module,
     lengths: _Lengths,
+    stream: RankStream,
     group: TensorGroup,
     alone: ProcessGroup,
     adapters: Sequence[AdapterSum],
@@ -153,11 +154,11 @@ def _split_block(
     if not patched and not any(True for _ in block.children()):
         return set()  # a norm, a dropout: each position by itself
     if not patched or not all(map(_is_plain, patched.values())):
-        return _leave_as_it_is(block, lengths, group)
+        return _leave_as_it_is(block, lengths, stream, group)
     kept = set()
     across = _attending_across(layer, patched)
     for parent in across:
-        kept |= _leave_as_it_is(parent, lengths, group)
+        kept |= _leave_as_it_is(parent, lengths, stream, group)
     patched = {module: forward for module, forward in patched.items() if _parent(layer, module) not in across}
     gathering = _Gathering(lengths, group, is_replica=False)
     entries: dict[nn.Module, None] = {}
@@ -182,8 +183,10 @@ def _split_block(
     return kept
 
 
-def _leave_as_it_is(block: nn.Module, lengths: _Lengths, group: TensorGroup) -> set[int]:
+def _leave_as_it_is(block: nn.Module, lengths: _Lengths, stream: RankStream, group: TensorGroup) -> set[int]:
     """Give a block whole sequences, alike on all ranks; return its parameters, by identity."""
+    block.register_forward_pre_hook(lambda *_: stream.draw_alike())  # or each would work on something else
+    block.register_forward_hook(lambda *_: stream.draw_apart())
     block.register_forward_pre_hook(_Gathering(lengths, group, is_replica=True), with_kwargs=True)
     block.register_forward_hook(_Cutting(lengths, group))
     return {id(parameter) for parameter in block.parameters()}

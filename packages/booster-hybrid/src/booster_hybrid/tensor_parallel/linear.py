@@ -229,6 +229,11 @@ class ColumnSiblings:
         along = self._along[module]
         parameters = [_parameters(each) for each in along]
         flat = [*(weight for weight, _ in parameters), *(bias for _, bias in parameters)]
+        for parameter in flat:
+            if parameter is not None:
+                # Where updated parameters are still being gathered, a call of torch's waits for its arguments; the
+                # siblings' own calls, which would, come later.
+                parameter.dim()
         waiting = None if split is None else split.waiting(source, flat)
         given = flat if waiting is None else waiting.hidden()
         outputs: tuple[Tensor, ...] = _Columns.apply(source, self, waiting, *given)  # type: ignore[no-untyped-call]

@@ -1,0 +1,176 @@
+"""What can't be had is told on every rank, with the values that were asked for and those that would do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_zoo import get_model
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_hybrid import HybridParallelPlugin, ShardingPolicy
+
+NAME = "transformers/llama"
+RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+
+
+def boost(options, model=None):
+    model = get_model(NAME).seeded() if model is None else model
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
+    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "message"),
+    [
+        (3, {"tp_size": 2}, r"tp_size=2` is 2, which does not divide the world size 3. Use sizes whose .* one of 1, 3"),
+        (2, {"tp_size": 4}, r"tp_size=4` is 4, which does not divide the world size 2.*one of 1, 2"),
+        (4, {"pp_size": 3}, r"`pp_size=3 \* sp_size=1 \* tp_size=1` is 3, which does not divide the world size 4"),
+        (4, {**RING, "tp_size": 2, "pp_size": 2}, r"`pp_size=2 \* sp_size=2 \* tp_size=2` is 8.*one of 1, 2, 4"),
+        (
+            4,
+            {"tp_size": 3, "mesh_order": ("tp", "sp", "pp", "dp")},
+            r"`tp_size=3 \* sp_size=1 \* pp_size=1` is 3, which does not divide the world size 4",
+        ),
+        (5, {"tp_size": 5}, r"num_attention_heads=4\): 4 units can't be split over 5 ranks. Use a .* of at most 4"),
+        (3, {"pp_size": 3}, "2 layers can't fill 3 stages. Use fewer stages, or fewer chunks on each rank"),
+        (2, {"pp_size": 2, "num_layers_per_stage": [1, 2]}, r"`num_layers_per_stage=\[1, 2\]` .* the model's 2 layers"),
+        (2, {"pp_size": 2, "pp_style": "interleaved"}, "2 layers can't fill 4 stages"),
+        (3, {"sp_size": 3, "sequence_parallelism_mode": "all_to_all"}, "4 heads are no multiple of 3 ranks"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named_on_every_rank(num_ranks, options, message):
+    expect_on_ranks(ConfigError, message, boost, num_ranks, options)
+
+
+class Stranger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def boost_stranger(options):
+    boost(options, Stranger())
+
+
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}, RING], ids=["tp", "pp", "sp"])
+def test_a_model_class_without_policy_is_told_how_to_write_one(options):
+    message = (
+        r"There is no sharding policy for Stranger. Pass `custom_policy=ShardingPolicy\(rules=\(ModuleRule\(.*"
+        r"'blocks\.\*'.*hook `sharding_policy`; docs/sharding-policies.md has a whole example"
+    )
+    expect_on_ranks(ConfigError, message, boost_stranger, 2, options)
+
+
+def policies_apart():
+    options = {"pp_size": 2, "example_batch": torch.zeros(2, 4)}
+    name = "blocks" if dist.get_rank() else "layers"
+    boost({**options, "custom_policy": ShardingPolicy(layers=(name,))}, Stranger())
+
+
+def test_ranks_with_different_policies_are_named():
+    message = (
+        r"different settings: `custom_policy` is ShardingPolicy\(rules=\(\), layers=\('layers',\).* on rank\(s\) 0,"
+    )
+    expect_on_ranks(ConfigError, message, policies_apart, 2)
+
+
+def folders_apart(root):
+    folder = root / str(dist.get_rank())
+    folder.mkdir()
+    from booster_zero import ZeroConfig
+
+    boost({"zero": ZeroConfig(offload="disk", offload_dir=folder)})
+
+
+def test_each_rank_may_have_a_folder_of_its_own(tmp_path):
+    run_on_ranks(folders_apart, 2, tmp_path)
+
+
+def own_loss(outputs, _):
+    return outputs.loss
+
+
+def execute(batch, options):
+    booster, model, optimizer = boost({"pp_size": 2, **options})
+    return booster.execute_pipeline(iter([batch]), model, own_loss, optimizer)
+
+
+def tokens(samples):
+    return torch.zeros(samples, 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        (
+            {"input_ids": tokens(4), "labels": tokens(3)},
+            {},
+            r"must have one entry per sample .*\['input_ids'\] \(4, 4\)",
+        ),
+        ({"input_ids": None}, {}, "must have one entry per sample .* got `dict`"),
+        ({"input_ids": tokens(1), "labels": tokens(1)}, {}, r"batch of 1 sample\(s\) can't be split into `num_micro"),
+        ({"input_ids": tokens(2)}, {"num_microbatches": 3}, r"batch of 2 sample\(s\) can't be .*num_microbatches=3`"),
+    ],
+)
+def test_a_batch_that_cannot_be_split_is_told_on_every_rank(batch, options, message):
+    expect_on_ranks(ConfigError, message, execute, 2, batch, options)
+
+
+def of_sizes(samples, microbatch_size):
+    batch = get_model(NAME).share(0, 0, samples)
+    result = execute(batch, {"microbatch_size": microbatch_size})
+    whole = get_model(NAME).seeded()
+    if result["loss"] is None:
+        return None
+    return float(result["loss"]), float(whole(**batch).loss.detach())
+
+
+@pytest.mark.filterwarnings("ignore:.*leave each of the 2 ranks")
+@pytest.mark.parametrize(("samples", "microbatch_size"), [(5, 2), (3, 4)])
+def test_a_size_of_microbatches_need_not_divide_the_batch(samples, microbatch_size):
+    first, last = run_on_ranks(of_sizes, 2, samples, microbatch_size)
+    assert first is None
+    # Labels all count, so that the mean over microbatches, by their samples, is the mean over the batch.
+    assert last[0] == pytest.approx(last[1], rel=1e-5)
+
+
+def with_others(what):
+    booster, model, optimizer = boost({"pp_size": 2})
+    stranger = Stranger()
+    if what == "model":
+        model = stranger
+    else:
+        optimizer = torch.optim.SGD(stranger.parameters(), lr=0.1)
+    booster.execute_pipeline(iter([get_model(NAME).share(0, 0, 4)]), model, own_loss, optimizer)
+
+
+@pytest.mark.parametrize(("what", "got"), [("model", "Stranger"), ("optimizer", "SGD")])
+def test_a_pipeline_of_other_objects_is_refused(what, got):
+    message = f"needs the {what} returned by `Booster.boost`; got `.*{got}`"
+    expect_on_ranks(TypeError, message, with_others, 2, what)
+
+
+def one_step(options):
+    booster, model, optimizer = boost(options)
+    batch = get_model(NAME).share(0, 0, 4)
+    booster.execute_pipeline(iter([batch]), model, own_loss, optimizer)
+    optimizer.step()
+    whole = get_model(NAME).seeded()
+    plain = torch.optim.SGD(whole.parameters(), lr=0.1)
+    whole(**batch).loss.backward()
+    plain.step()
+    for key, parameter in model.unwrap().named_parameters():
+        torch.testing.assert_close(parameter.detach(), whole.get_parameter(key).detach(), rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_zero_2_works_with_a_pipeline():
+    run_on_ranks(one_step, 4, {"pp_size": 2, "zero_stage": 2})

@@ -1,0 +1,95 @@
+"""Gathers of updated parameters that go on after ``step``, beside layers that compute for their siblings, too.
+
+In these tests a gather hides what it brings: other ranks' parts of a bucket are NaN until it has been waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_zoo import get_model
+
+from booster_core import Booster, collectives
+from booster_core.collectives.pending import Pending
+from booster_core.testing import run_on_ranks
+from booster_core.testing.training import whole_model
+from booster_hybrid import HybridParallelPlugin
+from booster_zero import ZeroConfig
+
+STEPS = 3
+
+
+@contextlib.contextmanager
+def hidden_until_waited_for(seen):
+    """Hide what other data parallel ranks bring; activations, which tensor parallel ranks gather, go as they are."""
+    real = collectives.all_gather
+
+    def gather(buffer, bounds, group=None):
+        if buffer.dtype != torch.float32 or not seen.is_stepping:
+            return real(buffer, bounds, group)
+        rank = dist.get_rank(group)
+        values = buffer.clone()
+        pending = real(values, bounds, group)
+        buffer[: bounds[rank]] = float("nan")
+        buffer[bounds[rank + 1] :] = float("nan")
+        seen.number += 1
+        return Pending([pending], lambda: buffer.copy_(values))
+
+    collectives.all_gather = gather
+    try:
+        yield
+    finally:
+        collectives.all_gather = real
+
+
+class Seen:
+    is_stepping = False
+    number = 0
+
+
+def train(name, options, overlaps):
+    zoo = get_model(name)
+    plugin = HybridParallelPlugin(**options, zero=ZeroConfig(bucket_bytes=256, overlap_allgather=overlaps))
+    booster = Booster("cpu", plugin=plugin)
+    original = zoo.seeded()
+    model, optimizer, *_ = booster.boost(original, torch.optim.AdamW(original.parameters(), lr=1e-2))
+    rank, _ = plugin.data_parallel_coordinates(booster.context.coordinator)
+    seen, losses = Seen(), []
+    with hidden_until_waited_for(seen) if overlaps else contextlib.nullcontext():
+        for step in range(STEPS):
+            batch = zoo.share(step, rank, 4)
+            if options.get("pp_size", 1) > 1:
+                result = booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+                loss = result["loss"]
+            else:
+                loss = zoo.loss_of(model, batch)
+                booster.backward(loss, optimizer)
+            losses.append(None if loss is None else float(loss.detach()))
+            seen.is_stepping = True
+            optimizer.step()
+            seen.is_stepping = False
+            optimizer.zero_grad()
+    assert bool(seen.number) == overlaps
+    return losses, whole_model(booster, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama_tied", {"tp_size": 2}),
+        ("gpt2_lm", {"tp_size": 2}),
+        ("t5_generation", {"tp_size": 2}),
+        ("llama", {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}),
+        ("llama", {"pp_size": 2}),
+    ],
+    ids=["llama", "gpt2", "t5", "split_gather", "pipeline"],
+)
+def test_nobody_reads_a_parameter_too_early(name, options):
+    runs = [run_on_ranks(train, 4, f"transformers/{name}", options, overlaps) for overlaps in (False, True)]
+    for (plain_losses, plain), (losses, found) in zip(*runs, strict=True):
+        assert losses == plain_losses
+        for key, value in plain.items():
+            assert torch.equal(found[key], value), key
