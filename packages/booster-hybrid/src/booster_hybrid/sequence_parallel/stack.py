@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.sequence_parallel.positions import PositionsKept
     from booster_hybrid.tensor_parallel.group import TensorGroup
 
 OTHER_STATES = ("encoder_hidden_states", "key_value_states")
@@ -131,13 +130,10 @@ class LayerHooks:
         layer: The layer.
         is_first: Whether hidden states are split before it.
         is_last: Whether they are put together after it.
-        kept: Tells in which calls they are not, after all.
     """
 
-    def __init__(
-        self, stack: Stack, layer: nn.Module, *, is_first: bool, is_last: bool, kept: PositionsKept | None = None
-    ) -> None:
-        self._stack, self._is_first, self._is_last, self._kept = stack, is_first, is_last, kept
+    def __init__(self, stack: Stack, layer: nn.Module, *, is_first: bool, is_last: bool) -> None:
+        self._stack, self._is_first, self._is_last = stack, is_first, is_last
         self._names = argument_names(layer)
 
     @outside_of_graphs
@@ -191,7 +187,7 @@ class LayerHooks:
             )
             raise ConfigError(msg)
         stack.in_backward_of(first)
-        if not self._is_last or (self._kept is not None and not self._kept.gathers()):
+        if not self._is_last:
             return output
         hidden, *rest = output if isinstance(output, tuple) else (output,)
         hidden = gather_sequence(hidden, stack.layout(stack.length), stack.group)
