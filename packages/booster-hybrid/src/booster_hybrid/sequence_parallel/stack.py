@@ -107,7 +107,7 @@ class Stack:
                 self.enter(lengths[0])
                 self.key_length = lengths[1]
 
-            output.register_hook(enter_again)
+            output.register_hook(enter_again)  # type: ignore[no-untyped-call]
 
     def part_of_other(self, states: Tensor) -> Tensor:
         """Return this rank's part of another sequence's states; one and the same for all layers while they use it.
