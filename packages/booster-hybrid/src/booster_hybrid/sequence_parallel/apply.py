@@ -86,7 +86,9 @@ def has_causal_loss(model: nn.Module) -> bool:
 def _check_layers(model: nn.Module, layers: Sequence[nn.Module], mode: str) -> None:
     """Refuse layers whose parts see other positions, but not through transformers' attention interface."""
     modules = [module for layer in layers for module in layer.modules()]
-    calls = any(hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS") for module in modules)
+    calls = getattr(model, "_supports_attention_backend", False) or any(
+        hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS") for module in modules
+    )
     if not calls:
         msg = (
             f"{type(model).__name__} does not call its attention through transformers' attention interface, which is "
