@@ -183,10 +183,7 @@ DEFAULT = {
 """One of each kind; the others are left to the long run."""
 SPLIT_POSITIONS = ("split_gather", "all_to_all", "ring_attn", "ring_attn-tp2")
 REFUSED = {
-    **dict.fromkeys(
-        ("transformers/t5_generation", "transformers/whisper_generation", "transformers/falcon", "transformers/bloom"),
-        SPLIT_POSITIONS[1:],
-    ),
+    **dict.fromkeys(("transformers/falcon", "transformers/bloom"), SPLIT_POSITIONS[1:]),
     "transformers/deepseek_v3": ("tp3", "tp4"),
     "heads/falcon_groups_lm": ("tp3", "tp4", *SPLIT_POSITIONS[1:]),
 }

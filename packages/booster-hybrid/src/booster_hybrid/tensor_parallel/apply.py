@@ -66,15 +66,17 @@ def parallelize(
         model: The user's model, whole.
         policy: How its class is split.
         group: The tensor parallel ranks.
-        parallel_output: Leave the logits split by vocabulary, as `SplitLogits`; ``False`` puts them together.
+        parallel_output: Leave the logits split by vocabulary, as `SplitLogits`; ``False`` puts them together. So are
+            those of a model that is compiled as a whole: the compiler takes a tensor's shape for that of its memory.
 
     Raises:
         ConfigError: If a rule names a module that the model lacks, or sizes can't be split over the ranks.
 
     Collective: none.
     """
-    model = without_adapters(compiled_module(model) or model)  # whose names are the user's
-    return _Applier(model, policy, group, parallel_output=parallel_output).run()
+    compiled = compiled_module(model)
+    model = without_adapters(compiled or model)  # whose names are the user's
+    return _Applier(model, policy, group, parallel_output=parallel_output and compiled is None).run()
 
 
 class _Applier:
