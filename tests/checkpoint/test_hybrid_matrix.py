@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 
 import pytest
 import torch
 from model_zoo import get_model
+from safetensors.torch import load_file
 
 from booster_core import Booster, discovery
 from booster_core.testing import run_on_ranks
+from booster_core.testing.training import whole_model
 
 NAME = "transformers/llama_tied"
 SAMPLES = 4
@@ -83,6 +86,8 @@ def load(run, folder, precision=None):
     booster, model, optimizer = boosted(run, precision, shift=0.5)
     booster.load_model(model, folder / "model")
     booster.load_optimizer(optimizer, folder / "optimizer")
+    booster.save_model(model, folder / "again" / "model", shard=True)
+    booster.save_optimizer(optimizer, folder / "again" / "optimizer", shard=True)
     return [step_once(booster, model, optimizer, step) for step in (2, 3, 4)]
 
 
@@ -92,7 +97,11 @@ def on_ranks(function, run, *args):
     return per_rank[0]
 
 
-CUT = ["tp2pp2", "pp2dp2zero1", "pp2dp2zero2", "pp4", "zbv"]
+def tensors_in(folder):
+    """Return all tensors of a folder by name, read by safetensors alone."""
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
 PAIRS = [("tp2pp2", other) for other in RUNS] + [(other, "tp2pp2") for other in RUNS if other != "tp2pp2"]
 PAIRS += [("pp4", "pp2dp2zero2"), ("pp2dp2zero1", "ddp x1"), ("zero2 x3", "zbv"), ("zbv", "pp4"), ("ddp x1", "pp4")]
 
@@ -101,6 +110,14 @@ PAIRS += [("pp4", "pp2dp2zero2"), ("pp2dp2zero1", "ddp x1"), ("zero2 x3", "zbv")
 def test_a_run_goes_on_under_another_mesh_or_plugin(saved, loaded, tmp_path):
     expected = on_ranks(save, saved, tmp_path)
     assert on_ranks(load, loaded, tmp_path) == pytest.approx(expected, rel=1e-4)
+    for part in ("model", "optimizer"):
+        before, after = tensors_in(tmp_path / part), tensors_in(tmp_path / "again" / part)
+        assert before.keys() == after.keys()
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    groups = [
+        json.loads((folder / "optimizer/param_groups.json").read_text()) for folder in (tmp_path, tmp_path / "again")
+    ]
+    assert groups[0] == groups[1]
 
 
 @pytest.mark.parametrize("run", ["tp2pp2", "pp2dp2zero1"])
@@ -113,6 +130,22 @@ def test_a_saved_model_is_one_of_transformers(run, tmp_path):
     assert set(expected) == {name for name, _ in loaded.named_parameters()}
     for name, parameter in loaded.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def load_transformers(run, folder):
+    from transformers import LlamaForCausalLM
+
+    booster, model, _ = boosted(run, shift=0.5)
+    booster.load_model(model, folder)
+    whole = whole_model(booster, model)
+    for name, parameter in LlamaForCausalLM.from_pretrained(folder).named_parameters():
+        assert torch.equal(whole[name], parameter), name
+
+
+@pytest.mark.parametrize("run", ["tp2pp2", "zbv"])
+def test_a_model_of_transformers_is_loaded(run, tmp_path):
+    llama().save_pretrained(tmp_path)
+    run_on_ranks(load_transformers, RUNS[run][2], run, tmp_path)
 
 
 def plain_parameters():
