@@ -86,6 +86,26 @@ def test_other_models_on_other_ranks_are_refused() -> None:
     expect_on_ranks(LazyInitError, "built another model than rank 0", build_differently, 2)
 
 
+def build_in_another_order() -> dict[str, torch.Tensor]:
+    """Let tensors be made in an order of this rank's own, as threads that read files do."""
+    rank, plugin = DistCoordinator().rank, Rows()
+    with LazyInitContext():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        for index in range(3):
+            number = (index + rank) % 3
+            layer: Any = model[number]
+            layer.bias.data = torch.full((2,), number, dtype=torch.float64).float() if number else torch.zeros(2)
+    Booster(plugin=plugin).boost(model)
+    return plugin.kept
+
+
+def test_what_draws_nothing_may_come_in_any_order() -> None:
+    of_ranks = run_on_ranks(build_in_another_order, 2)
+    for number in range(3):
+        bias = torch.cat([kept[f"{number}.bias"] for kept in of_ranks])
+        assert bias.tolist() == [number, number]
+
+
 def boost_without_files(folder: str, plugin: str) -> None:
     """Lose the files of the last rank between the context and `boost`, and fill a model from them."""
     coordinator = DistCoordinator()

@@ -22,12 +22,10 @@ NAMES = [name for name in MODELS if not any(family in name for family in WITHOUT
 DEFAULT = (
     "transformers/llama_tied",
     "transformers/mixtral",
-    "transformers/gpt2_lm",
     "transformers/t5_generation",
-    "transformers/whisper_generation",
     "heads/falcon_groups_lm",
 )
-"""Fused, shared, uneven and tied ones; the others are left to the long run."""
+"""Fused, shared and tied ones; the others are left to the long run."""
 DEEP = "transformers/t5_generation"
 """Has layers for four stages."""
 WITHOUT_STAGES = ("heads/t5_token_classification",)
@@ -87,6 +85,9 @@ def compare(name, meshes, precision=None):
         assert groups(optimizer) == groups(eager_optimizer)
 
 
+SLOW = pytest.mark.slow
+
+
 def cases(names):
     return [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in names]
 
@@ -97,7 +98,14 @@ def test_values_are_those_of_an_eager_model(name):
     run_on_ranks(compare, 4, name, meshes)
 
 
-@pytest.mark.parametrize("name", ["transformers/llama_tied", "transformers/glm", "transformers/falcon"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transformers/llama_tied",
+        pytest.param("transformers/glm", marks=SLOW),
+        pytest.param("transformers/falcon", marks=SLOW),
+    ],
+)
 def test_uneven_and_shared_heads(name):
     run_on_ranks(compare, 3, name, [{"tp_size": 3}])
 
@@ -137,16 +145,19 @@ def train(name, options, precision):
         ({"tp_size": 2, "pp_size": 2}, None),
         ({"tp_size": 2, "zero_stage": 1}, "bf16"),
         ({"pp_size": 2, "zero_stage": 2, "pp_style": "zbv"}, "bf16"),
-        ({"pp_size": 2, "pp_style": "interleaved"}, "fp16"),
+        pytest.param({"pp_size": 2, "pp_style": "interleaved"}, "fp16", marks=SLOW),
         ({"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "zero_stage": 1}, None),
-        ({"tp_size": 2, "sequence_parallelism_mode": "split_gather", "zero_stage": 1, "cpu_offload": True}, "bf16"),
+        pytest.param(
+            {"tp_size": 2, "sequence_parallelism_mode": "split_gather", "zero_stage": 1, "cpu_offload": True},
+            "bf16",
+            marks=SLOW,
+        ),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 def test_first_steps_are_those_of_an_eager_model(options, precision):
-    run_on_ranks(
-        train, 4, "transformers/llama_tied" if "interleaved" not in options.values() else DEEP, options, precision
-    )
+    is_deep = options.get("pp_style") in ("zbv", "interleaved")
+    run_on_ranks(train, 4, DEEP if is_deep else "transformers/llama_tied", options, precision)
 
 
 def with_masters_on_disk(folder):
@@ -174,7 +185,7 @@ def without_optimizer(precision):
             assert_same(lazy, eager)
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param(None, marks=SLOW), "bf16"])
 def test_a_model_without_optimizer_gets_its_values(precision):
     run_on_ranks(without_optimizer, 4, precision)
 
@@ -193,7 +204,7 @@ def frozen_in_part(options):
     assert_same_steps(zoo, both[1], both[0])
 
 
-@pytest.mark.parametrize("options", CUT[:2], ids=["tp2pp2", "pp2dp2zero1"])
+@pytest.mark.parametrize("options", [CUT[0], pytest.param(CUT[1], marks=SLOW)], ids=["tp2pp2", "pp2dp2zero1"])
 def test_frozen_parameters_get_their_values(options):
     run_on_ranks(frozen_in_part, 4, options)
 
@@ -221,7 +232,14 @@ def pretrained(folder, dtype, precision):
                 assert_same(lazy, eager)
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [("float32", None), ("float32", "bf16"), ("bfloat16", "bf16")])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        pytest.param("float32", None, marks=SLOW),
+        ("float32", "bf16"),
+        pytest.param("bfloat16", "bf16", marks=SLOW),
+    ],
+)
 def test_folders_go_straight_into_parts_and_masters(dtype, precision, tmp_path):
     run_on_ranks(write_folders, 1, tmp_path)
     run_on_ranks(pretrained, 4, tmp_path, dtype, precision, timeout_seconds=120)
@@ -246,7 +264,13 @@ def with_adapters(options, *, inside):
     assert_same_steps(zoo, both[1], both[0])
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "after"])
-@pytest.mark.parametrize("options", CUT, ids=["tp2pp2", "pp2dp2zero1", "tp2dp2zero2"])
+@pytest.mark.parametrize(
+    ("options", "inside"),
+    [
+        (CUT[0], False),
+        *(pytest.param(options, inside, marks=SLOW) for options in CUT for inside in (True, False)),
+    ],
+    ids=["tp2pp2", *(f"{mesh}-{when}" for mesh in ("tp2pp2", "pp2dp2zero1", "tp2dp2zero2") for when in ("in", "out"))],
+)
 def test_adapters_train_on_a_lazy_model(options, inside):
     run_on_ranks(with_adapters, 4, options, inside=inside)

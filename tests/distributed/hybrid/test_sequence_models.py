@@ -92,6 +92,32 @@ def test_training_with_split_sequences_equals_one_process(mesh, name):
     run_on_ranks(compare, num_ranks, name, options, timeout_seconds=120)
 
 
+def compare_in_stages(name, options):
+    zoo = find(name)
+    plugin = HybridParallelPlugin(**options, pp_size=2, example_batch=in_format(zoo, zoo.share(0, 0, 2)))
+    booster = Booster("cpu", plugin=plugin)
+    plain = train_plainly(zoo, lambda step: zoo.whole(step, 1, 4))
+    original = seeded(zoo)
+    model, optimizer, *_ = booster.boost(original, make_optimizer(original))
+    for step in range(STEPS):
+        expected = plain.gradients[step]
+        booster.execute_pipeline(iter([in_format(zoo, zoo.share(step, 0, 4))]), model, zoo.loss, optimizer)
+        found = {key: booster.full_gradient(model, key) for key in expected}
+        assert_equal(found, expected, zoo, largest(expected))
+        assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(plain.norms[step], rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+IN_STAGES = ["transformers/t5_generation", "transformers/whisper_generation", "transformers/llama"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", cases(IN_STAGES, IN_STAGES[:1]))
+def test_stages_of_a_pipeline_split_sequences_too(mode, name):
+    run_on_ranks(compare_in_stages, 4, name, MODES[mode], timeout_seconds=120)
+
+
 def narrow(name, options):
     zoo = find(name)
     batch = zoo.whole(0, 1, 4)

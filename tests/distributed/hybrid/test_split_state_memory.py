@@ -3,8 +3,8 @@
 Measured is all anonymous memory that the kernel counts, between what was there before the model was built and the peak
 of a step in which AdamW's state is there already: parameters, gradients, two moments, gradients on their way from
 autograd, buffers of collectives, activations, and what the C library keeps of what was freed within the step. Nothing
-is taken off, for one process or for several; of three steps the least counts, as holes among what is allocated only
-add. That is fair where what is not split is small: the batch has 8 tokens, norms have 512 elements, and a pipeline's
+is taken off, for one process or for several. Of three steps the least counts: holes in what is allocated only add.
+That is fair where what is not split is small: the batch has 8 tokens, norms have 512 elements, and a pipeline's
 layers, whose gradients come into being one at a time and whole, are a twentieth of the model.
 """
 

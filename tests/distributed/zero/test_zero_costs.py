@@ -186,6 +186,40 @@ def test_stage_1_accumulates_whole_gradients():
         assert (underway, full, shards) == (0.0, 1.0, 0.5)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_rank_keeps_each_gradient_once(stage):
+    for underway, full, shards in run_on_ranks(gradient_bytes, 1, stage, 256 * 256 * 4):
+        assert (underway, full, shards) == (0.0, 0.0, 1.0)
+
+
+def parameters_while_laid_out_anew(stage):
+    """Return the bytes of all buckets' parameters at most, as parts of the model, and those afterwards."""
+    model = make(256, 12)
+    order = list(reversed(model))
+    model.forward = lambda x: [x := layer(x) for layer in order][-1]  # not as registered
+    booster, model, optimizer = boost(model, stage=stage, bucket_bytes=256 * 256 * 4)
+    layout, held = optimizer.layout, []
+    refs = [weakref.ref(bucket.flat.untyped_storage()) for bucket in layout.buckets]
+    made = layout._make
+
+    def counting(*args):
+        bucket = made(*args)
+        refs.append(weakref.ref(bucket.flat.untyped_storage()))
+        held.append(sum(storage.nbytes() for storage in (ref() for ref in refs) if storage is not None))
+        return bucket
+
+    layout._make = counting
+    train(booster, model, optimizer, 256)
+    left = sum(storage.nbytes() for storage in (ref() for ref in refs) if storage is not None)
+    return max(held) / (12 * 256 * 256 * 4), left / (12 * 256 * 256 * 4)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_exist_once_while_they_are_laid_out_anew(stage):
+    for most, left in run_on_ranks(parameters_while_laid_out_anew, 2, stage):
+        assert (most, left) == (13 / 12, 1.0), "a layer each has a bucket, of which one is both here and there"
+
+
 def thousand_steps():
     booster, model, optimizer = boost(make(64), bucket_bytes=20_000, stage=2)
     for _ in range(300):  # malloc finds its final size

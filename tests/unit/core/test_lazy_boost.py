@@ -142,3 +142,37 @@ def test_values_go_while_the_replay_runs(monkeypatch) -> None:
     # A weight and what it was converted from, although conversion was asked for after the last layer was made.
     assert max(alive) == 2
     assert dtypes == [(name, torch.float16) for name, _ in model.named_parameters()]
+
+
+def test_what_stands_in_for_values_takes_one_element_each_whatever_its_shape() -> None:
+    with LazyInitContext():
+        model = nn.Linear(3, 2)
+        model.scale = nn.Parameter(torch.ones(()))
+        model.gate = nn.Parameter(torch.ones(1))
+        model.register_buffer("mean", torch.zeros(()))
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    recording = take_recording(model, "cpu")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "weight": (2, 3),
+        "bias": (2,),
+        "scale": (),
+        "gate": (1,),
+        "mean": (),
+    }
+    assert all(tensor.untyped_storage().nbytes() == 4 for tensor in tensors.values())
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert recording.name_of == {id(tensor): name for name, tensor in tensors.items()}
+
+
+def test_nothing_is_made_for_parameters_that_the_model_has_lost() -> None:
+    model = build(lazy=True, model_class=TinyMixedBag)
+    eager = build(lazy=False, model_class=TinyMixedBag)
+    recording = take_recording(model)
+    del model.embedding.weight, model.repeated.weight
+    kept = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    recording.leave_out_absent()
+    assert "repeated.weight" not in recording.names
+    assert "embedding.weight" in recording.names, "the head has it still"
+    recording.fill((), "cpu")
+    assert all(torch.equal(model.get_parameter(name), eager.get_parameter(name)) for name in kept)

@@ -136,6 +136,15 @@ class Bucket(ShardedBucket):
 
         return Pending([gathered], finish, keep=values)
 
+    def vacate(self) -> None:
+        """Let go of the working values, all of which lie in other buckets now; copies of the optimizer's stay."""
+        self.flat = self.own = self.flat.new_empty(0)
+        if self.format.has_copy:
+            return
+        self.values = self.own
+        for piece in self.pieces:  # which the optimizer's state is listed by, until it has moved too
+            piece.values.data = self.own.new_empty(()).expand(piece.values.shape)
+
     # ---- what the optimizer keeps
 
     def state_room(self, piece: Piece, key: str, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from booster_core.errors import LazyInitError
@@ -70,16 +71,26 @@ def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:
     Collective: every rank of the world, whether or not its model is lazy.
     """
     recorders = _recorders(model)
-    own = [[entry.name for entry in recorder.entries] for recorder in recorders]
-    names, seeds = coordinator.broadcast_object((own, [recorder.seeds for recorder in recorders]))
+    own = [_recorded(recorder) for recorder in recorders]
+    first, seeds = coordinator.broadcast_object((own, [recorder.seeds for recorder in recorders]))
     error = None
-    if names != own:
+    if first != own:
+        here, there = (sum(count for _, counts in each for count in counts.values()) for each in (own, first))
         error = LazyInitError(
-            f"Rank {coordinator.rank} built another model than rank 0: {sum(map(len, own))} operations were recorded, "
-            f"there {sum(map(len, names))}. Every rank must build the same model, lazily or not."
+            f"Rank {coordinator.rank} built another model than rank 0: {here} operations were recorded, there {there}. "
+            "Every rank must build the same model, lazily or not."
         )
     coordinator.raise_together(error)
     _take_seeds(recorders, seeds)
+
+
+def _recorded(recorder: Recorder) -> tuple[list[str], dict[str, int]]:
+    """Return the draws of a recording in their order, and how often each operation occurs in it.
+
+    What draws nothing has no order that ranks share: libraries let threads read files.
+    """
+    draws = [entry.name for entry in recorder.entries if entry.draw is not None]
+    return draws, dict(Counter(entry.name for entry in recorder.entries))
 
 
 def _recorders(model: nn.Module) -> list[Recorder]:

@@ -145,7 +145,7 @@ class Recording:
                 if torch.device(device).type == "meta":
                     hollow = torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype, device="meta")
                 else:
-                    hollow = torch.zeros(1, dtype=ref.dtype, device=device).expand(ref.size)
+                    hollow = torch.zeros((), dtype=ref.dtype, device=device).expand(ref.size)
                 self._become(holder, hollow)
 
     def place(

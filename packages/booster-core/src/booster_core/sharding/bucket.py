@@ -304,6 +304,15 @@ class ShardedBucket:
         del changes
         return contextlib.nullcontext()
 
+    @property
+    def share_numel(self) -> int:
+        """Number of elements of this rank's slice."""
+        low, high = self.plan.bounds[self.ranks.shard_rank : self.ranks.shard_rank + 2]
+        return high - low
+
+    def vacate(self) -> None:
+        """Let go of the memory of the parameters, all of which lie in other buckets now, for strategies that can."""
+
     def leave(self) -> None:
         """Let go of what a strategy keeps of this bucket, because others have taken its place."""
 

@@ -95,12 +95,13 @@ class Layout(Generic[BucketT]):
         Returns:
             The optimizer's state of each piece that this rank owns now.
 
-        At most one bucket's worth of memory is needed besides the old and the new buckets.
+        An old bucket lets go of the parameters' memory as soon as all of them have moved. Besides the rest of the old
+        buckets, and the new ones, at most one bucket's worth of memory is needed.
 
         Collective: the shard group.
         """
         old, old_pieces = self.buckets, self.pieces()
-        self.buckets = self._build(order)
+        self.buckets = self._build(order, old)
         new_pieces = self.pieces()
         homes = {slot.index: bucket for bucket in self.buckets for slot in bucket.plan.slots}
         kinds, moved = self._described_states(old_pieces, new_pieces, states)
@@ -131,7 +132,8 @@ class Layout(Generic[BucketT]):
                 bucket.house(moved)
         return moved
 
-    def _build(self, order: Sequence[int]) -> list[BucketT]:
+    def _build(self, order: Sequence[int], left: Sequence[BucketT] = ()) -> list[BucketT]:
+        """Make buckets of parameters, which may come from others."""
         by_format: dict[Format, list[tuple[int, int]]] = defaultdict(list)
         for index in order:
             by_format[self._formats[index]].append((index, self.parameters[index].numel()))
@@ -144,11 +146,17 @@ class Layout(Generic[BucketT]):
             most = max(bucket_bytes // format_.wire.itemsize, 1)
             made = plan_flat(sizes, size, most) if self._kind == "flat" else plan_whole(sizes, self._owners, size, most)
             plans += [(max(place[slot.index] for slot in plan.slots), format_, plan) for plan in made]
+        homes = {slot.index: bucket for bucket in left for slot in bucket.plan.slots}
+        staying = {bucket: len(bucket.plan.slots) for bucket in left}
+        buckets = []
         # A bucket can leave when its last gradient has come.
-        return [
-            self._make(plan, self.parameters, format_, self._ranks)
-            for _, format_, plan in sorted(plans, key=lambda item: item[0])
-        ]
+        for _, format_, plan in sorted(plans, key=lambda item: item[0]):
+            buckets.append(self._make(plan, self.parameters, format_, self._ranks))
+            for bucket in (homes[slot.index] for slot in plan.slots if slot.index in homes):
+                staying[bucket] -= 1
+                if not staying[bucket]:
+                    bucket.vacate()
+        return buckets
 
     def _move(
         self,
@@ -207,7 +215,7 @@ class Layout(Generic[BucketT]):
         for key in sorted({key for index in present for key in kinds[index]}):
             dtypes = {kinds[index][key] for index in present if key in kinds[index]}
             for dtype in sorted(dtypes, key=str):
-                own = torch.zeros(bucket.values.numel(), dtype=dtype, device=bucket.format.home)
+                own = torch.zeros(bucket.share_numel, dtype=dtype, device=bucket.format.home)
                 for piece in bucket.pieces:
                     if kinds.get(piece.index, {}).get(key) == dtype:
                         bucket.slice_of(own, piece).copy_(states[piece.index][key])

@@ -20,7 +20,7 @@ from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention
 from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.loss import SequenceLoss
 from booster_hybrid.sequence_parallel.mask import make_mask
-from booster_hybrid.sequence_parallel.positions import PositionsKept
+from booster_hybrid.sequence_parallel.positions import LogitsOfPositions, head_of
 from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
 from booster_hybrid.sequence_parallel.stack import LayerHooks, Stack
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
@@ -62,32 +62,33 @@ def split_sequences(
     if mode == "all_to_all":
         _check_heads(model, [layer for _, layers in stacks for layer in layers], group.size, tensor_size)
     _install_attention(model, stacks)
-    kept: PositionsKept | None = None
     if parallel_output and has_causal_loss(model):
         model.loss_function = SequenceLoss(stacks[-1][0].layout, group)  # type: ignore[assignment]
-        kept = PositionsKept(model, stacks[-1][0].layout, group)
+        LogitsOfPositions(model, stacks[-1][0].layout, group)
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
     model.register_forward_pre_hook(_refuse_router_losses, with_kwargs=True)
-    for number, (stack, layers) in enumerate(stacks):
-        of_stack = kept if number == len(stacks) - 1 else None
+    for stack, layers in stacks:
         for index, layer in enumerate(layers):
             split_relative_biases(layer, stack)
             is_last = index == len(layers) - 1
-            hooks = LayerHooks(stack, layer, is_first=index == 0, is_last=is_last, kept=of_stack)
+            hooks = LayerHooks(stack, layer, is_first=index == 0, is_last=is_last)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after, always_call=True)
 
 
 def has_causal_loss(model: nn.Module) -> bool:
     """Return whether a model's loss is that of transformers' causal language models, which can be taken in parts."""
-    is_own = vars(model).get("_loss_function") is None
-    return is_own and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) and hasattr(model, "loss_function")
+    is_own = vars(model).get("_loss_function") is None and hasattr(model, "loss_function")
+    is_causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return is_own and is_causal and head_of(model) is not None
 
 
 def _check_layers(model: nn.Module, layers: Sequence[nn.Module], mode: str) -> None:
     """Refuse layers whose parts see other positions, but not through transformers' attention interface."""
     modules = [module for layer in layers for module in layer.modules()]
-    calls = any(hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS") for module in modules)
+    calls = getattr(model, "_supports_attention_backend", False) or any(
+        hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS") for module in modules
+    )
     if not calls:
         msg = (
             f"{type(model).__name__} does not call its attention through transformers' attention interface, which is "

@@ -16,6 +16,7 @@ from booster_hybrid.sequence_parallel.relative_bias import own_bias
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
 from booster_hybrid.sequence_parallel.stack import OTHER_STATES, argument_names
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,6 +58,7 @@ class AttentionPlace:
         self._names = names
         self.is_across = False
 
+    @outside_of_graphs
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note before a call whether it is given the states of another sequence, and how long its own is."""
         del module
@@ -82,6 +84,7 @@ def place_attention(module: nn.Module, stack: Stack | None) -> None:
         module.register_forward_pre_hook(place.note, with_kwargs=True)
 
 
+@outside_of_graphs
 def attention(
     module: nn.Module,
     query: Tensor,

@@ -14,6 +14,7 @@ from torch import nn
 
 from booster_hybrid.sequence_parallel.exchange import sum_over_ranks
 from booster_hybrid.tensor_parallel.bounds import check_bounds
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +40,7 @@ class SequenceLoss:
     ) -> None:
         self._layout_for, self._group = layout_for, group
 
+    @outside_of_graphs
     def __call__(
         self,
         logits: Tensor,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -131,6 +132,7 @@ class Visibility:
         return None if self._mask is None else self._mask[..., slice(*queries), slice(*keys)]
 
 
+@outside_of_graphs
 def make_mask(
     batch_size: int,
     q_length: int,

@@ -1,8 +1,8 @@
 """Logits of which each rank has those of its positions, where a causal language model takes its own loss of them.
 
-In a call with labels the loss is taken inside of the model, part by part, and the whole logits need not exist. What the
-model returns as its logits looks whole all the same (`SplitPositions`): whoever asks for more than the part that is
-here gets the whole. Without labels, hidden states are put together before the head, and the logits are whole.
+In a call with labels the loss is taken inside of the model, part by part: the head works on this rank's positions, and
+the whole logits need not exist. What the model returns as its logits looks whole all the same (`SplitPositions`):
+whoever asks for more than the part that is here gets the whole. Without labels, every rank's logits are whole.
 """
 
 from __future__ import annotations
@@ -149,8 +149,18 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 }
 
 
-class PositionsKept:
-    """Whether the present call of a model leaves its positions split: where it is given labels.
+def head_of(model: nn.Module) -> nn.Module | None:
+    """Return what makes logits of hidden states in a model of transformers; ``None`` where there is no such module.
+
+    Collective: none.
+    """
+    getter: Any = getattr(model, "get_output_embeddings", None)
+    head: nn.Module | None = None if getter is None else getter()
+    return head
+
+
+class LogitsOfPositions:
+    """Lets the head of a causal language model work on this rank's positions, in calls with labels.
 
     Args:
         model: The user's model.
@@ -164,13 +174,8 @@ class PositionsKept:
         self._length: int | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._mark)
-
-    def gathers(self) -> bool:
-        """Return whether hidden states are to be put together after the last layer.
-
-        Collective: none.
-        """
-        return self._length is None
+        head: Any = head_of(model)
+        head.register_forward_pre_hook(self._take)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
@@ -184,6 +189,13 @@ class PositionsKept:
                 "`parallel_output=False`."
             )
             raise ConfigError(msg)
+
+    def _take(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Give the head the hidden states of the positions that are here."""
+        del module
+        if self._length is None:
+            return args
+        return (self._layout_for(self._length).take(args[0], 1, self._group.rank), *args[1:])
 
     def _mark(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         """Let the logits that the model returns know which part they are."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,7 @@ class RelativeBias:
     def __init__(self, module: nn.Module, stack: Stack) -> None:
         self._module, self._stack = module, stack
 
+    @outside_of_graphs
     def __call__(self, *_: Any, **__: Any) -> Tensor:
         """Return the biases that this rank needs, whatever lengths the model sees.
 

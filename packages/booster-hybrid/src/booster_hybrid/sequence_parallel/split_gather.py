@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.state.naming import NamedTensors
+from booster_core.state.naming import NamedTensors, compiled_module
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
 from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.random import RankStream
 from booster_hybrid.tensor_parallel.collectives import summed
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.names import ModelNames
@@ -41,13 +42,25 @@ class _Lengths:
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
         self._length_of: dict[int, int] = {}
+        self._length = 0
         self._last: tuple[int, SequenceLayout] | None = None
 
     def enter(self, length: int) -> SequenceLayout:
         """Note that layers run on sequences of a length now."""
         layout = SequenceLayout(length, self._size)
-        self._length_of[layout.lengths[self._rank]] = length
+        self._length_of[layout.lengths[self._rank]] = self._length = length
         return layout
+
+    def in_backward_of(self, output: Any) -> None:
+        """See to it that what is computed again of a layer knows how long its sequences are."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            length = self._length
+
+            def enter_again(_: Tensor) -> None:
+                self.enter(length)
+
+            hidden.register_hook(enter_again)
 
     def of_whole(self, whole: Tensor) -> tuple[Tensor, SequenceLayout]:
         """Return whole sequences as ``(batch, positions, size)``, and how they are split."""
@@ -59,7 +72,9 @@ class _Lengths:
     def of_part(self, part: Tensor) -> tuple[Tensor, SequenceLayout]:
         """Return this rank's part of them as ``(batch, positions, size)``, and how they are split."""
         if part.dim() == 3:
-            layout = SequenceLayout(self._length_of[part.shape[1]], self._size)
+            layout = SequenceLayout(self._length, self._size)
+            if layout.lengths[self._rank] != part.shape[1]:
+                layout = SequenceLayout(self._length_of[part.shape[1]], self._size)
             self._last = part.shape[0], layout
             return part, layout
         batch, layout = self._of_flat(part)
@@ -97,6 +112,7 @@ def split_between_blocks(
 
     Collective: none.
     """
+    model = compiled_module(model) or model
     stacks = lists_of_layers(model, lists, "split_gather")
     names = NamedTensors.of(model).name_of
     done = split.splits.keys() | split.summed
@@ -217,6 +233,7 @@ class _LayerHooks:
         self._lengths, self._stream, self._group = lengths, stream, group
         self._is_first, self._is_last = is_first, is_last
 
+    @outside_of_graphs
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -229,11 +246,15 @@ class _LayerHooks:
             self._stream.enter(hidden.device)
         return args, kwargs
 
+    @outside_of_graphs
     def after(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Put the parts together after the last layer."""
         del module
         self._stream.leave()
-        if output is None or not self._is_last:
+        if output is None:  # the layer has raised
+            return output
+        self._lengths.in_backward_of(output)
+        if not self._is_last:
             return output
         return _mapped(output, lambda hidden: join_replicas(*self._lengths.of_part(hidden), self._group))
 
@@ -244,6 +265,7 @@ class _Gathering:
     def __init__(self, lengths: _Lengths, group: TensorGroup, *, is_replica: bool) -> None:
         self._lengths, self._group, self._is_replica = lengths, group, is_replica
 
+    @outside_of_graphs
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -260,6 +282,7 @@ class _Scattering:
     def __init__(self, lengths: _Lengths, group: TensorGroup) -> None:
         self._lengths, self._group = lengths, group
 
+    @outside_of_graphs
     def __call__(self, module: nn.Module, _: Any, output: Tensor) -> Tensor:
         del module
         part = scatter_sum(*self._lengths.of_whole(output), self._group)
@@ -272,6 +295,7 @@ class _Cutting:
     def __init__(self, lengths: _Lengths, group: TensorGroup) -> None:
         self._lengths, self._group = lengths, group
 
+    @outside_of_graphs
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
         del module
         return _mapped(output, lambda hidden: cut_replica(*self._lengths.of_whole(hidden), self._group))

@@ -20,13 +20,13 @@ from booster_hybrid.sequence_parallel.exchange import gather_sequence
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import SequenceMask
 from booster_hybrid.sequence_parallel.random import RankStream
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor, nn
 
-    from booster_hybrid.sequence_parallel.positions import PositionsKept
     from booster_hybrid.tensor_parallel.group import TensorGroup
 
 OTHER_STATES = ("encoder_hidden_states", "key_value_states")
@@ -54,9 +54,6 @@ class Stack:
         self.stream = RankStream(group.rank)
         self._length_of: dict[int, int] = {}
         self._cut: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
-        return Stack(self.mode, self.group, self.model_name)
 
     def layout(self, length: int) -> SequenceLayout:
         """Return how a sequence of a length is split.
@@ -95,6 +92,23 @@ class Stack:
             self.length = found.length
         return found is not None
 
+    def in_backward_of(self, output: Tensor) -> None:
+        """See to it that what is computed again of a layer knows how long its sequences are.
+
+        Args:
+            output: What the layer returns.
+
+        Collective: none.
+        """
+        if output.requires_grad:
+            lengths = self.length, self.key_length
+
+            def enter_again(_: Tensor) -> None:
+                self.enter(lengths[0])
+                self.key_length = lengths[1]
+
+            output.register_hook(enter_again)  # type: ignore[no-untyped-call]
+
     def part_of_other(self, states: Tensor) -> Tensor:
         """Return this rank's part of another sequence's states; one and the same for all layers while they use it.
 
@@ -116,15 +130,13 @@ class LayerHooks:
         layer: The layer.
         is_first: Whether hidden states are split before it.
         is_last: Whether they are put together after it.
-        kept: Tells in which calls they are not, after all.
     """
 
-    def __init__(
-        self, stack: Stack, layer: nn.Module, *, is_first: bool, is_last: bool, kept: PositionsKept | None = None
-    ) -> None:
-        self._stack, self._is_first, self._is_last, self._kept = stack, is_first, is_last, kept
+    def __init__(self, stack: Stack, layer: nn.Module, *, is_first: bool, is_last: bool) -> None:
+        self._stack, self._is_first, self._is_last = stack, is_first, is_last
         self._names = argument_names(layer)
 
+    @outside_of_graphs
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -158,6 +170,7 @@ class LayerHooks:
         args = tuple(named.pop(names.get(index, f"/{index}")) for index in range(len(args)))
         return args, named
 
+    @outside_of_graphs
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Put the parts together after the last layer."""
         stack = self._stack
@@ -173,7 +186,8 @@ class LayerHooks:
                 "sequence see itself only. Use 'split_gather' with `tp_size`, or a model that does."
             )
             raise ConfigError(msg)
-        if not self._is_last or (self._kept is not None and not self._kept.gathers()):
+        stack.in_backward_of(first)
+        if not self._is_last:
             return output
         hidden, *rest = output if isinstance(output, tuple) else (output,)
         hidden = gather_sequence(hidden, stack.layout(stack.length), stack.group)

@@ -69,6 +69,25 @@ class _VocabularyLookup:
         return looked_up(tokens, self._first, weight.shape[0], embed, self._group)
 
 
+def check_wrappers(names: ModelNames, targets: Iterable[str], size: int) -> None:
+    """Refuse what peft has put in the place of a layer that is to be split, with the layer somewhere inside of it.
+
+    Args:
+        names: The model's modules.
+        targets: Names of those that are to be split.
+        size: Number of tensor parallel ranks.
+
+    Raises:
+        ConfigError: If there is such a thing.
+
+    Collective: none.
+    """
+    for name in targets:
+        module = names.modules.get(name)
+        if type(module).__module__.startswith("peft."):
+            _refuse(name, _typed(module), size)
+
+
 def split_adapters(
     names: ModelNames,
     splits: Mapping[str, Split],
@@ -169,8 +188,7 @@ def _check(layer: Any, name: str, size: int) -> None:
     from peft.tuners import lora
 
     if type(layer) not in (lora.Linear, lora.Embedding):
-        what = f"of peft's type {type(layer).__module__.removeprefix('peft.tuners.')}.{type(layer).__name__}"
-        _refuse(name, what, size)
+        _refuse(name, _typed(layer), size)
     if any(layer.use_dora.values()):
         _refuse(name, "with `use_dora=True`, which takes the norms of whole weights", size)
     variants: Iterable[object] = getattr(layer, "lora_variant", {}).values()
@@ -178,11 +196,15 @@ def _check(layer: Any, name: str, size: int) -> None:
         _refuse(name, f"of peft's variant {type(variant).__name__}", size)
 
 
+def _typed(layer: object) -> str:
+    return f"of peft's type {type(layer).__module__.removeprefix('peft.tuners.')}.{type(layer).__name__}"
+
+
 def _refuse(name: str, what: str, size: int) -> NoReturn:
     msg = (
         f"'{name}' has adapters {what}; `tp_size={size}` splits that layer, and only plain low-rank adapters of linear "
         "layers and embeddings can be split with theirs. Leave the layer out of `target_modules` (or "
-        "`target_parameters`), choose plain LoRA, or use `tp_size=1`."
+        "`target_parameters`, `trainable_token_indices`), choose plain LoRA, or use `tp_size=1`."
     )
     raise ConfigError(msg)
 

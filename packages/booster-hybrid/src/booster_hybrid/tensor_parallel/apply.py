@@ -16,7 +16,7 @@ from booster_core.errors import ConfigError
 from booster_core.state.adapted import without_adapters
 from booster_core.state.naming import compiled_module
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
-from booster_hybrid.tensor_parallel.adapters import AdapterSum, split_adapters
+from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.arguments import cut_arguments
 from booster_hybrid.tensor_parallel.collectives import enter, leave, summed
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
@@ -66,15 +66,17 @@ def parallelize(
         model: The user's model, whole.
         policy: How its class is split.
         group: The tensor parallel ranks.
-        parallel_output: Leave the logits split by vocabulary, as `SplitLogits`; ``False`` puts them together.
+        parallel_output: Leave the logits split by vocabulary, as `SplitLogits`; ``False`` puts them together. So are
+            those of a model that is compiled as a whole: the compiler takes a tensor's shape for that of its memory.
 
     Raises:
         ConfigError: If a rule names a module that the model lacks, or sizes can't be split over the ranks.
 
     Collective: none.
     """
-    model = without_adapters(compiled_module(model) or model)  # whose names are the user's
-    return _Applier(model, policy, group, parallel_output=parallel_output).run()
+    compiled = compiled_module(model)
+    model = without_adapters(compiled or model)  # whose names are the user's
+    return _Applier(model, policy, group, parallel_output=parallel_output and compiled is None).run()
 
 
 class _Applier:
@@ -92,6 +94,7 @@ class _Applier:
     def run(self) -> TensorParallelModel:
         found = [(rule, name) for rule in self._policy.rules for name in self._targets(rule)]
         self._check_splits_layers(found)
+        check_wrappers(self._names, (name for _, name in found), self._group.size)
         taken: set[str] = set()
         columns: dict[tuple[int, bool], list[tuple[ModuleRule, str]]] = defaultdict(list)
         for rule, name in found:

@@ -1,0 +1,270 @@
+"""What models ask of attention besides: windows, capped scores, sinks, packed documents, other layers' routers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from apart import import_quietly
+from model_zoo import get_model
+
+from booster_core import Booster, enable_activation_checkpointing
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.policy.base import ShardingPolicy
+
+ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
+RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
+MODES = pytest.mark.parametrize("options", [ULYSSES, RING, SPLIT], ids=["all_to_all", "ring_attn", "split_gather"])
+SEQUENCES = pytest.mark.parametrize("options", [ULYSSES, RING], ids=["all_to_all", "ring_attn"])
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+BART = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "use_cache": False,
+}
+VARIANTS = {
+    "window": ("Mistral", "ForCausalLM", {**SMALL, "sliding_window": 3}),
+    "capped": (
+        "Gemma2",
+        "ForCausalLM",
+        {**SMALL, "head_dim": 8, "sliding_window": 3, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 2},
+    ),
+    "sinks": ("GptOss", "ForCausalLM", {**SMALL, "head_dim": 8, "num_local_experts": 4, "sliding_window": 3}),
+    "biased": ("T5", "ForConditionalGeneration", {**T5, "decoder_start_token_id": 0, "pad_token_id": 0}),
+    "biased_apart": ("UMT5", "ForConditionalGeneration", {**T5, "decoder_start_token_id": 0, "pad_token_id": 0}),
+    "heads": ("Bart", "ForConditionalGeneration", BART),
+}
+
+
+def build(variant):
+    import_quietly(("transformers",))
+    import transformers
+
+    family, head, settings = VARIANTS[variant]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**settings)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}{head}")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # also what starts as zeros
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    return model
+
+
+LISTS = ("model.layers", "encoder.block", "decoder.block", "model.encoder.layers", "model.decoder.layers")
+
+
+def boost(model, options):
+    policy = ShardingPolicy(layers=LISTS) if "sp_size" in options else None
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options, custom_policy=policy))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return booster, model, optimizer
+
+
+def batch_of(length, padding, across):
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(3, 64, (4, length), generator=generator)
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    if across:  # another length on the other side
+        batch["labels"] = torch.randint(3, 64, (4, length + across), generator=generator)
+    if padding is not None:
+        batch["attention_mask"] = torch.ones_like(tokens)
+        for sample in range(4):
+            hidden = sample % 3
+            unseen = slice(length - hidden, None) if padding == "right" else slice(0, hidden)
+            batch["attention_mask"][sample, unseen] = 0
+            if not across:  # nor what is predicted from what sees nothing
+                batch["labels"][sample, unseen if padding == "right" else slice(0, hidden + 1)] = -100
+    return batch
+
+
+def assert_same(booster, model, optimizer, expected, batches):
+    loss, found = (sum(each(**batch).loss for batch in batches) for each in (expected, model))
+    loss.backward()
+    booster.backward(found, optimizer)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-5)
+    for key, parameter in expected.named_parameters():
+        if parameter.grad is not None:
+            scale = max(1.0, float(parameter.grad.abs().max()))
+            gradient = booster.full_gradient(model, key)
+            torch.testing.assert_close(gradient / scale, parameter.grad / scale, **TOLERANCE, msg=key)
+    expected.zero_grad()
+    optimizer.zero_grad()
+
+
+def compare(variant, options):
+    across = 3 if variant in ("biased", "biased_apart", "heads") else 0
+    expected = build(variant)
+    booster, model, optimizer = boost(copy.deepcopy(expected), options)
+    for length, padding in ((8, None), (7, "left"), (9, "right"), (2, None)):
+        assert_same(booster, model, optimizer, expected, [batch_of(length, padding, across)])
+
+
+@SEQUENCES
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_a_model_asks_of_attention_is_done_to_parts(variant, options):
+    run_on_ranks(compare, 2, variant, options, timeout_seconds=120)
+
+
+@pytest.mark.parametrize("variant", ["window", "capped"])
+def test_split_gather_leaves_attention_as_it_is(variant):
+    run_on_ranks(compare, 2, variant, SPLIT, timeout_seconds=120)
+
+
+def computed_again(options, switch):
+    """Two batches are underway, of lengths of which a rank has equally many positions."""
+    torch.manual_seed(0)
+    expected = build("biased")
+    booster, model, optimizer = boost(copy.deepcopy(expected), options)
+    if switch == "booster":
+        enable_activation_checkpointing(model)
+    else:
+        own = model.unwrap()
+        getattr(own, "activation_checkpointing_enable", own.gradient_checkpointing_enable)()
+    model.train()
+    assert_same(booster, model, optimizer, expected, [batch_of(7, "left", 4), batch_of(8, None, -1)])
+
+
+@MODES
+@pytest.mark.parametrize("switch", ["booster", "transformers"])
+def test_layers_between_two_sequences_are_computed_again(options, switch):
+    run_on_ranks(computed_again, 2, options, switch, timeout_seconds=120)
+
+
+def packed(options):
+    """Documents after each other in one row see only themselves."""
+    expected = build("window")
+    booster, model, optimizer = boost(copy.deepcopy(expected), options)
+    batch = batch_of(12, None, 0)
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(4, -1)
+    batch["labels"][:, 5] = -100  # the first of a document is nobody's next
+    whole = {**batch, "position_ids": positions}
+    assert_same(booster, model, optimizer, expected, [whole])
+    apart = [{key: value[:, part] for key, value in whole.items()} for part in (slice(0, 5), slice(5, 12))]
+    logits = torch.cat([expected(**each).logits for each in apart], 1)
+    torch.testing.assert_close(model(**whole).logits, logits)
+
+
+@MODES
+def test_packed_documents_train_as_if_apart(options):
+    run_on_ranks(packed, 2, options)
+
+
+def boost_zoo(zoo, options, before=None):
+    original = zoo.seeded()
+    original = original if before is None else before(original)
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
+    model, *_ = booster.boost(original, torch.optim.SGD(original.parameters(), lr=0.1))
+    return model
+
+
+def copied(options):
+    copy.deepcopy(boost_zoo(get_model("transformers/t5_generation"), options).unwrap())
+
+
+@MODES
+def test_copies_of_a_split_model_are_refused(options):
+    expect_on_ranks(ConfigError, "split over ranks can.t be copied", copied, 2, options)
+
+
+def compiled(name, options, how):
+    """Compiled as a whole or layer by layer, before or after."""
+    # The compiler looks at every tensor's `grad` after a graph break.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    zoo = get_model(f"transformers/{name}")
+    expected, batch = zoo.seeded(), zoo.whole(0, 1, 4)
+    truth = zoo.loss_of(expected, batch)
+    truth.backward()
+
+    def in_place(model):
+        for module in model.modules():
+            if isinstance(module, torch.nn.ModuleList):
+                for layer in module:
+                    layer.compile(backend="eager")
+        return model
+
+    def whole(model):
+        return torch.compile(model, backend="eager")
+
+    before, after = {
+        "whole before": (whole, None),
+        "layers before": (in_place, None),
+        "whole after": (None, whole),
+        "layers after": (None, in_place),
+    }[how]
+    if how == "whole after":  # the compiler takes the shape of split logits for that of their memory
+        options = {**options, "parallel_output": False}
+    torch.compiler.reset()
+    model = boost_zoo(zoo, options, before)
+    run = model if after is None else after(model.unwrap())
+    loss = zoo.loss_of(run, batch)
+    loss.backward()
+    torch.testing.assert_close(loss, truth)
+
+
+@pytest.mark.slow
+@MODES
+@pytest.mark.parametrize("name", ["llama", "t5_generation"])
+@pytest.mark.parametrize("how", ["whole before", "layers before", "whole after", "layers after"])
+def test_split_models_may_be_compiled(how, name, options):
+    run_on_ranks(compiled, 2, name, options, how, timeout_seconds=180)
+
+
+def mixture(options, asked):
+    import_quietly(("transformers",))
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    expected = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=asked == "config"))
+    booster, model, optimizer = boost(copy.deepcopy(expected), options)
+    batch = batch_of(8, "right", 0)
+    if asked == "call":
+        batch["output_router_logits"] = True
+    assert_same(booster, model, optimizer, expected, [batch])
+
+
+@SEQUENCES
+@pytest.mark.parametrize("asked", ["config", "call"])
+def test_balancing_experts_over_parts_of_a_batch_is_refused(options, asked):
+    message = "`output_router_logits=True` balances experts over the positions of a whole batch"
+    expect_on_ranks(ConfigError, message, mixture, 2, options, asked)
+
+
+def test_split_gather_balances_experts_over_the_whole_batch():
+    run_on_ranks(mixture, 2, SPLIT, "config")
+
+
+def mixes():
+    import_quietly(("transformers",))
+    model = build("window")
+    model.model.layers[1].mlp.shift = torch.nn.Conv1d(32, 32, 3)
+    boost(model, RING)
+
+
+def test_layers_that_look_at_other_positions_themselves_are_refused():
+    expect_on_ranks(ConfigError, "layers of MistralForCausalLM have a 'Conv1d', which sees other positions", mixes, 2)
