@@ -29,6 +29,7 @@ from booster_core.testing import run_on_ranks
 from booster_core.testing.compare import assert_same_tensors, tolerance_for
 from booster_core.testing.training import whole_model
 from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.tensor_parallel.logits import SplitLogits
 
 SAMPLES = 5
 """Of each data parallel rank: microbatches of three and of two."""
@@ -83,9 +84,10 @@ def boosted(zoo, options, precision=None):
 
 
 def tensors_of(outputs):
-    """Return the floating tensors of a model's outputs by where they are."""
-    leaves = pytree.tree_flatten_with_path(outputs)[0]
-    return {pytree.keystr(path): leaf.detach() for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    """Return the tensors of a model's outputs, whole, by where they are."""
+    leaves = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(outputs)[0]]
+    tensors = {where: leaf.detach() for where, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {where: leaf.gather() if isinstance(leaf, SplitLogits) else leaf for where, leaf in tensors.items()}
 
 
 def compare(name, options):
