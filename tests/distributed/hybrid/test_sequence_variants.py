@@ -217,8 +217,6 @@ def compiled(name, options, how):
         "whole after": (None, whole),
         "layers after": (None, in_place),
     }[how]
-    if how == "whole after":  # the compiler takes the shape of split logits for that of their memory
-        options = {**options, "parallel_output": False}
     torch.compiler.reset()
     model = boost_zoo(zoo, options, before)
     run = model if after is None else after(model.unwrap())

@@ -18,7 +18,6 @@ from booster_core.errors import ConfigError
 from booster_core.state.naming import compiled_module
 from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention, place_attention
 from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
-from booster_hybrid.sequence_parallel.loss import SequenceLoss
 from booster_hybrid.sequence_parallel.mask import make_mask
 from booster_hybrid.sequence_parallel.positions import LogitsOfPositions, head_of
 from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
@@ -63,7 +62,6 @@ def split_sequences(
         _check_heads(model, [layer for _, layers in stacks for layer in layers], group.size, tensor_size)
     _install_attention(model, stacks)
     if parallel_output and has_causal_loss(model):
-        model.loss_function = SequenceLoss(stacks[-1][0].layout, group)  # type: ignore[assignment]
         LogitsOfPositions(model, stacks[-1][0].layout, group)
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
     model.register_forward_pre_hook(_refuse_router_losses, with_kwargs=True)

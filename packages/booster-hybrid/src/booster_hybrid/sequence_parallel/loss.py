@@ -31,14 +31,13 @@ class SequenceLoss:
     Args:
         layout_for: Returns how a sequence of a length is split.
         group: The sequence parallel ranks.
+        is_split: Tells whether logits come split by positions; whole ones are split here.
     """
 
     def __init__(
-        self,
-        layout_for: Callable[[int], SequenceLayout],
-        group: TensorGroup,
+        self, layout_for: Callable[[int], SequenceLayout], group: TensorGroup, is_split: Callable[[], bool]
     ) -> None:
-        self._layout_for, self._group = layout_for, group
+        self._layout_for, self._group, self._is_split = layout_for, group, is_split
 
     @outside_of_graphs
     def __call__(
@@ -54,7 +53,7 @@ class SequenceLoss:
         """Return the mean over the counted tokens of whole sequences, or their sum over ``num_items_in_batch``.
 
         Args:
-            logits: Shape ``(batch, local positions, vocabulary)``.
+            logits: Shape ``(batch, local positions, vocabulary)``, or of all positions where they are not split.
             labels: Shape ``(batch, positions)``, for whole sequences.
             vocab_size: What transformers passes; the logits know it.
             num_items_in_batch: What to divide the sum by.
@@ -73,7 +72,10 @@ class SequenceLoss:
         # Before each rank takes its part: all raise, or none does.
         check_bounds(shift_labels.masked_fill(shift_labels == ignore_index, 0), logits.shape[-1], "Target")
         count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        local = self._layout_for(shift_labels.shape[1]).take(shift_labels, 1, self._group.rank)
+        layout = self._layout_for(shift_labels.shape[1])
+        local = layout.take(shift_labels, 1, self._group.rank)
+        if not self._is_split():
+            logits = layout.take(logits, 1, self._group.rank)
         total = nn.functional.cross_entropy(
             logits.float().flatten(0, 1), local.flatten(), ignore_index=ignore_index, reduction="sum"
         )

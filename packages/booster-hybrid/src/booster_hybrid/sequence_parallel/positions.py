@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
+from booster_hybrid.sequence_parallel.loss import SequenceLoss
 from booster_hybrid.tensor_parallel.logits import SplitLogits
 from booster_hybrid.whole import (
     FACTS,
@@ -160,7 +161,7 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 
 class LogitsOfPositions:
-    """Lets the head of a causal language model work on this rank's positions, in calls with labels.
+    """Lets the head and the loss of a causal language model work on this rank's positions, in calls with labels.
 
     Args:
         model: The user's model.
@@ -176,14 +177,17 @@ class LogitsOfPositions:
         model.register_forward_hook(self._mark)
         head: Any = head_of(model)
         head.register_forward_pre_hook(self._take)
+        model.loss_function = SequenceLoss(layout_for, group, lambda: self._length is not None)  # type: ignore[assignment]
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        labels = given.get("labels")
-        self._length = None if labels is None else labels.shape[1]
+        labels: Any = given.get("labels")
+        # The compiler of a whole model takes the shape of split logits for that of their memory.
+        is_whole = labels is None or torch.compiler.is_compiling()
+        self._length = None if is_whole else labels.shape[1]
         kept = given.get("logits_to_keep", 0)
-        if labels is not None and (not isinstance(kept, int) or kept):
+        if not is_whole and (not isinstance(kept, int) or kept):
             msg = (
                 f"`logits_to_keep={kept}` counts positions of the whole sequence. Leave it out, or "
                 "`parallel_output=False`."

@@ -11,6 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_core.state.adapted import without_adapters
@@ -18,7 +20,7 @@ from booster_core.state.naming import compiled_module
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.arguments import cut_arguments
-from booster_hybrid.tensor_parallel.collectives import enter, leave, summed
+from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave, summed
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
 from booster_hybrid.tensor_parallel.heads import LocalCount
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_linear, is_transposed
@@ -67,16 +69,15 @@ def parallelize(
         policy: How its class is split.
         group: The tensor parallel ranks.
         parallel_output: Leave the logits split by vocabulary, as `SplitLogits`; ``False`` puts them together. So are
-            those of a model that is compiled as a whole: the compiler takes a tensor's shape for that of its memory.
+            those of a model that is compiled as a whole.
 
     Raises:
         ConfigError: If a rule names a module that the model lacks, or sizes can't be split over the ranks.
 
     Collective: none.
     """
-    compiled = compiled_module(model)
-    model = without_adapters(compiled or model)  # whose names are the user's
-    return _Applier(model, policy, group, parallel_output=parallel_output and compiled is None).run()
+    model = without_adapters(compiled_module(model) or model)  # whose names are the user's
+    return _Applier(model, policy, group, parallel_output=parallel_output).run()
 
 
 class _Applier:
@@ -213,10 +214,19 @@ class _Applier:
 
     def _keep_split(self, head: nn.Module, sizes: list[int]) -> None:
         """Let a head's logits know which part of the vocabulary they are."""
+        state = {"is_traced": False}
+
+        def begin(_module: nn.Module, _args: Any) -> None:
+            # Where the whole model is compiled, be it after `boost`, the compiler comes by here, and it takes the shape
+            # of split logits for that of their memory.
+            state["is_traced"] = torch.compiler.is_compiling()
 
         def mark(_module: nn.Module, _args: Any, logits: Tensor) -> Tensor:
+            if state["is_traced"]:
+                return gather_last(logits, sizes, self._group)
             return split_logits(logits, sizes, self._group)
 
+        self._model.register_forward_pre_hook(begin)
         head.register_forward_hook(mark)
 
     def _apply_row(self, rule: ModuleRule, name: str, module: Any) -> None:

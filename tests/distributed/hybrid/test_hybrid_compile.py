@@ -1,0 +1,89 @@
+"""``torch.compile`` of models in stages and of models whose logits are split: the losses of eager training."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from booster_core import Booster
+from booster_core.testing import run_on_ranks
+from booster_core.testing.models import tiny_llama
+from booster_hybrid import HybridParallelPlugin
+
+PIPELINE = {"pp_size": 2}
+TENSOR = {"tp_size": 2}
+RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+
+
+def whole(model):
+    return torch.compile(model, backend="aot_eager")
+
+
+def in_place(model):
+    model.compile(backend="aot_eager")
+    return model
+
+
+def layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    return model
+
+
+def wrapped_layers(model):
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="aot_eager")
+    return model
+
+
+def train(options, before=None, after=None):
+    # What torch's compiler warns of by itself: when it is first imported, and when it looks at a block's inputs.
+    warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    torch.manual_seed(0)
+    model = tiny_llama(num_hidden_layers=2)
+    model = model if before is None else before(model)
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    model = model if after is None else after(model)
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(step))
+        batch = {"input_ids": tokens, "labels": tokens}
+        if "pp_size" in options:
+            loss = booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)["loss"]
+        else:
+            outputs = model(**batch)
+            loss = outputs.loss + outputs.logits.softmax(-1).square().sum(-1).mean()
+            booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(None if loss is None else float(loss.detach()))
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [whole, in_place, layers, wrapped_layers])
+def test_a_pipeline_of_compiled_parts_trains_as_eager_does(how):
+    (_, expected), (_, found) = run_on_ranks(train, 2, PIPELINE), run_on_ranks(train, 2, PIPELINE, how)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, whole),
+        pytest.param(None, in_place, marks=pytest.mark.slow),
+        pytest.param(whole, None, marks=pytest.mark.slow),
+        pytest.param(in_place, None, marks=pytest.mark.slow),
+        pytest.param(layers, None, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("options", [TENSOR, pytest.param(RING, marks=pytest.mark.slow)], ids=["tp", "sp"])
+def test_a_criterion_that_needs_whole_logits_gets_them_of_compiled_models(options, before, after):
+    expected = run_on_ranks(train, 2, options)
+    found = run_on_ranks(train, 2, options, before, after, timeout_seconds=180)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
