@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_core.state.naming import compiled_module
 from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.tensor_parallel.split import is_repeated
 
@@ -62,8 +63,9 @@ class Trace:
 def named_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the forward whose arguments have names: a module's, or its class's where something general replaced it.
 
-    Activation checkpointing does so.
+    Activation checkpointing and the compiler do so.
     """
+    module = compiled_module(module) or module
     kinds = {each.kind for each in inspect.signature(module.forward).parameters.values()}
     if kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
         return functools.partial(type(module).forward, module)
