@@ -162,6 +162,7 @@ class StagedModel:
         crossings: What each stage of the whole pipeline gets; ``None`` where nothing but layers' arguments is sent.
 
     Attributes:
+        model: As above.
         hollow: Names of the parameters that are not here.
         forward: What runs the model: itself, unless something is set that puts its number formats around it.
     """
@@ -174,7 +175,7 @@ class StagedModel:
         dtype_of: Callable[[nn.Parameter], torch.dtype] | None = None,
         crossings: Sequence[Crossing] | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self.forward: Callable[..., Any] = model
         self._trace = trace
         self._active: StageRange | None = None
@@ -263,7 +264,7 @@ class StagedModel:
         self._num_returns.clear()
         self._made = {}
         try:
-            return call_with(self.forward, taken_by(self._model, batch)), {}
+            return call_with(self.forward, taken_by(self.model, batch)), {}
         except _StageEndError as end:
             return None, end.payload
 
@@ -278,7 +279,7 @@ class StagedModel:
             if not self.hollow:
                 return gate.forward(*args, **kwargs)
             msg = (
-                f"{type(self._model).__name__} is cut into pipeline stages, of which this rank has only some, so that "
+                f"{type(self.model).__name__} is cut into pipeline stages, of which this rank has only some, so that "
                 "it can't be called by itself. Run batches through `booster.execute_pipeline`; it evaluates where it "
                 "is given no optimizer."
             )
