@@ -28,6 +28,8 @@ RUNS = {
     "tp2pp2": ("hybrid", {"tp_size": 2, "pp_size": 2}, 4),
     "tp2dp2zero1": ("hybrid", {"tp_size": 2, "zero_stage": 1}, 4),
     "zero2 x2": ("zero", {"stage": 2, "bucket_bytes": 1024}, 2),
+    "gemini x2": ("gemini", {"min_chunk_bytes": 2**12}, 2),
+    "fsdp x2": ("fsdp", {}, 2),
 }
 ADAPTERS = {
     "r": 4,

@@ -132,11 +132,12 @@ def assert_narrow(zoo: ZooModel, batch: Batch, gradients: Callable[[Iterable[str
         zoo.loss_of(rounded, batch).backward()
     found = gradients(truth)
     assert all(gradient is not None for gradient in found.values())
-    ours, theirs = _distance(found, truth), _distance(gradients_of(rounded), truth)
+    ours, theirs = distance(found, truth), distance(gradients_of(rounded), truth)
     assert ours <= _NARROW * theirs + 2**-8, (ours, theirs)
 
 
-def _distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+def distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+    """Return how far gradients lie from others, as a fraction of the norm of these."""
     squares = [(float((found[key].float() - truth[key]).square().sum())) for key in truth if key in found]
     return float((sum(squares) / sum(float(value.square().sum()) for value in truth.values())) ** 0.5)
 

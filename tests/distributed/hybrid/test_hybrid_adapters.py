@@ -13,16 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from model_zoo import ZOO
+from model_zoo.registry import weighted_outputs
 from model_zoo.transformers_build import from_config
 from model_zoo.transformers_heads import HEADS
+from torch import nn
 
 from booster_core import Booster, enable_activation_checkpointing
 from booster_core.errors import ConfigError
 from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_core.testing.compare import Tolerance, assert_same_tensors
 from booster_core.testing.training import whole_model
-from booster_core.wrappers import unscaled_gradient
-from booster_hybrid import HybridParallelPlugin
+from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
 
@@ -204,6 +205,64 @@ def test_adapters_train_as_on_one_process(name, mesh):
     run_on_ranks(compare, num_ranks, name, {}, options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["transformers/blip2", "transformers/sam", "heads/qwen3_lm", "heads/gemma_lm", "heads/cohere_lm", "heads/gptj_lm"],
+)
+def test_every_linear_layer_may_be_adapted(name):
+    run_on_ranks(compare, 2, name, {"target_modules": "all-linear"}, TP2)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.norm = 4, nn.LayerNorm(32)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class Strangers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, input_ids):
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+POLICY = ShardingPolicy(
+    rules=(
+        ModuleRule("blocks.*.qkv", Style.COLUMN, units="num_heads", num_blocks=3, scaled=("num_heads",)),
+        ModuleRule("blocks.*.out", Style.ROW, units="num_heads"),
+        ModuleRule("tokens", Style.VOCABULARY),
+        ModuleRule("head", Style.COLUMN_GATHER),
+    ),
+    layers=("blocks",),
+)
+STRANGE = "a stranger's model"
+MODELS[STRANGE] = replace(ZOO["transformers/llama"], build=Strangers, loss=weighted_outputs, loss_only=("labels",))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"target_modules": ["tokens", "qkv", "out", "head"]}, {"target_modules": ["out"], "modules_to_save": ["qkv"]}],
+    ids=["adapted", "copied"],
+)
+def test_adapters_of_a_strangers_model_follow_its_policy(config):
+    run_on_ranks(compare, 3, STRANGE, config, {"tp_size": 3, "custom_policy": POLICY})
+
+
 @pytest.mark.parametrize("style", [pytest.param("interleaved", marks=pytest.mark.slow), "zbv"])
 def test_adapters_train_in_several_stages_on_a_rank(style):
     config = {"target_modules": LLAMA}
@@ -321,12 +380,12 @@ def dropped(name, options):
         if isinstance(module, torch.nn.Dropout) and "lora_dropout" in path:
             watch(module, path.split(".")[-3])
     backward(booster, model, optimizer, zoo, in_double(zoo.share(0, 0, SAMPLES)))
-    whole = {
-        path: model.unwrap().get_parameter(path)
-        for path in set(booster.plugin.parameter_paths(model).values())
+    whole = [
+        path
+        for path in sorted(set(booster.plugin.parameter_paths(model).values()))
         if "lora_" in path and users_name(path) not in model.place.splits
-    }
-    return masks, {path: unscaled_gradient(parameter, optimizer) for path, parameter in whole.items()}
+    ]
+    return masks, {path: booster.full_gradient(model, path) for path in whole}
 
 
 def test_adapters_drop_alike_what_all_ranks_have_and_apart_what_they_share_out():

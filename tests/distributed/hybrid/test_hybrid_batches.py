@@ -160,3 +160,78 @@ def test_a_loader_that_breaks_on_one_rank_is_told_on_every_rank():
 @pytest.mark.parametrize("count", [3, 2], ids=["everywhere", "on-one-rank"])
 def test_the_end_of_the_data_is_told_on_every_rank(count):
     assert run_on_ranks(step_through, 2, some_batches, count) == [count, count]
+
+
+def losses_with_graphs():
+    booster, model, _ = small_pipeline()
+    seen = []
+
+    def criterion(outputs, _):
+        seen.append(outputs.loss.requires_grad)
+        return outputs.loss
+
+    booster.execute_pipeline(some_batches(1), model, criterion)
+    return seen
+
+
+def test_evaluation_keeps_no_graph():
+    assert run_on_ranks(losses_with_graphs, 2) == [[], [False, False]]
+
+
+def steps_of_unequal_replicas():
+    from booster_hybrid import HybridParallelPlugin
+
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, zero_stage=2, microbatch_size=1))
+    model = llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    replica = booster.plugin.data_parallel_coordinates(booster.context.coordinator)[0]
+    tokens = torch.randint(64, (2 + 2 * replica, 8), generator=torch.Generator().manual_seed(replica))
+    batch = {"input_ids": tokens, "labels": tokens}
+    for _ in range(2):
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+        norm = float(optimizer.clip_grad_by_norm(1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norm
+
+
+def test_replicas_may_have_other_numbers_of_microbatches_while_gradients_are_kept_in_shards():
+    whole = llama()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for replica in range(2):
+            tokens = torch.randint(64, (2 + 2 * replica, 8), generator=torch.Generator().manual_seed(replica))
+            (whole(input_ids=tokens, labels=tokens).loss / 2).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0))
+        optimizer.step()
+    assert run_on_ranks(steps_of_unequal_replicas, 4, timeout_seconds=30) == pytest.approx([norm] * 4, rel=1e-5)
+
+
+def norm_with_an_error_before(options, fails):
+    from booster_hybrid import HybridParallelPlugin
+
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=4, **options))
+    model = llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
+    calls = []
+
+    def breaks_at_last(outputs, _):
+        calls.append(outputs)
+        if len(calls) == 4:
+            raise KeyError
+        return outputs.loss
+
+    for criterion in ([breaks_at_last] if fails else []) + [lambda outputs, _: outputs.loss]:
+        try:
+            booster.execute_pipeline(iter([{"input_ids": tokens, "labels": tokens}]), model, criterion, optimizer)
+        except KeyError:
+            continue
+    return float(optimizer.clip_grad_by_norm(1.0))
+
+
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 2}], ids=["plain", "zero2"])
+def test_nothing_is_left_of_a_batch_that_failed_half_way(options):
+    clean, after_error = (run_on_ranks(norm_with_an_error_before, 4, options, fails) for fails in (False, True))
+    assert after_error == clean

@@ -11,7 +11,9 @@ from model_parity import (
     assert_equal,
     assert_narrow,
     cases,
+    distance,
     find,
+    gradients_of,
     in_format,
     largest,
     make_optimizer,
@@ -22,10 +24,12 @@ from torch.utils import _pytree as pytree
 
 from booster_core import Booster
 from booster_core.coordinator import DistCoordinator
+from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_core.testing import run_on_ranks
 from booster_core.testing.compare import assert_same_tensors, tolerance_for
 from booster_core.testing.training import whole_model
 from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.tensor_parallel.logits import SplitLogits
 
 SAMPLES = 5
 """Of each data parallel rank: microbatches of three and of two."""
@@ -35,9 +39,39 @@ MESHES = {
     "pp2dp2zero1": (4, {"pp_size": 2, "zero_stage": 1}),
     "pp2dp2zero2": (4, {"pp_size": 2, "zero_stage": 2}),
 }
-DEEP = {"pp4": (4, {"pp_size": 4}), "zbv": (2, {"pp_size": 2, "pp_style": "zbv"})}
-"""For models with four layers or more: encoders with decoders."""
-DEFAULT = ()
+DEEP = {
+    "pp4": (4, {"pp_size": 4}),
+    "zbv": (2, {"pp_size": 2, "pp_style": "zbv"}),
+    "interleaved": (2, {"pp_size": 2, "pp_style": "interleaved"}),
+}
+"""For models of four layers and more: encoders with decoders."""
+DEFAULT = {
+    "heads/llama_classification": "pp2",
+    "transformers/mistral": "pp2dp2zero2",
+    "transformers/mixtral": "tp2pp2",
+    "transformers/qwen2": "pp2dp2zero1",
+    "heads/qwen3_token_classification": "pp2",
+    "transformers/gemma": "pp2dp2zero2",
+    "transformers/phi": "tp2pp2",
+    "transformers/deepseek_v3": "pp2dp2zero1",
+    "transformers/cohere": "pp2dp2zero2",
+    "transformers/glm": "tp2pp2",
+    "transformers/falcon_alibi": "pp2",
+    "transformers/gpt2_double_heads": "pp2dp2zero1",
+    "heads/gptj_question_answering": "pp2",
+    "transformers/opt": "pp2dp2zero2",
+    "heads/bloom_classification": "tp2pp2",
+    "transformers/bert_pretraining": "pp2dp2zero1",
+    "transformers/t5": "pp2dp2zero2",
+    "heads/t5_token_classification": "pp2",
+    "transformers/vit_classification": "tp2pp2",
+    "transformers/whisper": "pp2dp2zero1",
+    "transformers/sam": "pp2",
+    "transformers/blip2": "tp2pp2",
+    "heads/blip2_t5": "pp2",
+}
+"""One of each family, on one mesh; the others are left to the long run."""
+NARROW_DEFAULT = ("heads/llama_lm", "transformers/t5_generation", "transformers/blip2")
 
 
 def boosted(zoo, options, precision=None):
@@ -50,9 +84,10 @@ def boosted(zoo, options, precision=None):
 
 
 def tensors_of(outputs):
-    """Return the floating tensors of a model's outputs by where they are."""
-    leaves = pytree.tree_flatten_with_path(outputs)[0]
-    return {pytree.keystr(path): leaf.detach() for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    """Return the tensors of a model's outputs, whole, by where they are."""
+    leaves = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(outputs)[0]]
+    tensors = {where: leaf.detach() for where, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {where: leaf.gather() if isinstance(leaf, SplitLogits) else leaf for where, leaf in tensors.items()}
 
 
 def compare(name, options):
@@ -90,10 +125,26 @@ def assert_same_outputs(zoo, outputs, batch, *, is_last):
     assert_same_tensors(found, expected, tolerance_for(dtype))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", cases(NAMES, DEFAULT))
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=[] if DEFAULT.get(name) == mesh else [pytest.mark.slow])
+        for name in NAMES
+        for mesh in MESHES
+    ],
+)
 def test_training_equals_one_process(name, mesh):
     num_ranks, options = MESHES[mesh]
+    run_on_ranks(compare, num_ranks, name, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", DEEP)
+@pytest.mark.parametrize(
+    "name", ["transformers/t5", "transformers/whisper_generation", "transformers/blip2", "heads/blip2_t5"]
+)
+def test_encoders_with_decoders_are_cut_anywhere(name, mesh):
+    num_ranks, options = DEEP[mesh]
     run_on_ranks(compare, num_ranks, name, options)
 
 
@@ -105,6 +156,38 @@ def narrow(name, options):
     assert_narrow(zoo, batch, lambda names: {key: booster.full_gradient(model, key) for key in names})
 
 
-@pytest.mark.parametrize("name", cases(NAMES, DEFAULT))
+@pytest.mark.parametrize("name", cases(NAMES, NARROW_DEFAULT))
 def test_bf16_is_as_near_to_fp32_as_one_process(name):
     run_on_ranks(narrow, 2, name, {"pp_size": 2})
+
+
+def scaled(name, options):
+    """Train in fp16: gradients are those of fp32 but for rounding, and an overflow takes no step on any rank."""
+    zoo = find(name)
+    precision = PrecisionPolicy.parse("fp16", loss_scale=LossScaleConfig(initial_scale=2.0**10))
+    booster, model, optimizer = boosted(zoo, options, precision)
+    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    whole = zoo.seeded()
+    zoo.loss_of(whole, zoo.whole(0, data_size, SAMPLES)).backward()
+    batch = zoo.share(0, data_rank, SAMPLES)
+    booster.execute_pipeline(iter([batch]), model, zoo.loss, optimizer)
+    truth = gradients_of(whole)
+    found = {key: booster.full_gradient(model, key) for key in truth}
+    assert distance(found, truth) < 2**-8  # fp16 keeps 11 bits, and rounds in each operation
+    norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM))
+    assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(norm, rel=2**-8)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = whole_model(booster, model)
+    infinite = float("inf") if data_rank == 0 else 1.0
+    booster.execute_pipeline(iter([batch]), model, lambda *each: zoo.loss(*each) * infinite, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.loss_scaler.scale == 2.0**9
+    after = whole_model(booster, model)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", ["transformers/t5_generation"])
+def test_fp16_scales_the_loss(name):
+    run_on_ranks(scaled, 4, name, {"pp_size": 2, "zero_stage": 1})

@@ -110,31 +110,6 @@ def test_gradients_norms_and_parameters_are_those_of_one_process(name, mesh):
     run_on_ranks(compare, num_ranks, name, options)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "gemma",
-        "phi",
-        "deepseek_v3",
-        "cohere",
-        "glm",
-        "falcon",
-        "gptj",
-        "opt",
-        "bloom",
-        "bert_masked_lm",
-        "t5_generation",
-        "vit_classification",
-        "whisper_generation",
-    ],
-)
-def test_every_family_trains(name):
-    run_on_ranks(compare, 4, f"transformers/{name}", {"pp_size": 2, "zero_stage": 1})
-
-
 @pytest.mark.parametrize("style", ["gpipe", "interleaved", "zbv"])
 @pytest.mark.parametrize("name", ["t5_generation", "whisper_generation"])
 def test_every_schedule_trains(name, style):

@@ -95,6 +95,12 @@ def test_gradients_norms_and_parameters_are_those_of_one_process(name, num_ranks
     run_on_ranks(compare, num_ranks, name, options, tmp_path / "out")
 
 
+@pytest.mark.parametrize("options", [{"tp_size": 4}, {"tp_size": 4, "zero_stage": 1}], ids=["tp4", "tp4zero1"])
+def test_key_and_value_heads_that_ranks_share_count_once_in_the_norm(options, tmp_path):
+    """Two key/value heads on four ranks: each is held twice."""
+    run_on_ranks(compare, 4, "transformers/llama", options, tmp_path / "out")
+
+
 def narrow(options):
     zoo = get_model("transformers/llama")
     booster, model, optimizer, data_rank = trained("transformers/llama", options, precision="bf16")

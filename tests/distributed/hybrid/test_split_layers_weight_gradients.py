@@ -67,12 +67,10 @@ def split_model(name, *, is_sequence_split=False, before=None):
     if before is not None:
         before(model)
     policy, group = policy_for(model), TensorGroup.of(None)
-    whole = {each for each, _ in model.named_parameters()}
     split = parallelize(model, policy, group, parallel_output=False)
     if is_sequence_split:
         alone = [torch.distributed.new_group([rank]) for rank in range(group.size)][group.rank]
-        names = whole - split.splits.keys() - split.summed
-        split_between_blocks(model, policy.layers, group, alone, whole_parameters=names)
+        split_between_blocks(model, policy.layers, group, alone, split)
     return zoo, model
 
 

@@ -247,7 +247,9 @@ class _SplitForward:
         self._original = module.forward
         self._is_transposed = is_transposed(module)
 
-    def __call__(self, source: Tensor) -> Tensor:
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        # The only argument, whatever the layer calls it: who looks for its name is to ask the layer's class.
+        (source,) = (*args, *kwargs.values())
         module: Any = self._module
         if not source.requires_grad:
             return self._original(source)  # type: ignore[no-any-return]

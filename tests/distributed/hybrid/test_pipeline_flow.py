@@ -1,0 +1,118 @@
+"""Values that bypass the layers are sent along to the stages that need them, or refused where they can't be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_zoo import get_model
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.policy.base import ShardingPolicy
+
+
+class Skipping(nn.Module):
+    """Uses on its last layers what was there before the first, and a state from between layers beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.entry = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.middle = nn.Linear(4, 4)
+        self.offset = nn.Parameter(torch.linspace(0.0, 1.0, 4))
+        self.exit = nn.Linear(4, 4)
+
+    def forward(self, x):
+        first = self.entry(x)
+        state = first
+        for index, layer in enumerate(self.layers):
+            state = torch.tanh(layer(state)) + self.offset
+            if index == 1:
+                between = self.middle(state)
+        return {"out": self.exit(state + first), "between": between}
+
+
+def skipping():
+    torch.manual_seed(5)
+    return Skipping()
+
+
+def loss_of(outputs, _):
+    return outputs["out"].square().mean() + outputs["between"].mean()
+
+
+def train(options):
+    model, whole = skipping(), skipping()
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    plugin = HybridParallelPlugin(**options, custom_policy=ShardingPolicy(layers=("layers",)), example_batch=x[:2])
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    alone = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for _ in range(2):
+        result = booster.execute_pipeline(iter([x]), model, loss_of, optimizer, return_outputs=True)
+        expected = whole(x)
+        loss_of(expected, None).backward()
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(
+                booster.full_gradient(model, name), parameter.grad, rtol=1e-5, atol=1e-6, msg=name
+            )
+        if result["outputs"] is not None:
+            for key, value in expected.items():
+                torch.testing.assert_close(result["outputs"][key], value.detach(), rtol=1e-5, atol=1e-6)
+        for each in (optimizer, alone):
+            each.step()
+            each.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (2, {"pp_size": 2}),
+        (2, {"pp_size": 2, "num_layers_per_stage": (1, 3)}),
+        (2, {"pp_size": 2, "pp_style": "zbv"}),
+        (4, {"pp_size": 4}),
+        (4, {"pp_size": 2, "pp_style": "interleaved", "zero_stage": 2}),
+    ],
+    ids=["pp2", "uneven", "zbv", "pp4", "interleaved"],
+)
+def test_what_bypasses_layers_is_sent_along(num_ranks, options):
+    run_on_ranks(train, num_ranks, options)
+
+
+def hidden_states(name, options):
+    zoo = get_model(name)
+    model = zoo.seeded()
+    model.config.output_hidden_states = True
+    batch = zoo.share(0, 0, 4)
+    with torch.no_grad():
+        expected = model(**batch).hidden_states
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2)))
+    model, *_ = booster.boost(model)
+    result = booster.execute_pipeline(iter([batch]), model, zoo.loss, return_outputs=True)
+    if result["outputs"] is not None:
+        assert len(result["outputs"].hidden_states) == len(expected)
+        for ours, theirs in zip(result["outputs"].hidden_states, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["transformers/llama", "transformers/gpt2_lm"])
+def test_hidden_states_of_all_layers_are_returned(name):
+    run_on_ranks(hidden_states, 2, name, {"pp_size": 2})
+
+
+def boost(name, **settings):
+    zoo = get_model(name)
+    model = zoo.seeded()
+    for key, value in settings.items():
+        setattr(model.config, key, value)
+    Booster("cpu", plugin=HybridParallelPlugin(pp_size=2, example_batch=zoo.share(0, 0, 2))).boost(model)
+
+
+def test_a_loss_of_what_is_inside_of_earlier_layers_is_refused():
+    message = (
+        r"MixtralForCausalLM can't be cut before its layer number 1: output \['loss'\] \(through 'model.layers.0.mlp"
+    )
+    expect_on_ranks(ConfigError, message, boost, 2, "transformers/mixtral_balanced")
