@@ -123,7 +123,8 @@ def test_as_much_is_kept_as_the_ratio_leaves(ratio, expected):
 
 def checkpointed_twice(options):
     model = get_model("transformers/llama").seeded()
-    model.gradient_checkpointing_enable()
+    for layer in model.model.layers:
+        layer.gradient_checkpointing = True
     plugin = HybridParallelPlugin(pp_size=2, **options)
     Booster("cpu", plugin=plugin).boost(model)
 

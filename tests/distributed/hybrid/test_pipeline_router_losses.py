@@ -15,7 +15,7 @@ from booster_hybrid import HybridParallelPlugin
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 STATES = {"output_hidden_states": True}
-MICROBATCHES = 2
+MICROBATCHES = 4
 
 
 def deepened(name, settings):
@@ -50,10 +50,10 @@ def of_hidden_states(outputs, batch):
 
 def compare(name, settings, options, criterion):
     zoo, whole = deepened(name, settings)
-    batch = zoo.share(0, 0, 4)
+    batch = zoo.share(0, 0, 2 * MICROBATCHES)
     expected = 0.0
-    for start in range(0, 4, 4 // MICROBATCHES):
-        part = {key: value[start : start + 4 // MICROBATCHES] for key, value in batch.items()}
+    for start in range(0, 2 * MICROBATCHES, 2):
+        part = {key: value[start : start + 2] for key, value in batch.items()}
         loss = criterion(whole(**part), part) / MICROBATCHES
         loss.backward()
         expected += float(loss.detach())
