@@ -123,8 +123,7 @@ def test_as_much_is_kept_as_the_ratio_leaves(ratio, expected):
 
 def checkpointed_twice(options):
     model = get_model("transformers/llama").seeded()
-    for layer in model.model.layers:
-        layer.gradient_checkpointing = True
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     plugin = HybridParallelPlugin(pp_size=2, **options)
     Booster("cpu", plugin=plugin).boost(model)
 

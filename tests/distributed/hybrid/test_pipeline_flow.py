@@ -111,9 +111,9 @@ class Stashing(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
-        x = self.linear(x)
-        self.penalty = x.square().mean()
-        return x
+        hidden = self.linear(x)
+        self.penalty = hidden.square().mean()
+        return torch.tanh(hidden)
 
 
 class Collecting(nn.Module):

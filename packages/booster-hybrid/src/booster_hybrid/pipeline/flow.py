@@ -180,8 +180,8 @@ class Flow:
             listed = [f"{label} (through '{name}')" for label, name in missing.items()][:_SHOWN]
             msg = (
                 f"{what} can't be cut before its layer number {cut}: {', '.join(listed)} depends on what is inside of "
-                "earlier layers, in another way than through what they pass on. Turn off what asks for it "
-                "(`output_router_logits`, `output_attentions` and the like of its configuration), or use `pp_size=1`."
+                "earlier layers, in another way than through what they pass on. Turn off what asks for it, let it be "
+                "collected by forward hooks on the modules that return it, or use `pp_size=1`."
             )
             raise ConfigError(msg)
         return extras
