@@ -52,7 +52,7 @@ def tokens_of(step):
     return torch.randint(64, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
-def boosted(run, *, adapters, shift=0.0, folder=None, precision=None):
+def boosted(run, *, adapters, shift=0.0, folder=None, precision=None, **changes):
     plugin, options, _ = RUNS[run]
     booster = Booster(plugin=discovery.load(plugin)(**options), mixed_precision=precision)
     model = llama()
@@ -61,7 +61,7 @@ def boosted(run, *, adapters, shift=0.0, folder=None, precision=None):
         if folder is not None:
             model = booster.enable_lora(model, pretrained_dir=folder)
         elif adapters:
-            model = booster.enable_lora(model, lora_config=peft.LoraConfig(**ADAPTERS))
+            model = booster.enable_lora(model, lora_config=peft.LoraConfig(**{**ADAPTERS, **changes}))
         for parameter in model.parameters():
             parameter.add_(shift)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -165,8 +165,8 @@ def test_a_pretrained_folder_loads_into_shared_heads(adapters, tmp_path):
         assert_same_tensors({name: found[name] for name in expected}, expected, EXACT)
 
 
-def save_adapters(run, folder):
-    booster, model, optimizer = boosted(run, adapters=True)
+def save_adapters(run, folder, changes):
+    booster, model, optimizer = boosted(run, adapters=True, **changes)
     for step in range(2):
         step_once(booster, model, optimizer, step)
     booster.save_lora_as_pretrained(model, folder)
@@ -182,14 +182,15 @@ def load_adapters(run, folder):
         return model(input_ids=tokens_of(9)).logits, whole_model(booster, model)
 
 
+@pytest.mark.parametrize("use_dora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "dora"])
 @pytest.mark.parametrize("run", ["tp4", "tp3", pytest.param("tp2dp2zero1", marks=pytest.mark.slow), "tp2pp2"])
-def test_adapters_of_split_layers_load_in_stock_peft_with_equal_logits(run, tmp_path):
-    ours = run_on_ranks(save_adapters, RUNS[run][2], run, tmp_path)[0]
+def test_adapters_of_split_layers_load_in_stock_peft_with_equal_logits(run, use_dora, tmp_path):
+    ours = run_on_ranks(save_adapters, RUNS[run][2], run, tmp_path, {"use_dora": use_dora})[0]
     loaded = peft.PeftModel.from_pretrained(llama(), str(tmp_path))
     with torch.no_grad():
         logits = loaded(input_ids=tokens_of(9)).logits
     if ours is None:
-        ours = run_on_ranks(save_adapters, 1, "alone", tmp_path / "alone")[0]
+        ours = run_on_ranks(save_adapters, 1, "alone", tmp_path / "alone", {"use_dora": use_dora})[0]
     assert_same_tensors({"logits": ours}, {"logits": logits}, tolerance_for(torch.float32))
     again, held = run_on_ranks(load_adapters, 2, "tp2", tmp_path)[0]
     assert_same_tensors({"logits": again}, {"logits": logits}, tolerance_for(torch.float32))

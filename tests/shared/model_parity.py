@@ -116,28 +116,37 @@ def largest(gradients: Mapping[str, Tensor]) -> float:
     return max(float(gradient.abs().max()) for gradient in gradients.values())
 
 
-def assert_narrow(zoo: ZooModel, batch: Batch, gradients: Callable[[Iterable[str]], Mapping[str, Any]]) -> None:
-    """Assert that bf16 gradients are about as near to fp32's as those of one process are.
+def assert_narrow(
+    zoo: ZooModel,
+    batch: Batch,
+    gradients: Callable[[Iterable[str]], Mapping[str, Any]],
+    dtype: torch.dtype = torch.bfloat16,
+    scale: float = 1.0,
+) -> None:
+    """Assert that gradients in a narrow format are about as near to fp32's as those of one process are.
 
     Args:
         zoo: The model.
         batch: The whole batch.
         gradients: Called with names of parameters, returns their gradients under the plugin.
+        dtype: The format.
+        scale: What the loss is multiplied by in backward.
     """
     whole = zoo.seeded()
     zoo.loss_of(whole, batch).backward()
     truth = gradients_of(whole)
-    rounded = copy.deepcopy(zoo.seeded()).to(torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        zoo.loss_of(rounded, batch).backward()
+    rounded = copy.deepcopy(zoo.seeded()).to(dtype)
+    with torch.autocast("cpu", dtype):
+        loss = zoo.loss_of(rounded, batch)
+    (loss.float() * scale).backward()
+    alone = {key: gradient.float() / scale for key, gradient in gradients_of(rounded).items()}
     found = gradients(truth)
     assert all(gradient is not None for gradient in found.values())
-    ours, theirs = distance(found, truth), distance(gradients_of(rounded), truth)
-    assert ours <= _NARROW * theirs + 2**-8, (ours, theirs)
+    ours, theirs = _distance(found, truth), _distance(alone, truth)
+    assert ours <= _NARROW * theirs + torch.finfo(dtype).eps / 2, (ours, theirs)
 
 
-def distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """Return how far gradients lie from others, as a fraction of the norm of these."""
+def _distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
     squares = [(float((found[key].float() - truth[key]).square().sum())) for key in truth if key in found]
     return float((sum(squares) / sum(float(value.square().sum()) for value in truth.values())) ** 0.5)
 

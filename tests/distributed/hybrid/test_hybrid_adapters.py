@@ -277,6 +277,8 @@ def test_layers_with_adapters_may_be_computed_anew(mesh):
 
 KINDS = {
     "rslora": ("transformers/llama", {"use_rslora": True, "lora_alpha": 2}),
+    "dora": ("transformers/llama", {"use_dora": True}),
+    "dora-transposed": ("transformers/gpt2_lm", {"use_dora": True}),
     "several": ("transformers/llama", {"second": {"r": 2, "target_modules": ["k_proj", "o_proj", "lm_head"]}}),
     "biases": ("transformers/gpt2_lm", {"bias": "all"}),
     "biases-of-adapted": ("transformers/bloom", {"bias": "lora_only"}),
@@ -302,6 +304,8 @@ HOW = {
 }
 KINDS_BY_DEFAULT = {
     ("several", "tp2"),
+    ("dora", "tp4"),
+    ("dora-transposed", "split_gather"),
     ("whole-tied", "tp2"),
     ("biases", "tp2"),
     ("biases-of-adapters", "split_gather"),
@@ -368,9 +372,9 @@ def test_bf16_is_as_near_to_the_truth_as_one_process(name, mesh):
     run_on_ranks(narrow, num_ranks, name, options)
 
 
-def dropped(name, options):
+def dropped(name, options, config=None):
     """Return what the dropouts of adapters drop, and this rank's gradients of what all ranks have."""
-    booster, model, optimizer, zoo, *_ = boosted(name, {"lora_dropout": 0.5}, options)
+    booster, model, optimizer, zoo, *_ = boosted(name, {"lora_dropout": 0.5, **(config or {})}, options)
     masks = {}
 
     def watch(module, name):
@@ -397,6 +401,7 @@ def test_adapters_drop_alike_what_all_ranks_have_and_apart_what_they_share_out()
     assert not torch.equal(masks["q_proj"][0], masks["k_proj"][0])
 
 
+@pytest.mark.parametrize("use_dora", [False, True], ids=["plain", "dora"])
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -405,9 +410,9 @@ def test_adapters_drop_alike_what_all_ranks_have_and_apart_what_they_share_out()
         ("transformers/t5_generation", "split_gather"),
     ],
 )
-def test_what_all_ranks_have_gets_one_gradient_whatever_is_dropped(name, mesh):
+def test_what_all_ranks_have_gets_one_gradient_whatever_is_dropped(name, mesh, use_dora):
     num_ranks, options = MESHES[mesh]
-    (_, gradients), (_, others) = run_on_ranks(dropped, num_ranks, name, options)
+    (_, gradients), (_, others) = run_on_ranks(dropped, num_ranks, name, options, {"use_dora": use_dora})
     assert any(float(gradient.abs().max()) > 0 for gradient in gradients.values())
     for path, gradient in gradients.items():
         assert torch.equal(gradient, others[path]), path
@@ -422,8 +427,8 @@ def refused(name, config):
     [
         (
             "transformers/llama",
-            {"use_dora": True},
-            r"'model\.layers\.0\..*' has adapters with `use_dora=True`.*tp_size=1",
+            {"use_dora": True, "target_modules": ["embed_tokens"]},
+            r"'model\.embed_tokens' has adapters with `use_dora=True` on an embedding.*use `tp_size=1`",
         ),
         (
             "transformers/mixtral",

@@ -235,3 +235,32 @@ def norm_with_an_error_before(options, fails):
 def test_nothing_is_left_of_a_batch_that_failed_half_way(options):
     clean, after_error = (run_on_ranks(norm_with_an_error_before, 4, options, fails) for fails in (False, True))
     assert after_error == clean
+
+
+def token_mean(outputs, batch):
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return total / (len(batch["labels"]) * batch["tokens_per_sample"])
+
+
+def padded_batch():
+    tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, 2:], labels[1, 5:] = -100, -100
+    return {"input_ids": tokens, "labels": labels, "tokens_per_sample": (labels[:, 1:] != -100).sum() / 4}
+
+
+def loss_and_norm_of_padded():
+    booster, model, optimizer = small_pipeline()
+    result = booster.execute_pipeline(iter([padded_batch()]), model, token_mean, optimizer)
+    return result["loss"], float(optimizer.clip_grad_by_norm(1.0))
+
+
+def test_a_mean_over_the_tokens_that_count_can_be_had():
+    whole, batch = llama(), padded_batch()
+    loss = whole(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+    loss.backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0))
+    (_, first), (found, last) = run_on_ranks(loss_and_norm_of_padded, 2)
+    torch.testing.assert_close(found, loss.detach())
+    assert (first, last) == pytest.approx((norm, norm), rel=1e-5)

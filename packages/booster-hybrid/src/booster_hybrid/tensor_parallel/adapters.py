@@ -18,6 +18,7 @@ from booster_core.errors import ConfigError
 from booster_hybrid.tensor_parallel.collectives import enter, leave, summed
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward, looked_up
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
+from booster_hybrid.tensor_parallel.magnitudes import SplitMagnitude
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -117,7 +118,7 @@ def split_adapters(
         base = names.modules[name]
         held = {each for parameter in base.parameters() for each in names.names_of[id(parameter)]}
         if not held.isdisjoint(splits):
-            _check(layer, name, group.size)
+            _check(layer, base, name, group.size)
             sums += _split_one(name, layer, base, splits[f"{name}.weight"], group, keep)
         elif held and held <= summed_names:
             _sum_gradients(layer, base, names, summed_names, group)
@@ -136,24 +137,36 @@ def _split_one(
     layer._mixed_batch_forward = _refuse_mixed_batches  # noqa: SLF001 - where peft takes a batch apart by adapters
     forward: Any = vars(base).get("forward")
     if isinstance(forward, VocabularyForward):
-        for table in layer.lora_embedding_A.values():
-            keep(table, _like(split, table, 1, name))
-        layer._embed = _VocabularyLookup(layer, split.ranges[0][0], group)  # noqa: SLF001 - as above
-        return []
+        return _split_embedding(name, layer, split, group, keep)
     pairs = [(layer.lora_A[adapter], layer.lora_B[adapter]) for adapter in layer.lora_A]
     if isinstance(forward, ColumnForward) and forward.gathers is None:
         for _, last in pairs:
-            for parameter in last.parameters():  # a bias, too, where there is one
-                keep(parameter, _like(split, parameter, 0, name))
-            last.out_features = last.weight.shape[0]
-        return [AdapterSum(first, group, is_partial=False) for first, _ in pairs]
-    if isinstance(forward, RowForward) and forward.splits is None:
+            last.out_features = sum(stop - start for start, stop in split.ranges)
+        parts = (layer.lora_B, layer.lora_magnitude_vector)
+        for parameter in (parameter for part in parts for parameter in part.parameters()):
+            keep(parameter, _like(split, parameter, 0, name))
+        is_partial = False
+    elif isinstance(forward, RowForward) and forward.splits is None:
         for first, _ in pairs:
             keep(first.weight, _like(split, first.weight, 1, name))
             first.in_features = first.weight.shape[1]
-        return [AdapterSum(first, group, is_partial=True) for first, _ in pairs]
-    if not isinstance(forward, (ColumnForward, RowForward)):
-        _refuse(name, f"on a {type(base).__name__}, whose forward is not split", group.size)
+        is_partial = True
+    elif any(layer.use_dora.values()):
+        what = "with `use_dora=True` on a layer whose inputs or outputs are put together, which takes its whole weight"
+        _refuse(name, what, group.size)
+    else:
+        return []
+    for dora in layer.lora_magnitude_vector.values():
+        SplitMagnitude(dora, name, group, is_partial=is_partial)
+    return [AdapterSum(first, group, is_partial=is_partial) for first, _ in pairs]
+
+
+def _split_embedding(
+    name: str, layer: Any, split: Split, group: TensorGroup, keep: Callable[[nn.Parameter, Split], None]
+) -> list[AdapterSum]:
+    for table in layer.lora_embedding_A.values():
+        keep(table, _like(split, table, 1, name))
+    layer._embed = _VocabularyLookup(layer, split.ranges[0][0], group)  # noqa: SLF001 - peft gives it no other name
     return []
 
 
@@ -183,17 +196,20 @@ def _sum_gradients(
         summed_names.update(own)
 
 
-def _check(layer: Any, name: str, size: int) -> None:
+def _check(layer: Any, base: nn.Module, name: str, size: int) -> None:
     """Refuse what a part of a layer can't have."""
     from peft.tuners import lora
 
     if type(layer) not in (lora.Linear, lora.Embedding):
         _refuse(name, _typed(layer), size)
-    if any(layer.use_dora.values()):
-        _refuse(name, "with `use_dora=True`, which takes the norms of whole weights", size)
-    variants: Iterable[object] = getattr(layer, "lora_variant", {}).values()
-    for variant in variants:
-        _refuse(name, f"of peft's variant {type(variant).__name__}", size)
+    if not isinstance(vars(base).get("forward"), (ColumnForward, RowForward, VocabularyForward)):
+        _refuse(name, f"on a {type(base).__name__}, whose parameters are split and whose forward is not", size)
+    if type(layer) is lora.Embedding and any(layer.use_dora.values()):
+        _refuse(name, "with `use_dora=True` on an embedding, which takes its whole table", size)
+    variants: dict[str, object] = getattr(layer, "lora_variant", {})
+    for adapter, variant in variants.items():
+        if not layer.use_dora.get(adapter):
+            _refuse(name, f"of peft's variant {type(variant).__name__}", size)
 
 
 def _typed(layer: object) -> str:
@@ -203,8 +219,8 @@ def _typed(layer: object) -> str:
 def _refuse(name: str, what: str, size: int) -> NoReturn:
     msg = (
         f"'{name}' has adapters {what}; `tp_size={size}` splits that layer, and only plain low-rank adapters of linear "
-        "layers and embeddings can be split with theirs. Leave the layer out of `target_modules` (or "
-        "`target_parameters`, `trainable_token_indices`), choose plain LoRA, or use `tp_size=1`."
+        "layers and embeddings, and DoRA of linear ones, can be split with theirs. Leave the layer out of "
+        "`target_modules` (or `target_parameters`, `trainable_token_indices`), choose plain LoRA, or use `tp_size=1`."
     )
     raise ConfigError(msg)
 
