@@ -49,6 +49,13 @@ def test_options_reach_the_config():
         ({"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 1}, "interleaved"),
         ({"pp_size": 2, "pp_style": "zbv", "num_model_chunks": 3}, "'zbv'` puts 2 stage"),
         ({"pp_size": 2, "num_layers_per_stage": [2]}, r"`num_layers_per_stage=\[2\]` must list 2 positive numbers"),
+        ({"checkpoint_ratio": 0.5}, "`checkpoint_ratio=0.5` is about a pipeline, and `pp_size=1` makes none"),
+        (
+            {"pp_size": 2, "checkpoint_ratio": [0.5]},
+            r"`checkpoint_ratio=\(0.5,\)` must be one number, or 2: one for each",
+        ),
+        ({"pp_size": 2, "checkpoint_ratio": (0.5, 1.5)}, "between 0 and 1, and above 0 for one stage at least"),
+        ({"pp_size": 2, "checkpoint_ratio": 0.0}, "`None` leaves it to the model"),
         ({"pp_style": "fifo"}, "`pp_style='fifo'` is not one of 'gpipe'"),
         ({"sequence_parallelism_mode": "none"}, "`sequence_parallelism_mode='none'` is not one of"),
         ({"sp_size": 2}, "`sp_size=2` needs a `sequence_parallelism_mode`"),

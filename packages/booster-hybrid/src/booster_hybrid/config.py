@@ -45,6 +45,9 @@ class PipelineConfig:
         style: Order of the parts' forwards and backwards: one of `booster_hybrid.pipeline.schedule.STYLES`.
         num_model_chunks: Stages on each rank: 1, but for ``"interleaved"`` (2 or more; 2 by default) and ``"zbv"`` (2).
         num_layers_per_stage: Number of layers of each stage, in their order; ``None`` shares them out.
+        checkpoint_ratio: Which part of each stage's layers, 0 to 1, keeps only its inputs for backward and is computed
+            anew there: one number for all stages, or one for each in their order. Layers are rounded up. ``None``
+            leaves it to the model.
 
     Raises:
         ConfigError: If a number is below 1, the style is unknown or does not go with the number of chunks, or both
@@ -57,6 +60,7 @@ class PipelineConfig:
     style: str = "1f1b"
     num_model_chunks: int | None = None
     num_layers_per_stage: tuple[int, ...] | None = None
+    checkpoint_ratio: float | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_positive("pp_size", self.size)
@@ -83,6 +87,31 @@ class PipelineConfig:
                 f"{self.num_chunks} stage(s) on {self.size} rank(s)."
             )
             raise ConfigError(msg)
+        self._check_ratios()
+
+    def _check_ratios(self) -> None:
+        asked = self.checkpoint_ratio
+        if asked is None:
+            return
+        ratios = self.checkpoint_ratios
+        if len(ratios) != self.num_stages:
+            msg = (
+                f"`checkpoint_ratio={asked!r}` must be one number, or {self.num_stages}: one for each of "
+                f"{self.num_chunks} stage(s) on {self.size} rank(s)."
+            )
+            raise ConfigError(msg)
+        if not all(0.0 <= ratio <= 1.0 for ratio in ratios) or not any(ratios):
+            msg = (
+                f"`checkpoint_ratio={asked!r}` is the part of each stage's layers that is computed anew: between 0 and "
+                "1, and above 0 for one stage at least. `None` leaves it to the model."
+            )
+            raise ConfigError(msg)
+
+    @property
+    def checkpoint_ratios(self) -> tuple[float, ...]:
+        """The part of each stage's layers that is computed anew in backward."""
+        ratio = self.checkpoint_ratio or 0.0
+        return ratio if isinstance(ratio, tuple) else (ratio,) * self.num_stages
 
     def _check_without_pipeline(self) -> None:
         """Refuse what would have no effect."""
@@ -90,6 +119,7 @@ class PipelineConfig:
             "num_microbatches": self.num_microbatches,
             "microbatch_size": self.microbatch_size,
             "num_layers_per_stage": self.num_layers_per_stage,
+            "checkpoint_ratio": self.checkpoint_ratio,
             "num_model_chunks": self.num_model_chunks,
             "pp_style": None if self.style == "1f1b" else self.style,
         }

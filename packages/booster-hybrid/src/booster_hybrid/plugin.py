@@ -80,6 +80,8 @@ class HybridParallelPlugin(PipelinePlugin):
         pp_style: Order of the parts' forwards and backwards.
         num_model_chunks: Stages on each rank.
         num_layers_per_stage: Number of layers of each stage.
+        checkpoint_ratio: The part of each stage's layers that is computed anew in backward, to keep less: one number,
+            or one for each stage. Early stages hold more microbatches at a time, so that more is saved there.
         example_batch: A batch such as the model will be trained with, for the dry run that finds its layers; ``None``
             looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
         sequence_parallelism_mode: See `SequenceConfig`.
@@ -132,6 +134,7 @@ class HybridParallelPlugin(PipelinePlugin):
         pp_style: str = "1f1b",
         num_model_chunks: int | None = None,
         num_layers_per_stage: Sequence[int] | None = None,
+        checkpoint_ratio: float | Sequence[float] | None = None,
         example_batch: Any = None,
         sequence_parallelism_mode: str | None = None,
         parallel_output: bool = True,
@@ -157,6 +160,11 @@ class HybridParallelPlugin(PipelinePlugin):
                 style=pp_style,
                 num_model_chunks=num_model_chunks,
                 num_layers_per_stage=None if num_layers_per_stage is None else tuple(num_layers_per_stage),
+                checkpoint_ratio=(
+                    checkpoint_ratio
+                    if checkpoint_ratio is None or isinstance(checkpoint_ratio, (int, float))
+                    else tuple(checkpoint_ratio)
+                ),
             ),
             sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode),
             zero=sharded,
@@ -231,6 +239,7 @@ class HybridParallelPlugin(PipelinePlugin):
             copies = plan.copies(model)
             # Layers' forwards that split their backward lie inside of those that stages put around layers.
             split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
+            plan.checkpoint(model, self.config.pipeline.checkpoint_ratios)
             # What is not here still tells its format: models make tables in that of their embedding.
             staged = plan.cut(model, place.stage, working_dtypes(model, context.precision.param_dtype))
             leave_out(model, objects.optimizer)

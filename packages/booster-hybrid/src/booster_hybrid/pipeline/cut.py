@@ -162,6 +162,7 @@ class StagedModel:
         crossings: What each stage of the whole pipeline gets; ``None`` where nothing but layers' arguments is sent.
 
     Attributes:
+        model: As above.
         hollow: Names of the parameters that are not here.
         forward: What runs the model: itself, unless something is set that puts its number formats around it.
     """
@@ -174,7 +175,7 @@ class StagedModel:
         dtype_of: Callable[[nn.Parameter], torch.dtype] | None = None,
         crossings: Sequence[Crossing] | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self.forward: Callable[..., Any] = model
         self._trace = trace
         self._active: StageRange | None = None
@@ -193,11 +194,16 @@ class StagedModel:
         extras: dict[str, set[Extra]] = defaultdict(set)
         for extra in (extra for crossing in crossings or () for extra in crossing.extras):
             extras[extra.module].add(extra)
+        self._inner: dict[int, list[tuple[nn.Module, list[Extra], int]]] = defaultdict(list)
+        position_of = {layer.name: position for position, layer in enumerate(trace.layers)}
         for name, of_module in extras.items():
-            modules[name].register_forward_hook(
+            handle = modules[name].register_forward_hook(
                 lambda _, __, output, name=name, extras=frozenset(of_module): self._on_return(name, extras, output),
                 prepend=True,  # others are to see what has been received
             )
+            for around in list(_prefixes(name))[1:]:
+                if around in position_of:
+                    self._inner[position_of[around]].append((modules[name], list(of_module), handle.id))
 
     def _on_return(self, name: str, extras: frozenset[Extra], output: Any) -> Any:
         """Keep what later stages need of what a module returned, and replace in it what earlier ones have sent."""
@@ -263,7 +269,7 @@ class StagedModel:
         self._num_returns.clear()
         self._made = {}
         try:
-            return call_with(self.forward, taken_by(self._model, batch)), {}
+            return call_with(self.forward, taken_by(self.model, batch)), {}
         except _StageEndError as end:
             return None, end.payload
 
@@ -278,12 +284,13 @@ class StagedModel:
             if not self.hollow:
                 return gate.forward(*args, **kwargs)
             msg = (
-                f"{type(self._model).__name__} is cut into pipeline stages, of which this rank has only some, so that "
+                f"{type(self.model).__name__} is cut into pipeline stages, of which this rank has only some, so that "
                 "it can't be called by itself. Run batches through `booster.execute_pipeline`; it evaluates where it "
                 "is given no optimizer."
             )
             raise ConfigError(msg)
         if position < stage.first:
+            self._show_what_came(position)
             first = args[0] if args else next(iter(kwargs.values()))
             return first if layer.returned is None else (first, *(None for _ in range(layer.returned - 1)))
         if position == stage.last:
@@ -297,6 +304,19 @@ class StagedModel:
         if not given:
             return gate.forward(*args, **kwargs)
         return gate.forward(**{**named_arguments(gate, args, kwargs), **given})
+
+    def _show_what_came(self, position: int) -> None:
+        """Let those who watch modules inside of a layer that is passed through see what these have returned."""
+        for module, extras, own in self._inner.get(position, ()):
+            came = {extra.index: self._received[extra.name] for extra in extras if extra.name in self._received}
+            if not came:
+                continue
+            size = 1 + max(index or 0 for index in came)
+            output = came[None] if None in came else tuple(came.get(index) for index in range(size))
+            for key, hook in list(module._forward_hooks.items()):  # noqa: SLF001 - nothing else calls them
+                if key != own:
+                    is_named = key in module._forward_hooks_with_kwargs  # noqa: SLF001 - likewise
+                    hook(module, (), *([{}] if is_named else []), output)
 
     def _crossing_into(self, stage: int, first: Layer) -> Crossing:
         return Crossing(first.carried) if self._crossings is None else self._crossings[stage]

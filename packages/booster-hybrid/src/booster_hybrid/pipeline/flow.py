@@ -2,7 +2,9 @@
 
 A model's outputs, or its later layers, may depend on earlier layers in other ways than through what one layer passes to
 the next: a decoder's model returns the encoder's last state, too. Such a value is sent along where some module outside
-of the layers returned it: on the stages after, what that module returns is replaced by what has been received.
+of the layers returned it: on the stages after, what that module returns is replaced by what has been received. Modules
+inside of layers, such as the routers of experts, hand values over by hooks: these are called with what has been
+received.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Extra:
-    """A tensor that a module outside of the layers returns, and that later stages need.
+    """A tensor that a module returns, and that later stages need.
 
     Args:
-        module: Name of the module, which may be a layer as seen from outside.
+        module: Name of the module: one outside of the layers, a layer as seen from outside, or one inside of a layer,
+            where hooks see what it returns.
         call: Which of its calls in one forward.
         path: Where in what it returns.
         place: How many layers had been called when it returned.
@@ -38,6 +41,11 @@ class Extra:
     call: int
     path: str
     place: int
+
+    @property
+    def index(self) -> int | None:
+        """Its index in the tuple that the module returns; ``None`` where it is all of it."""
+        return int(self.path.strip("[]")) if self.path else None
 
     @property
     def name(self) -> str:
@@ -172,8 +180,8 @@ class Flow:
             listed = [f"{label} (through '{name}')" for label, name in missing.items()][:_SHOWN]
             msg = (
                 f"{what} can't be cut before its layer number {cut}: {', '.join(listed)} depends on what is inside of "
-                "earlier layers, in another way than through what they pass on. Turn off what asks for it "
-                "(`output_router_logits`, `output_attentions` and the like of its configuration), or use `pp_size=1`."
+                "earlier layers, in another way than through what they pass on. Turn off what asks for it, let it be "
+                "collected by forward hooks on the modules that return it, or use `pp_size=1`."
             )
             raise ConfigError(msg)
         return extras

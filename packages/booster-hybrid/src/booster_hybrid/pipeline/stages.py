@@ -5,11 +5,13 @@ All of it follows from the dry run, so that every rank knows it of every other.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from booster_core.activation_checkpointing import enable_activation_checkpointing
 from booster_core.state.naming import NamedTensors
 from booster_hybrid.pipeline.cut import StagedModel, given_names, held_modules, share_layers
 from booster_hybrid.pipeline.schedule import make_schedule
@@ -173,6 +175,27 @@ class StagePlan:
         name_of = NamedTensors.of(model).name_of
         held = {id(parameter): self.stages.holders[name_of[id(parameter)]] for parameter in model.parameters()}
         return {key: ranks for key, ranks in held.items() if len(ranks) > 1}
+
+    def checkpoint(self, model: nn.Module, ratios: Sequence[float]) -> None:
+        """Let the first layers of each stage keep only their inputs for backward; on every rank those of all stages.
+
+        Args:
+            model: The user's model, whole or with its layers split.
+            ratios: For each stage, the part of its layers, rounded up.
+
+        Raises:
+            ConfigError: If the model does so by itself already.
+
+        Collective: none.
+        """
+        modules = dict(model.named_modules())
+        chosen = [
+            modules[layer.name]
+            for stage, ratio in zip(self.stages.ranges, ratios, strict=True)
+            for layer in self.trace.layers[stage.first : stage.first + math.ceil(ratio * (stage.last - stage.first))]
+        ]
+        if chosen:
+            enable_activation_checkpointing(model, chosen)
 
     def cut(self, model: nn.Module, index: int, dtype_of: Callable[[nn.Parameter], torch.dtype]) -> StagedModel:
         """Cut a model, in place; of its parameters those stay that a rank's stages need.

@@ -181,6 +181,7 @@ class _Recorder:
             if id(module) in self._layers:
                 self._replace_forward(self._layers[id(module)], module)
             elif any(name.startswith(f"{each}.") for each in self._lists):
+                self._undo.append(module.register_forward_hook(functools.partial(self._on_inner_return, name)).remove)
                 continue
             elif any(True for _ in module.parameters(recurse=False)):
                 self._uses[name] = []
@@ -266,6 +267,16 @@ class _Recorder:
 
     def _on_call(self, *_: Any) -> None:
         self._entered.append(len(self._calls))
+
+    def _on_inner_return(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
+        """Note what hooks on a module inside of a layer see: they may hand it to code after the layers."""
+        is_watched = len(module._forward_hooks) > 1  # noqa: SLF001 - torch tells it nowhere else
+        if is_watched and self.flow is not None:
+            if isinstance(output, tuple):
+                output = tuple(each if isinstance(each, torch.Tensor) else None for each in output)
+            if isinstance(output, (torch.Tensor, tuple)):
+                self.flow.leave_module(name, self._num_returns[name], len(self._calls), output)
+        self._num_returns[name] += 1
 
     def _on_return(self, name: str, output: Any) -> None:
         before, now = self._entered.pop(), len(self._calls)

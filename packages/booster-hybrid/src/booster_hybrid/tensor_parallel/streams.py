@@ -104,16 +104,16 @@ class RandomStreams:
 
     def _is_apart(self) -> bool:
         """Return whether the generator, which others restore at will, is in this rank's own stream."""
-        return torch.default_generator.initial_seed() == _mixed(self._number, self._group.rank + 1)
+        return torch.default_generator.initial_seed() == mixed_seed(self._number, self._group.rank + 1)
 
     def _seed(self, number: int, stream: int) -> None:
-        seed = _mixed(number, stream)
+        seed = mixed_seed(number, stream)
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).manual_seed(seed)
 
 
-def _mixed(number: int, stream: int) -> int:
+def mixed_seed(number: int, stream: int) -> int:
     """Return a seed of a stream, from a number: splitmix64's finaliser, in the 63 bits that a seed may have.
 
     Reference: Steele et al. 2014, "Fast splittable pseudorandom number generators".

@@ -1,0 +1,133 @@
+"""`checkpoint_ratio`: a part of each stage's layers is computed anew, which changes what is kept and no number."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from model_zoo import get_model
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.policy.base import ShardingPolicy
+
+MICROBATCHES = 4
+KEPT_BYTES = 1 << 20
+
+
+class Kept:
+    """Counts the activations that are alive."""
+
+    live = peak = 0
+
+    def add(self, tensor):
+        self.live += 1
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(tensor, self.remove)
+
+    def remove(self):
+        self.live -= 1
+
+
+class Keep(torch.autograd.Function):
+    """Keeps a large activation for backward."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        saved = x.new_zeros(KEPT_BYTES // x.element_size())
+        kept.add(saved)
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert ctx.saved_tensors
+        return gradient, None
+
+
+class Layer(nn.Module):
+    def __init__(self, kept):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.5)
+        self.kept = kept
+
+    def forward(self, x):
+        return self.dropout(Keep.apply(self.linear(x), self.kept))
+
+
+class Layers(nn.Module):
+    def __init__(self, num_layers, kept):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(kept) for _ in range(num_layers)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def train(options):
+    """Return this rank's gradients, and how many large activations were alive at one time."""
+    kept = Kept()
+    torch.manual_seed(3)
+    model = Layers(8, kept)
+    batch = {"x": torch.ones(MICROBATCHES, 2, 4)}
+    plugin = HybridParallelPlugin(
+        pp_size=2,
+        num_microbatches=MICROBATCHES,
+        custom_policy=ShardingPolicy(layers=("layers",)),
+        example_batch=batch,
+        **options,
+    )
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    kept.live = kept.peak = 0
+    torch.manual_seed(7)
+    booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.square().mean(), optimizer)
+    return {key: booster.full_gradient(model, key) for key in booster.plugin.parameter_paths(model)}, kept.peak
+
+
+@pytest.mark.parametrize("style", ["1f1b", "interleaved", "zbv"])
+def test_gradients_are_the_same_bits_with_dropout(style):
+    plain, anew = (
+        [gradients for gradients, _ in run_on_ranks(train, 2, {"pp_style": style, **options})]
+        for options in ({}, {"checkpoint_ratio": 0.5})
+    )
+    for expected, found in zip(plain, anew, strict=True):
+        assert expected.keys() == found.keys()
+        for key, gradient in expected.items():
+            assert torch.equal(found[key], gradient), key
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        # Two microbatches live on the first rank, one on the second, with four layers each.
+        (None, [8, 4]),
+        (0.5, [4, 2]),
+        # Of what is computed anew, one layer's is there at a time.
+        (1.0, [1, 1]),
+        ((0.5, 0.0), [4, 4]),
+        # Rounded up: two layers of the first stage, one of the second.
+        ((0.3, 0.1), [4, 3]),
+    ],
+)
+def test_as_much_is_kept_as_the_ratio_leaves(ratio, expected):
+    assert [peak for _, peak in run_on_ranks(train, 2, {"checkpoint_ratio": ratio})] == expected
+
+
+def checkpointed_twice(options):
+    model = get_model("transformers/llama").seeded()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    plugin = HybridParallelPlugin(pp_size=2, **options)
+    Booster("cpu", plugin=plugin).boost(model)
+
+
+def test_a_model_that_computes_layers_anew_itself_is_refused():
+    message = r"'model\.layers\.0' is checkpointed by the model itself"
+    expect_on_ranks(ConfigError, message, checkpointed_twice, 2, {"checkpoint_ratio": (1.0, 0.0)})

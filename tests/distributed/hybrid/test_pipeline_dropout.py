@@ -1,0 +1,95 @@
+"""Under a pipeline each layer drops by itself in each microbatch, on whichever rank, however that is seeded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Booster
+from booster_core.testing import run_on_ranks
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
+
+MICROBATCHES = 3
+LAYERS = 8
+WIDTH = 128
+
+
+class Layer(nn.Module):
+    def __init__(self, number, masks):
+        super().__init__()
+        self.number, self.masks = number, masks
+        self.up = nn.Linear(WIDTH, 8)
+        self.down = nn.Linear(8, WIDTH)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        kept = self.dropout(torch.ones(x.shape[0], WIDTH))
+        self.masks.append((self.number, tuple(kept.flatten().tolist())))
+        return x + self.down(self.up(x)) * kept
+
+
+class Layers(nn.Module):
+    def __init__(self, masks):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(number, masks) for number in range(LAYERS)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+POLICY = ShardingPolicy(
+    rules=(ModuleRule("layers.*.up", Style.COLUMN), ModuleRule("layers.*.down", Style.ROW)), layers=("layers",)
+)
+
+
+def masks_of(options):
+    """Return the masks of two batches with the layers that used them, the loss of each, and what is drawn after."""
+    masks: list = []
+    torch.manual_seed(0)
+    model = Layers(masks)
+    batch = {"x": torch.ones(MICROBATCHES, WIDTH)}
+    plugin = HybridParallelPlugin(
+        pp_size=2, num_microbatches=MICROBATCHES, custom_policy=POLICY, example_batch=batch, **options
+    )
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    masks.clear()
+    torch.manual_seed(1)  # alike on all ranks
+    losses = []
+    for _ in range(2):
+        result = booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.square().mean(), optimizer)
+        losses.append(None if result["loss"] is None else float(result["loss"]))
+        optimizer.zero_grad()
+    return masks, losses, float(torch.rand(()))
+
+
+@pytest.mark.parametrize("options", [{}, {"pp_style": "interleaved"}, {"pp_style": "zbv"}], ids=str)
+def test_layers_and_microbatches_drop_different_places(options):
+    of_ranks = run_on_ranks(masks_of, 2, options)
+    masks = [mask for found, *_ in of_ranks for _, mask in found]
+    assert len(masks) == len(set(masks)) == 2 * LAYERS * MICROBATCHES
+
+
+@pytest.mark.parametrize("style", ["1f1b", "zbv"])
+def test_what_is_computed_anew_drops_the_same_places(style):
+    of_ranks = run_on_ranks(masks_of, 2, {"pp_style": style, "checkpoint_ratio": 1.0})
+    plain = run_on_ranks(masks_of, 2, {"pp_style": style})
+    for (found, losses, _), (once, expected, _) in zip(of_ranks, plain, strict=True):
+        assert losses == expected
+        assert sorted(found) == sorted([*once, *once])
+
+
+def test_ranks_that_split_a_layer_drop_the_same_places():
+    of_ranks = run_on_ranks(masks_of, 4, {"tp_size": 2})
+    masks = [found for found, *_ in of_ranks]
+    assert masks[0] == masks[1]
+    assert masks[2] == masks[3]
+    assert not {mask for _, mask in masks[0]} & {mask for _, mask in masks[2]}
+
+
+def test_what_is_drawn_between_batches_stays_alike_on_all_ranks():
+    assert len({after for *_, after in run_on_ranks(masks_of, 2, {})}) == 1
