@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from booster_core import Boosted, Booster, LazyInitContext
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import LazyInitError
-from booster_core.lazy import load_pretrained, materialize, take_recording
+from booster_core.lazy import materialize, take_recording
 from booster_core.plugin import Plugin
 from booster_core.state.shard import TensorShard, full_box
 from booster_core.testing import close_ranks, expect_on_ranks, run_on_ranks
 from booster_core.testing.memory import peak_memory
-from booster_core.testing.models import TinyMixedBag, TinyMLP
+from booster_core.testing.models import TinyMixedBag
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper
 
 MIB = 2**20
@@ -104,25 +101,6 @@ def test_what_draws_nothing_may_come_in_any_order() -> None:
     for number in range(3):
         bias = torch.cat([kept[f"{number}.bias"] for kept in of_ranks])
         assert bias.tolist() == [number, number]
-
-
-def boost_without_files(folder: str, plugin: str) -> None:
-    """Lose the files of the last rank between the context and `boost`, and fill a model from them."""
-    coordinator = DistCoordinator()
-    own = Path(folder) / str(coordinator.rank)
-    own.mkdir()
-    save_file({f"first.{key}": value for key, value in nn.Linear(8, 16).state_dict().items()}, own / "m.safetensors")
-    with LazyInitContext():
-        model = TinyMLP()
-    load_pretrained(model, own / "m.safetensors", strict=False)
-    if coordinator.is_last_process():
-        (own / "m.safetensors").unlink()
-    Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "gemini", "hybrid"])
-def test_files_that_one_rank_lacks_are_an_error_on_all(plugin, tmp_path) -> None:
-    expect_on_ranks(LazyInitError, "can't be read any more", boost_without_files, 3, str(tmp_path), plugin)
 
 
 def record_and_materialize() -> tuple[float, float, float]:
