@@ -24,6 +24,7 @@ from booster_core.plugin import API_VERSION, Capability, Plugin
 from booster_core.testing import conformance_runs as runs
 from booster_core.testing.compare import Tolerance, assert_same_tensors, tolerance_for
 from booster_core.testing.ranks import expect_on_ranks, run_on_ranks
+from booster_core.testing.replicas import assert_equal_replicas
 from booster_core.testing.training import Trained, Training, train_boosted, train_plainly
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -112,10 +113,7 @@ class PluginConformance:
 
     def test_ranks_hold_equal_parameters(self) -> None:
         self.needs(Capability.SYNCHRONOUS)
-        results = run_on_ranks(train_boosted, self.world_size, self.training())
-        for other in results[1:]:
-            for name, tensor in results[0].parameters[-1].items():
-                assert torch.equal(other.parameters[-1][name], tensor), name
+        assert_equal_replicas(run_on_ranks(runs.train_and_look_locally, self.world_size, self.training()))
 
     def test_lazy_model_trains_as_an_eager_one(self) -> None:
         eager = run_on_ranks(train_boosted, self.world_size, self.training(steps=2))

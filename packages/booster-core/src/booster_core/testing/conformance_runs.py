@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader
 from booster_core.coordinator import DistCoordinator
 from booster_core.hooks import register_hooks, unregister_hooks
 from booster_core.hookspecs import hookimpl
+from booster_core.testing.replicas import look_locally
 from booster_core.testing.training import summed_loss, whole_model
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper
 
 if TYPE_CHECKING:
     from booster_core.booster import Booster
+    from booster_core.testing.replicas import LocalView
     from booster_core.testing.training import Training
 
 
@@ -192,6 +194,14 @@ def evaluates(training: Training) -> None:
         assert not model(_tokens()).requires_grad
     model.train()
     _step(booster, model, optimizer, 1)
+
+
+def train_and_look_locally(training: Training) -> LocalView:
+    """Train three steps on this rank's own samples and return what this rank, asking no other, has afterwards."""
+    booster, model, optimizer = _boost(training)
+    for step in range(3):
+        _step(booster, model, optimizer, step)
+    return look_locally(booster, model, torch.arange(24).remainder(16).view(4, 6))
 
 
 def boost_twice(training: Training) -> None:
