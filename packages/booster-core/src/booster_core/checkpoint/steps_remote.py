@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from booster_core.checkpoint.job import TEMPORARY, as_checkpoint_error
 from booster_core.checkpoint.manifest import MANIFEST, verify_folder
-from booster_core.checkpoint.steps import LATEST, LocalSteps, Steps, folder_name, parse_name
+from booster_core.checkpoint.steps import LATEST, LocalSteps, Steps, folder_name, log_failed_removal, parse_name
 from booster_core.errors import CheckpointError
 from booster_core.host import this_host
 from booster_core.storage import local_path, scheme_of, storage_for
@@ -58,7 +58,7 @@ class RemoteSteps(Steps):
         complete = set(self.names())
         for name in {path.partition("/")[0] for path in files} - complete:
             if parse_name(name):
-                self._storage.remove(f"{self.root}/{name}")
+                self._clear(name)
 
     def temporary(self, step: int, token: str) -> Path:
         return Path(tempfile.gettempdir()) / f"booster-{folder_name(step)}.{token}{TEMPORARY}"
@@ -90,8 +90,15 @@ class RemoteSteps(Steps):
 
     def remove(self, name: str) -> None:
         self._storage.remove(f"{self.root}/{name}/{MANIFEST}")  # without it, the rest is no step any more
-        if self._storage.list(f"{self.root}/{name}"):
-            self._storage.remove(f"{self.root}/{name}")
+        self._clear(name)
+
+    def _clear(self, name: str) -> None:
+        """Remove the files of what is no step; log what stops it."""
+        try:
+            if self._storage.list(f"{self.root}/{name}"):
+                self._storage.remove(f"{self.root}/{name}")
+        except Exception as error:  # noqa: BLE001 - a storage has errors of its own
+            log_failed_removal(f"{self.root}/{name}", error)
 
     def verify(self, name: str) -> None:
         with tempfile.TemporaryDirectory(prefix="booster-") as folder:
