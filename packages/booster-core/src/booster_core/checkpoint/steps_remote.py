@@ -19,7 +19,7 @@ from booster_core.checkpoint.manifest import MANIFEST, verify_folder
 from booster_core.checkpoint.steps import LATEST, LocalSteps, Steps, folder_name, log_failed_removal, parse_name
 from booster_core.errors import CheckpointError
 from booster_core.host import this_host
-from booster_core.storage import local_path, scheme_of, storage_for
+from booster_core.storage import leaves_folder, local_path, scheme_of, storage_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -118,7 +118,7 @@ def download(storage: Storage, url: str, folder: Path, is_wanted: Callable[[str]
     """Copy files below a URL into a local folder.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If there is none, or a key leads out of the folder; nothing has been copied then.
 
     Collective: none.
     """
@@ -129,6 +129,10 @@ def download(storage: Storage, url: str, folder: Path, is_wanted: Callable[[str]
             "or host cannot serve others."
         )
         raise CheckpointError(msg)
+    for path in files:
+        if leaves_folder(path):
+            msg = f"'{url}' holds the key '{path}', which leads out of its folder. It is damaged or hostile."
+            raise CheckpointError(msg)
     for path in files:
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
