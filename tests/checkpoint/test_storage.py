@@ -243,6 +243,7 @@ def test_schemes(path, scheme):
 def test_file_urls_become_paths():
     assert local_path("file:///a%20b/c") == "/a b/c"
     assert local_path("file://localhost/a") == "/a"
+    assert local_path("hdfs:///a/b..c") == "hdfs:///a/b..c"
     with pytest.raises(CheckpointError, match="names the host 'elsewhere'"):
         local_path("file://elsewhere/a")
 

@@ -48,8 +48,8 @@ def local_path(path: str | Path) -> str | Path:
     """Return a path with ``file://`` taken off; URLs of other schemes as they are.
 
     Raises:
-        CheckpointError: If a ``file://`` URL names another host, or the key of another URL has a part ``..``. Most
-            storages take that for a name, and the local copy of what is there would leave its folder.
+        CheckpointError: If a ``file://`` URL names another host, or another URL has a part ``..``. Most storages take
+            that for a name, and the local copy of what is there would leave its folder.
     """
     if isinstance(path, str) and path.lower().startswith("file://"):
         parts = urlsplit(path)
@@ -57,7 +57,7 @@ def local_path(path: str | Path) -> str | Path:
             msg = f"'{path}' names the host '{parts.netloc}'. Write `file:///path` for a path on this one."
             raise CheckpointError(msg)
         return unquote(parts.path)
-    if scheme_of(path) is not None and leaves_folder(str(path).partition("://")[2]):
+    if scheme_of(path) is not None and ".." in str(path).split("/"):
         msg = f"The URL '{path}' has a part '..', which storages do not follow. Write the URL without it."
         raise CheckpointError(msg)
     return path
