@@ -193,7 +193,10 @@ class DCPFile(TensorFile):
                 msg = f"'{fqn}' in '{self.path}' is damaged: its chunk at {offset} is not what the table says."
                 raise CheckpointError(msg)
             inside = chunk.untyped_storage()._checkpoint_offset  # noqa: SLF001 - torch documents no other way
-            start = info.offset + inside + chunk.storage_offset() * chunk.element_size()
+            if inside is None:
+                msg = f"'{fqn}' in '{self.path}' is damaged: its chunk at {offset} has no values."
+                raise CheckpointError(msg)
+            start = info.offset + int(inside) + int(chunk.storage_offset()) * chunk.element_size()
             if not chunk.is_contiguous() or start + chunk.numel() * chunk.element_size() > info.offset + info.length:
                 msg = f"'{fqn}' in '{self.path}' is damaged: its chunk at {offset} is {chunk}."
                 raise CheckpointError(msg)
