@@ -1,5 +1,6 @@
 """Checkpoints at URLs: in a store of one process' own memory, on the local disk, and in a third party's store."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from booster_core import hookimpl
-from booster_core.checkpoint.steps_remote import open_steps
+from booster_core.checkpoint.manifest import FileEntry, Manifest
+from booster_core.checkpoint.steps_remote import download, open_steps
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.hooks import register_hooks, unregister_hooks
@@ -241,5 +243,94 @@ def test_schemes(path, scheme):
 def test_file_urls_become_paths():
     assert local_path("file:///a%20b/c") == "/a b/c"
     assert local_path("file://localhost/a") == "/a"
+    assert local_path("hdfs:///a/b..c") == "hdfs:///a/b..c"
     with pytest.raises(CheckpointError, match="names the host 'elsewhere'"):
         local_path("file://elsewhere/a")
+
+
+# ---- keys that leave the folder
+
+
+def tree(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+class ExtraKey(FolderStorage):
+    """Lists one more key, as an object store may, whose keys are any text."""
+
+    key = "model/../../../outside.bin"
+
+    def list(self, url):
+        found = super().list(url)
+        return found if "" in found else {**found, self.key: 3}
+
+    def download(self, url, path):
+        if url.endswith(self.key):
+            path.write_text("bad")
+        else:
+            super().download(url, path)
+
+
+@pytest.fixture
+def extra_key(tmp_path, monkeypatch):
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(copies))
+    storage = ExtraKey(tmp_path / "ours")
+    hooks = Hooks(storage)
+    register_hooks(hooks)
+    yield storage
+    unregister_hooks(hooks)
+
+
+@pytest.mark.parametrize("key", ["model/../../../outside.bin", "model/a/../../../../b", "model/.."])
+def test_key_of_a_step_that_leaves_its_folder(key, extra_key, tmp_path):
+    extra_key.key = "harmless"
+    run = Run()
+    run.save("ours://runs/a")
+    extra_key.key = key
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(f"holds the key '{key}'")):
+        Run().load("ours://runs/a")
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("key", ["..", "/absolute"])
+def test_key_of_a_model_that_leaves_its_folder(key, extra_key, tmp_path):
+    extra_key.key = "harmless.txt"
+    run = Run()
+    run.booster.save_model(run.model, "ours://model", shard=True)
+    extra_key.key = key
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(f"holds the key '{key}'")):
+        download(extra_key, "ours://model", tmp_path / "copy", lambda _: True)
+    assert [name for name in tree(tmp_path) if not name.startswith("copy")] == before
+
+
+def use_url(root):
+    run = Run()
+    calls = [
+        lambda: run.save(root),
+        lambda: run.load(root),
+        lambda: run.booster.has_checkpoint(root),
+        lambda: run.booster.save_model(run.model, f"{root}/m.safetensors"),
+        lambda: run.booster.save_model(run.model, root, shard=True),
+        lambda: run.booster.load_model(run.model, f"{root}/m.safetensors"),
+        lambda: run.booster.save_optimizer(run.optimizer, root, shard=True),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=r"has a part '\.\.'"):
+            call()
+
+
+@pytest.mark.parametrize("root", ["memory://a/../b", "memory://a/.."])
+def test_url_with_parent_folders_is_an_error_on_every_rank(root):
+    run_on_ranks(use_url, 2, root)
+
+
+@pytest.mark.parametrize("name", ["../other.json", "/etc/hostname", "model/../../x", ""])
+def test_manifest_that_names_a_file_outside_of_its_folder(name, tmp_path):
+    entry = FileEntry(nbytes=1, checksum="0")
+    Manifest(step=1, files={name: entry, "a": entry}).write(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(f"names the file '{name}', which is not in its folder")):
+        Manifest.read(tmp_path)

@@ -48,7 +48,8 @@ def local_path(path: str | Path) -> str | Path:
     """Return a path with ``file://`` taken off; URLs of other schemes as they are.
 
     Raises:
-        CheckpointError: If a ``file://`` URL names another host.
+        CheckpointError: If a ``file://`` URL names another host, or another URL has a part ``..``. Most storages take
+            that for a name, and the local copy of what is there would leave its folder.
     """
     if isinstance(path, str) and path.lower().startswith("file://"):
         parts = urlsplit(path)
@@ -56,7 +57,15 @@ def local_path(path: str | Path) -> str | Path:
             msg = f"'{path}' names the host '{parts.netloc}'. Write `file:///path` for a path on this one."
             raise CheckpointError(msg)
         return unquote(parts.path)
+    if scheme_of(path) is not None and ".." in str(path).split("/"):
+        msg = f"The URL '{path}' has a part '..', which storages do not follow. Write the URL without it."
+        raise CheckpointError(msg)
     return path
+
+
+def leaves_folder(key: str) -> bool:
+    """Return whether a key, or a name with ``/`` between its parts, leads out of the folder it is joined to."""
+    return key.startswith(("/", "\\")) or ".." in key.replace("\\", "/").split("/") or "\0" in key
 
 
 def storage_for(scheme: str) -> Storage:

@@ -9,7 +9,7 @@ import shutil
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from booster_core.checkpoint.dcp_file import METADATA
+from booster_core.checkpoint.dcp_table import METADATA
 from booster_core.checkpoint.io import CheckpointIO
 from booster_core.checkpoint.job import TEMPORARY, sync_folder
 from booster_core.checkpoint.manifest import MANIFEST

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
-from booster_core.checkpoint.dcp_file import GROUPS, SHAPES, STATE, read_table
+from booster_core.checkpoint.dcp_file import GROUPS, SHAPES, STATE
+from booster_core.checkpoint.dcp_table import read_table
 from booster_core.checkpoint.job import local_specs, merge_specs, sync_folder
 from booster_core.checkpoint.naming import MODEL, OPTIMIZER, FileNames
 from booster_core.checkpoint.parts import ModelPart, OptimizerInfo, OptimizerPart, Part
@@ -234,7 +235,8 @@ def _check_target(path: Path, *, is_optimizer: bool) -> None:
     if not (path / ".metadata").is_file():
         msg = f"'{path}' holds other files; `gather_dtensor=False` replaces the whole folder. Pass another path."
         raise CheckpointError(msg)
-    kinds = {str(key).split(".")[0] for key in read_table(path).state_dict_metadata}
+    table = read_table(path)
+    kinds = {key.split(".")[0] for key in (*table.tensors, *table.values)}
     if (GROUPS in kinds) != is_optimizer:
         held = "an optimizer" if GROUPS in kinds else "a model"
         msg = f"'{path}' holds {held}; with `gather_dtensor=False`, model and optimizer need a folder each."

@@ -1,8 +1,8 @@
 """Reads folders of ``torch.distributed.checkpoint`` (DCP) like any other file of tensors, in the parts that are needed.
 
 DCP keeps each chunk of a tensor as a small ``torch.save`` file inside of a larger file, and a pickled table of chunks.
-The table is unpickled with nothing allowed but its own few classes; of a chunk, only the description is read,
-which tells where its values lie.
+`booster_core.checkpoint.dcp_table` reads the table; of a chunk, only the description is read, which tells where its
+values are.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import threading
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from typing_extensions import override
 
+from booster_core.checkpoint.dcp_table import Slice, read_table
 from booster_core.checkpoint.formats import TensorFile
 from booster_core.checkpoint.raw import as_bytes, pread_into, read_strided
 from booster_core.errors import CheckpointError
@@ -28,69 +28,11 @@ from booster_core.state.shard import Box, box_numel, box_shape
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch.distributed.checkpoint.metadata import Metadata
-
-METADATA = ".metadata"
 STATE, GROUPS, SHAPES = "state", "param_groups", "param_shapes"
 """The first parts of an optimizer's paths."""
 _PART_BYTES = 16 << 20
-
-_ALLOWED = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata",
-            "StorageMeta",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
-    *((f"pathlib.{module}", name) for module in ("_local",) for name in ("Path", "PosixPath", "PurePosixPath")),
-    ("collections", "OrderedDict"),
-}
-
-
-class _TableUnpickler(pickle.Unpickler):
-    """Builds DCP's own plain classes, and nothing else."""
-
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        msg = f"it refers to {module}.{name}"
-        raise pickle.UnpicklingError(msg)
-
-
-def read_table(folder: Path) -> Metadata:
-    """Return the table of a DCP folder.
-
-    Raises:
-        CheckpointError: If it is damaged, or holds anything but a table.
-    """
-    path = folder / METADATA
-    try:
-        with path.open("rb") as stream:
-            table: Metadata = _TableUnpickler(stream).load()
-    except pickle.UnpicklingError as error:
-        msg = f"'{path}' was not loaded: {error}, which a checkpoint's table never does. It is damaged or hostile."
-        raise CheckpointError(msg) from error
-    except (OSError, EOFError, ValueError, TypeError, AttributeError, KeyError, IndexError, ImportError) as error:
-        msg = f"'{path}' cannot be read: {error or type(error).__name__}. It is damaged or truncated."
-        raise CheckpointError(msg) from error
-    if type(table).__name__ != "Metadata" or not isinstance(table.storage_data, dict):
-        msg = f"'{path}' is not the table of a `torch.distributed.checkpoint` folder."
-        raise CheckpointError(msg)
-    return table
+_UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, AttributeError, LookupError)
+"""What ``torch.load`` raises about content that it does not take."""
 
 
 class DCPFile(TensorFile):
@@ -108,30 +50,30 @@ class DCPFile(TensorFile):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._table = read_table(path)
-        paths = self._table.planner_data if isinstance(self._table.planner_data, dict) else {}
         self.tensors = {}
         self._fqns: dict[str, str] = {}
-        others: dict[tuple[Any, ...], Any] = {}
         self._files: dict[str, int] = {}
         self._chunks: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
         self._lock = threading.Lock()
         try:
             self._check_files()
-            for fqn, meta in self._table.state_dict_metadata.items():
-                parts = tuple(paths.get(fqn, (fqn,)))
-                if isinstance(meta, TensorStorageMetadata):
-                    is_state = parts[0] == STATE and len(parts) == 3
-                    key = f"{parts[1]}/{parts[2]}" if is_state else fqn
-                    self._fqns[key] = fqn
-                    self.tensors[key] = TensorMeta(shape=tuple(meta.size), dtype=meta.properties.dtype)
-                else:
-                    others[parts] = self._read_value(fqn)
+            for fqn, entry in self._table.tensors.items():
+                parts = self._path_of(fqn)
+                key = f"{parts[1]}/{parts[2]}" if parts[0] == STATE and len(parts) == 3 else fqn
+                self._fqns[key] = fqn
+                self.tensors[key] = TensorMeta(shape=entry.shape, dtype=entry.dtype)
+            others = {self._path_of(fqn): self._read_value(fqn) for fqn in self._table.values}
         except BaseException:
             self.close()
             raise
         is_optimizer = any(parts[0] == GROUPS for parts in others)
         self._inside: dict[str, torch.Tensor] = {}
-        self.values = {"optimizer": _optimizer_info(others)} if is_optimizer else _encoded(others, self._inside)
+        try:
+            self.values = {"optimizer": _optimizer_info(others)} if is_optimizer else _encoded(others, self._inside)
+        except (CheckpointError, ValueError) as error:
+            self.close()
+            msg = f"'{path}' cannot be read: {error}"
+            raise CheckpointError(msg) from error
         for key, tensor in self._inside.items():
             self.tensors[key] = TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype)
 
@@ -143,7 +85,7 @@ class DCPFile(TensorFile):
         fqn = self._fqns[key]
         meta = self.tensors[key]
         missing = box_numel(box)
-        for chunk in self._table.state_dict_metadata[fqn].chunks:  # type: ignore[union-attr]
+        for chunk in self._table.tensors[fqn].chunks:
             place = tuple((o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
             common = intersect(box, place)
             if common is None:
@@ -160,9 +102,12 @@ class DCPFile(TensorFile):
             os.close(descriptor)
         self._files = {}
 
+    def _path_of(self, fqn: str) -> tuple[str | int, ...]:
+        return self._table.paths.get(fqn, (fqn,))
+
     def _read_chunk(self, fqn: str, dtype: torch.dtype, place: Box, common: Box, box: Box, out: torch.Tensor) -> None:
         """Read the part of a chunk that a box wants, into its place among the box' values."""
-        descriptor, start = self._values_of(fqn, tuple(first for first, _ in place))
+        descriptor, start = self._values_of(fqn, dtype, place)
         shape = box_shape(place)
         target = out.view(box_shape(box))[slices_of(common, box)]
         if target.is_contiguous():
@@ -185,16 +130,16 @@ class DCPFile(TensorFile):
             read_strided(descriptor, start, shape, dtype.itemsize, box, out)
 
     def _check_files(self) -> None:
-        for index, info in self._table.storage_data.items():
-            name = str(info.relative_path)
-            if "/" in name or name in ("", ".", ".."):
+        for (fqn, _), place in self._table.slices.items():
+            name = place.file
+            if "/" in name or name in ("", ".", "..") or "\0" in name:
                 msg = (
                     f"The table in '{self.path}' names the file '{name}', which is not in its folder: damaged or "
                     "hostile."
                 )
                 raise CheckpointError(msg)
-            if getattr(info, "transform_descriptors", None):
-                msg = f"'{index.fqn}' in '{self.path}' was written through an extension ({info.transform_descriptors})."
+            if place.extensions:
+                msg = f"'{fqn}' in '{self.path}' was written through an extension ({', '.join(place.extensions)})."
                 raise CheckpointError(msg)
             if name not in self._files:
                 try:
@@ -203,36 +148,35 @@ class DCPFile(TensorFile):
                     msg = f"'{self.path / name}' cannot be read: {error.strerror or error}."
                     raise CheckpointError(msg) from error
             size = os.fstat(self._files[name]).st_size
-            if info.offset + info.length > size:
+            if place.offset + place.length > size:
                 msg = (
-                    f"'{index.fqn}' lies at bytes {info.offset} to {info.offset + info.length} of "
+                    f"'{fqn}' lies at bytes {place.offset} to {place.offset + place.length} of "
                     f"'{self.path / name}', "
                     f"which has {size} bytes. It is truncated."
                 )
                 raise CheckpointError(msg)
 
-    def _slice_of(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[int, Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex
-
-        info = self._table.storage_data.get(MetadataIndex(fqn, None if offset is None else torch.Size(offset)))
-        if info is None:
+    def _slice_of(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[int, Slice]:
+        place = self._table.slices.get((fqn, offset))
+        if place is None:
             msg = f"The table in '{self.path}' does not say where '{fqn}' lies: it is damaged."
             raise CheckpointError(msg)
-        return self._files[str(info.relative_path)], info
+        return self._files[place.file], place
 
     def _read_value(self, fqn: str) -> Any:
         descriptor, info = self._slice_of(fqn, None)
         content = io.BytesIO(os.pread(descriptor, info.length, info.offset))
         try:
             return torch.load(content, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        except _UNREADABLE as error:
             msg = f"'{fqn}' in '{self.path}' was not loaded, because it is damaged or holds objects: {error}"
             raise CheckpointError(msg.splitlines()[0]) from error
 
-    def _values_of(self, fqn: str, offset: tuple[int, ...]) -> tuple[int, int]:
+    def _values_of(self, fqn: str, dtype: torch.dtype, place: Box) -> tuple[int, int]:
         """Return file and position of a chunk's values."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
+        offset = tuple(first for first, _ in place)
         with self._lock:
             known = self._chunks.get((fqn, offset))
             if known is not None:
@@ -242,11 +186,17 @@ class DCPFile(TensorFile):
             try:
                 with FakeTensorMode():
                     chunk = torch.load(cast("IO[bytes]", stream), weights_only=True)
-            except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-                msg = f"'{fqn}' in '{self.path}' is damaged: {str(error).splitlines()[0]}"
+            except _UNREADABLE as error:
+                msg = f"'{fqn}' in '{self.path}' is damaged: {(str(error) or type(error).__name__).splitlines()[0]}"
                 raise CheckpointError(msg) from error
+            if not isinstance(chunk, torch.Tensor) or (chunk.numel(), chunk.dtype) != (box_numel(place), dtype):
+                msg = f"'{fqn}' in '{self.path}' is damaged: its chunk at {offset} is not what the table says."
+                raise CheckpointError(msg)
             inside = chunk.untyped_storage()._checkpoint_offset  # noqa: SLF001 - torch documents no other way
-            start = info.offset + inside + chunk.storage_offset() * chunk.element_size()
+            if inside is None:
+                msg = f"'{fqn}' in '{self.path}' is damaged: its chunk at {offset} has no values."
+                raise CheckpointError(msg)
+            start = info.offset + int(inside) + int(chunk.storage_offset()) * chunk.element_size()
             if not chunk.is_contiguous() or start + chunk.numel() * chunk.element_size() > info.offset + info.length:
                 msg = f"'{fqn}' in '{self.path}' is damaged: its chunk at {offset} is {chunk}."
                 raise CheckpointError(msg)

@@ -51,6 +51,6 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         msg = f"'{path}' cannot be read: {error.strerror or error}."
         raise CheckpointError(msg) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         msg = f"'{path}' is not valid JSON ({error}); it is damaged or truncated."
         raise CheckpointError(msg) from error

@@ -234,6 +234,7 @@ class WriteJob:
         agree: Called as ``agree(step, error)`` on every rank in step; raises on all ranks if any brought an error.
         exchange: Called on every rank with a JSON text; returns on rank 0 all ranks' texts, after an agreement.
         is_route_shared: Whether all ranks see the folder.
+        one_host: Whether all ranks that write run on one host.
         want_checksums: Compute each file's checksum.
         commit: Called on rank 0 with the list of files when all of them lie under their names.
     """
@@ -248,12 +249,14 @@ class WriteJob:
         agree: Callable[[str, Exception | None], None],
         exchange: Callable[[str, Exception | None, str], list[str]],
         is_route_shared: bool = True,
+        one_host: bool = True,
         want_checksums: bool = False,
         commit: Callable[[list[WrittenFile]], None] | None = None,
     ) -> None:
         self.plan = plan
         self._rank = rank
         self._world_size = world_size if is_route_shared else 1
+        self._one_host = one_host
         self._write = write
         self._agree = agree
         self._exchange = exchange
@@ -289,7 +292,7 @@ class WriteJob:
         self._agree(step, error)
 
     def _create(self) -> None:
-        from booster_core.checkpoint.raw import reserve
+        from booster_core.checkpoint.raw import drop_pages, reserve
 
         plan = self.plan
         plan.folder.mkdir(parents=True, exist_ok=True)
@@ -298,6 +301,8 @@ class WriteJob:
             path = plan.temporary(file.name)
             container_for(file.suffix).create(path, file.specs, file.values)
             reserve(path)
+            if not self._one_host:
+                drop_pages(path)
         for name, text in plan.texts.items():
             with plan.temporary(name).open("w", encoding="utf-8") as stream:
                 stream.write(text)

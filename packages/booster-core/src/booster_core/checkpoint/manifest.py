@@ -15,6 +15,7 @@ from booster_core.checkpoint.index import read_json
 from booster_core.checkpoint.job import file_checksum, sync_folder
 from booster_core.checkpoint.report import shorten
 from booster_core.errors import CheckpointError
+from booster_core.storage import leaves_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -106,6 +107,10 @@ class Manifest:
         except (KeyError, TypeError, AttributeError) as error:
             msg = f"The manifest '{path}' is damaged: {error!r} where its entries should be."
             raise CheckpointError(msg) from error
+        for name in files:
+            if not name or leaves_folder(name):
+                msg = f"The manifest '{path}' names the file '{name}', which is not in its folder: damaged or hostile."
+                raise CheckpointError(msg)
         return cls(step=step, files=files, facts=content)
 
     def size_problems(self, folder: Path, names: Iterable[str]) -> list[str]:

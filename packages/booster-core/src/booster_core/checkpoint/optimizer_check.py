@@ -38,8 +38,9 @@ def check_same_parameters(path: Path, saved: OptimizerInfo, here: OptimizerInfo)
         )
         raise CheckpointError(msg)
     for index, (theirs, ours) in enumerate(zip(saved.groups, here.groups, strict=True)):
-        lacking = [name for name in ours.params if name not in set(theirs.params)]
-        surplus = [name for name in theirs.params if name not in set(ours.params)]
+        their_names, our_names = set(theirs.params), set(ours.params)
+        lacking = [name for name in ours.params if name not in their_names]
+        surplus = [name for name in theirs.params if name not in our_names]
         if lacking or surplus:
             parts = [f"It lacks {len(lacking)}: {shorten(lacking)}."] if lacking else []
             parts += [f"It has {len(surplus)} more: {shorten(surplus)}."] if surplus else []

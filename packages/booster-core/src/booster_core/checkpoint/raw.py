@@ -2,8 +2,8 @@
 
 A box that is contiguous in the file takes one ``pread`` or ``pwrite`` straight from or into the tensor's memory. Any
 other box (columns of a matrix) is one strided copy through a shared mapping, which costs page-cache memory but none of
-the process' own. Mappings must not be written by several hosts at once, because whole pages travel: there, runs are
-written one by one.
+the process' own. Two kinds of files are written by plain writes of runs instead: files that several hosts write to,
+because a mapping sends whole pages, and files without reserved space, because a mapping cannot report a full disk.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB per call."""
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EBADF)
+"""What ``posix_fallocate`` says without support. EBADF comes from glibc's emulation, which wants to read as well."""
 _WINDOW_BYTES = 4 << 20
 """How much of a file is mapped at a time, unless one row is larger."""
 
@@ -61,23 +63,44 @@ def pread_into(descriptor: int, target: memoryview, offset: int, path: Path) -> 
         offset += count
 
 
-def reserve(path: Path) -> None:
-    """Make the file system set space aside for a whole sparse file.
+def reserve(path: Path, nbytes: int | None = None) -> bool:
+    """Make the file system set space aside for a sparse file, if it can.
 
     A full disk is found now, as an error. Found later, by a write through a mapping, it would end the process.
+
+    Args:
+        path: The file.
+        nbytes: How much from its start on; all of it when ``None``. A single byte tells whether the rest is reserved
+            in a file that was created by a call for all of it.
+
+    Returns:
+        Whether the file system reserves space. Some cannot: NFS before 4.2, most of FUSE, ramfs.
 
     Raises:
         OSError: If there is no space.
     """
-    size = path.stat().st_size
-    if size == 0:
-        return
+    nbytes = path.stat().st_size if nbytes is None else nbytes
+    if nbytes == 0:
+        return False
+    # Write-only, because glibc would otherwise emulate the call, with a read and a write for each block.
     descriptor = os.open(path, os.O_WRONLY)
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+        if error.errno not in _CANNOT_RESERVE:
             raise
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def drop_pages(path: Path) -> None:
+    """Write a file's pages out and drop them from this host's page cache, so that other hosts may write to them."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
@@ -110,7 +133,7 @@ def read_strided(
 def write_strided(
     descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, source: torch.Tensor
 ) -> None:
-    """Copy ``source`` to a box of a row-major tensor in a file, through a mapping. The file has its space already.
+    """Copy ``source`` to a box of a row-major tensor in a file, through a mapping. The file's space is reserved.
 
     Args:
         descriptor: File opened for reading and writing.

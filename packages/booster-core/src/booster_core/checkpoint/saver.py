@@ -118,6 +118,7 @@ class Saver:
                 agree=session.agree(save.name),
                 exchange=session.exchange(save.name, token),
                 is_route_shared=route.is_shared,
+                one_host=route.one_host or not route.is_shared,
                 want_checksums=save.want_checksums,
                 commit=save.commit,
             )

@@ -1,12 +1,14 @@
 """A folder of saved training states: one folder for each step, and ``latest``, which names the one to go on from.
 
 A step appears under its name complete or not at all; what is being written or removed has a name that starts with a
-dot, and the next save clears it away. The step that ``latest`` names is never touched: saving the same step once
-more makes ``step-00000100.1`` and removes ``step-00000100`` after ``latest`` has moved.
+dot, and the next save clears it away. A failed removal is logged, fails no save, and is tried again by the next one.
+The step that ``latest`` names is never touched: saving the same step once more makes ``step-00000100.1`` and removes
+``step-00000100`` after ``latest`` has moved.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -22,8 +24,11 @@ from booster_core.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_log = logging.getLogger(__name__)
+
 LATEST = "latest"
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_HIDDEN_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
 _HIDDEN = re.compile(rf"\.step-\d{{8,}}(\.\d+)?\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
 
 
@@ -36,6 +41,11 @@ def parse_name(name: str) -> tuple[int, int] | None:
     """Return step and revision of a folder's name; ``None`` for other names."""
     match = _FOLDER.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2] or 0))
+
+
+def log_failed_removal(where: str | Path, error: Exception) -> None:
+    """Log that an old step, or a part of one, is still there."""
+    _log.warning("'%s' could not be removed: %s. The next save into this folder tries again.", where, error)
 
 
 def new_token() -> str:
@@ -78,7 +88,13 @@ class Steps(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a step's folder, so that half of it is never seen as a step."""
+        """Remove a step's folder, so that half of it is never seen as a step.
+
+        What remains after that can fail to be removed: it is logged, and cleared away by the next `prepare`.
+
+        Raises:
+            OSError: If it is still a step.
+        """
 
     @abstractmethod
     def verify(self, name: str) -> None:
@@ -104,9 +120,21 @@ class Steps(ABC):
         name = folder_name(step, parsed[1] + 1 if parsed is not None and parsed[0] == step else 0)
         self.place(temporary, name)
         self.set_latest(name)
-        for old in self._obsolete(name, step, keep_last):
-            self.remove(old)
+        self._remove_obsolete(name, step, keep_last)
         return name
+
+    def _remove_obsolete(self, kept: str, step: int, keep_last: int | None) -> None:
+        """Remove what is no longer wanted. The new step is safe by now, so a failure is logged and not raised."""
+        try:
+            obsolete = self._obsolete(kept, step, keep_last)
+        except Exception as error:  # noqa: BLE001 - a storage has errors of its own
+            _log.warning("Old steps in '%s' could not be listed: %s. The next save tries again.", self.root, error)
+            return
+        for name in obsolete:
+            try:
+                self.remove(name)
+            except Exception as error:  # noqa: BLE001 - as above
+                log_failed_removal(f"{self.root}/{name}", error)
 
     def _obsolete(self, kept: str, step: int, keep_last: int | None) -> list[str]:
         """Return other revisions of a step, and steps before the last ``keep_last``."""
@@ -197,9 +225,12 @@ class LocalSteps(Steps):
         if self.path.is_dir():
             for entry in self.path.iterdir():
                 if _HIDDEN.fullmatch(entry.name):
-                    shutil.rmtree(entry)
-                elif re.fullmatch(rf"\.{LATEST}\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}", entry.name):
-                    entry.unlink(missing_ok=True)
+                    _clear(entry)
+                elif _HIDDEN_LATEST.fullmatch(entry.name):
+                    try:
+                        entry.unlink(missing_ok=True)
+                    except OSError as error:
+                        log_failed_removal(entry, error)
 
     def temporary(self, step: int, token: str) -> Path:
         return self.path / f".{folder_name(step)}.{token}{TEMPORARY}"
@@ -238,10 +269,20 @@ class LocalSteps(Steps):
     def remove(self, name: str) -> None:
         hidden = self.path / f".{name}.{new_token()}{TEMPORARY}"
         (self.path / name).rename(hidden)
-        shutil.rmtree(hidden)
+        _clear(hidden)
 
     def verify(self, name: str) -> None:
         verify_folder(self.path / name)
+
+
+def _clear(folder: Path) -> None:
+    """Remove a folder that is no step, as far as possible; log what stops it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        try:
+            shutil.rmtree(folder)  # once more, for the reason
+        except OSError as error:
+            log_failed_removal(folder, error)
 
 
 def arrange(folder: Path, home: Callable[[str], str], names: list[str]) -> dict[str, str]:

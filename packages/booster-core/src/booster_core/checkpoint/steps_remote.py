@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from booster_core.checkpoint.job import TEMPORARY, as_checkpoint_error
 from booster_core.checkpoint.manifest import MANIFEST, verify_folder
-from booster_core.checkpoint.steps import LATEST, LocalSteps, Steps, folder_name, parse_name
+from booster_core.checkpoint.steps import LATEST, LocalSteps, Steps, folder_name, log_failed_removal, parse_name
 from booster_core.errors import CheckpointError
 from booster_core.host import this_host
-from booster_core.storage import local_path, scheme_of, storage_for
+from booster_core.storage import leaves_folder, local_path, scheme_of, storage_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +58,7 @@ class RemoteSteps(Steps):
         complete = set(self.names())
         for name in {path.partition("/")[0] for path in files} - complete:
             if parse_name(name):
-                self._storage.remove(f"{self.root}/{name}")
+                self._clear(name)
 
     def temporary(self, step: int, token: str) -> Path:
         return Path(tempfile.gettempdir()) / f"booster-{folder_name(step)}.{token}{TEMPORARY}"
@@ -90,8 +90,15 @@ class RemoteSteps(Steps):
 
     def remove(self, name: str) -> None:
         self._storage.remove(f"{self.root}/{name}/{MANIFEST}")  # without it, the rest is no step any more
-        if self._storage.list(f"{self.root}/{name}"):
-            self._storage.remove(f"{self.root}/{name}")
+        self._clear(name)
+
+    def _clear(self, name: str) -> None:
+        """Remove the files of what is no step; log what stops it."""
+        try:
+            if self._storage.list(f"{self.root}/{name}"):
+                self._storage.remove(f"{self.root}/{name}")
+        except Exception as error:  # noqa: BLE001 - a storage has errors of its own
+            log_failed_removal(f"{self.root}/{name}", error)
 
     def verify(self, name: str) -> None:
         with tempfile.TemporaryDirectory(prefix="booster-") as folder:
@@ -111,7 +118,7 @@ def download(storage: Storage, url: str, folder: Path, is_wanted: Callable[[str]
     """Copy files below a URL into a local folder.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If there is none, or a key leads out of the folder; nothing has been copied then.
 
     Collective: none.
     """
@@ -122,6 +129,10 @@ def download(storage: Storage, url: str, folder: Path, is_wanted: Callable[[str]
             "or host cannot serve others."
         )
         raise CheckpointError(msg)
+    for path in files:
+        if leaves_folder(path):
+            msg = f"'{url}' holds the key '{path}', which leads out of its folder. It is damaged or hostile."
+            raise CheckpointError(msg)
     for path in files:
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)

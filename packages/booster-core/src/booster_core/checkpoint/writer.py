@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from booster_core.checkpoint.formats import container_for
+from booster_core.checkpoint.naming import SAFETENSORS
 from booster_core.checkpoint.pieces import Bucket, Piece, fill_buckets, synchronize
-from booster_core.checkpoint.raw import as_bytes, pwrite_from, write_runs, write_strided
+from booster_core.checkpoint.raw import as_bytes, pwrite_from, reserve, write_runs, write_strided
 from booster_core.errors import CheckpointError
 from booster_core.state.regions import is_contiguous, regions_of, span_of
 
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
-    from booster_core.checkpoint.job import JobPlan
+    from booster_core.checkpoint.job import JobPlan, PlannedFile
     from booster_core.checkpoint.plan import TensorSpec
 
 
@@ -30,15 +34,17 @@ class FileWriter:
 
     Args:
         plan: The plan; its files have been created.
-        one_host: Whether all ranks run on one host, so that strided parts may go through a mapping.
+        one_host: Whether all ranks that write run on one host. If not, files are opened write-only and written by
+            ``pwrite`` only: a client of a network file system that has read a page may write all of it back, over what
+            other hosts wrote to it meanwhile.
         progress: Told the number of bytes after each write.
     """
 
     def __init__(self, plan: JobPlan, *, one_host: bool = True, progress: Callable[[int], None] | None = None) -> None:
         self._plan = plan
-        self._write_strided = write_strided if one_host else write_runs
+        self._one_host = one_host
         self._progress = progress
-        self._open: dict[int, tuple[int, dict[str, int]]] = {}
+        self._open: dict[int, _OpenFile] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -46,39 +52,66 @@ class FileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for descriptor, _ in self._open.values():
-            os.close(descriptor)
+        for file in self._open.values():
+            os.close(file.descriptor)
         self._open = {}
 
     def write(self, piece: Piece) -> None:
         """Write a piece whose ``data`` is ready (see `Piece.is_ready`)."""
-        descriptor, offsets = self._file(self._plan.homes[piece.part][piece.key])
+        file = self._file(self._plan.homes[piece.part][piece.key])
+        offset = file.offsets[piece.key]
+        write_box = write_strided if file.may_map else write_runs
         itemsize = piece.dtype.itemsize
         values = piece.data.reshape(-1)
         for region in regions_of(piece.box, piece.flat):
             part = values[region.start : region.start + region.numel]
             if is_contiguous(piece.shape, region.box):
-                first = offsets[piece.key] + span_of(piece.shape, region.box)[0] * itemsize
-                pwrite_from(descriptor, as_bytes(part), first)
+                first = offset + span_of(piece.shape, region.box)[0] * itemsize
+                pwrite_from(file.descriptor, as_bytes(part), first)
             else:
-                self._write_strided(descriptor, offsets[piece.key], piece.shape, itemsize, region.box, part)
+                write_box(file.descriptor, offset, piece.shape, itemsize, region.box, part)
         if self._progress is not None:
             self._progress(piece.nbytes)
 
     def sync(self) -> None:
         """Wait until what was written is on disk."""
-        for descriptor, _ in self._open.values():
-            os.fsync(descriptor)
+        for file in self._open.values():
+            os.fsync(file.descriptor)
 
-    def _file(self, index: int) -> tuple[int, dict[str, int]]:
+    def _file(self, index: int) -> _OpenFile:
         if index not in self._open:
             file = self._plan.files[index]
             path = self._plan.temporary(file.name)
-            descriptor = os.open(path, os.O_RDWR)
-            self._open[index] = descriptor, {}  # closed on exit, also if reading the offsets fails
-            offsets = container_for(file.suffix).offsets(path, file.specs, file.values)
-            self._open[index] = descriptor, offsets
+            may_map = self._one_host and reserve(path, 1)
+            descriptor = os.open(path, os.O_RDWR if self._one_host else os.O_WRONLY)
+            opened = _OpenFile(descriptor, may_map=may_map)
+            self._open[index] = opened  # closed on exit, also if finding the offsets fails
+            opened.offsets = self._offsets(file, path)
         return self._open[index]
+
+    def _offsets(self, file: PlannedFile, path: Path) -> dict[str, int]:
+        container = container_for(file.suffix)
+        if self._one_host or file.suffix == SAFETENSORS:  # whose offsets are computed without a look at the file
+            return container.offsets(path, file.specs, file.values)
+        with tempfile.TemporaryDirectory(prefix="booster-") as folder:
+            twin = Path(folder) / path.name  # sparse, and laid out alike; the name is in the file
+            container.create(twin, file.specs, file.values)
+            return container.offsets(twin, file.specs, file.values)
+
+
+@dataclass
+class _OpenFile:
+    """A file open for writing.
+
+    Args:
+        descriptor: Its descriptor.
+        may_map: Whether it may be written through a mapping.
+        offsets: Where each tensor's values begin.
+    """
+
+    descriptor: int
+    may_map: bool = field(kw_only=True)
+    offsets: dict[str, int] = field(default_factory=dict)
 
 
 class OneBucket:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 _DTYPE_PREFIX = "torch."
 
 
-def encode(  # noqa: C901, PLR0911 - one line for each kind of value
-    value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None
-) -> Any:
+def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
     """Return a value as JSON.
 
     Args:
@@ -36,6 +34,16 @@ def encode(  # noqa: C901, PLR0911 - one line for each kind of value
     Raises:
         CheckpointError: If something in the value has no JSON form; the message says where.
     """
+    try:
+        return _encode(value, name, tensors)
+    except RecursionError as error:
+        msg = f"'{name}' cannot be saved: it contains itself, or is nested too deeply."
+        raise CheckpointError(msg) from error
+
+
+def _encode(  # noqa: C901, PLR0911 - one line for each kind of value
+    value: Any, name: str, tensors: dict[str, torch.Tensor] | None
+) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -52,12 +60,12 @@ def encode(  # noqa: C901, PLR0911 - one line for each kind of value
         return _encode_dict(value, name, tensors)
     if type(value) in (list, tuple, set, torch.Size):
         items = sorted(value) if isinstance(value, set) else value
-        encoded = [encode(item, f"{name}/{index}", tensors) for index, item in enumerate(items)]
+        encoded = [_encode(item, f"{name}/{index}", tensors) for index, item in enumerate(items)]
         if isinstance(value, list):
             return encoded
         return {"$set" if isinstance(value, set) else "$tuple": encoded}
     if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        return encode(value.item(), name, tensors)
+        return _encode(value.item(), name, tensors)
     msg = (
         f"'{name}' is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: checkpoints hold "
         "tensors and JSON values, never pickled objects. Keep plain numbers, strings, lists, dicts or tensors there."
@@ -66,11 +74,11 @@ def encode(  # noqa: C901, PLR0911 - one line for each kind of value
 
 
 def _encode_dict(value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor] | None) -> Any:
-    pairs = [(key, encode(item, f"{name}/{key}", tensors)) for key, item in value.items()]
+    pairs = [(key, _encode(item, f"{name}/{key}", tensors)) for key, item in value.items()]
     if type(value) is not Counter and all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
         return dict(pairs)
     tag = "$counter" if type(value) is Counter else "$dict"
-    return {tag: [[encode(key, f"{name}/{key}"), item] for key, item in pairs]}
+    return {tag: [[_encode(key, f"{name}/{key}", None), item] for key, item in pairs]}
 
 
 def _encode_tensor(value: torch.Tensor, name: str, tensors: dict[str, torch.Tensor] | None) -> Any:
@@ -78,7 +86,7 @@ def _encode_tensor(value: torch.Tensor, name: str, tensors: dict[str, torch.Tens
         tensors[name] = value
         return {"$tensor": name}
     dtype = str(value.dtype).removeprefix(_DTYPE_PREFIX)
-    return {"$values": encode(value.detach().cpu().tolist(), name), "$dtype": dtype}
+    return {"$values": _encode(value.detach().cpu().tolist(), name, None), "$dtype": dtype}
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
@@ -91,13 +99,21 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any
     Raises:
         CheckpointError: If a reference names no tensor, or a tag is unknown.
     """
+    try:
+        return _decode(value, tensors)
+    except RecursionError as error:
+        msg = "A value in a checkpoint is nested too deeply: it is damaged or hostile."
+        raise CheckpointError(msg) from error
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
     if not tag.startswith("$"):
-        return {key: decode(item, tensors) for key, item in value.items()}
+        return {key: _decode(item, tensors) for key, item in value.items()}
     return _decode_tagged(tag, value, tensors)
 
 
@@ -107,16 +123,16 @@ def _decode_tagged(tag: str, value: dict[str, Any], tensors: Mapping[str, torch.
         if tag == "$tensor":
             return (tensors or {})[inner]
         if tag == "$values":
-            return torch.tensor(decode(inner), dtype=_dtype(value["$dtype"]))
+            return torch.tensor(_decode(inner), dtype=_dtype(value["$dtype"]))
         if tag in ("$dict", "$counter"):
-            pairs = {decode(key): decode(item, tensors) for key, item in inner}
+            pairs = {_decode(key): _decode(item, tensors) for key, item in inner}
             return Counter(pairs) if tag == "$counter" else pairs
         decoders: dict[str, Callable[[Any], Any]] = {
             "$float": float,
             "$bytes": base64.b64decode,
             "$dtype": _dtype,
-            "$tuple": lambda items: tuple(decode(items, tensors)),
-            "$set": lambda items: set(decode(items, tensors)),
+            "$tuple": lambda items: tuple(_decode(items, tensors)),
+            "$set": lambda items: set(_decode(items, tensors)),
         }
         return decoders[tag](inner)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -1,0 +1,191 @@
+"""Saves where the file system cannot reserve space, and where several hosts write into one file."""
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from booster_core.checkpoint import CheckpointIO, raw, session
+from booster_core.checkpoint.manifest import verify_folder
+from booster_core.coordinator import DistCoordinator
+from booster_core.errors import CheckpointError
+from booster_core.host import Host
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_core.testing.resumable import ResumableRun as Run
+from booster_core.testing.synthetic_state import SyntheticAdapter
+
+TENSORS = [
+    ("embed.weight", (33, 20), torch.float32),
+    ("layers.0.weight", (12, 18), torch.bfloat16),
+    ("layers.2.bias", (61,), torch.float32),
+    ("count", (), torch.int64),
+]
+
+
+@pytest.fixture
+def without_fallocate(tmp_path):
+    """A file system that refuses ``fallocate`` with EOPNOTSUPP, as NFS before 4.2 and most of FUSE do."""
+    folder = tmp_path / "ram"
+    folder.mkdir()
+    command = ["mount", "-t", "ramfs", "none", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system without fallocate takes root's rights")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def save_every_form(folder, use_async=False):
+    c = DistCoordinator()
+    io = CheckpointIO(c, bucket_bytes=1024)
+    adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size)
+    folder = Path(folder)
+    io.save_model(adapter, folder / "sharded", shard=True, use_async=use_async)
+    io.save_optimizer(adapter, folder / "sharded", shard=True, use_async=use_async)
+    io.save_model(adapter, folder / "one.safetensors", use_async=use_async)
+    io.save_model(adapter, folder / "one.bin", use_safetensors=False, use_async=use_async)
+    io.save_optimizer(adapter, folder / "optimizer.safetensors", use_async=use_async)
+    io.wait()
+
+
+def wrong_values(folder):
+    c = DistCoordinator()
+    io = CheckpointIO(c)
+    wrong = []
+    for model, optimizer in (
+        ("sharded", "sharded"),
+        ("one.safetensors", "optimizer.safetensors"),
+        ("one.bin", "optimizer.safetensors"),
+    ):
+        adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size, is_filled=False)
+        io.load_model(adapter, Path(folder) / model)
+        io.load_optimizer(adapter, Path(folder) / optimizer)
+        wrong += adapter.wrong()
+    return wrong
+
+
+def digests(folder):
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def save_and_resume(root, use_async=False):
+    run = Run()
+    run.train(3)
+    run.save(root, use_async=use_async)
+    run.booster.wait()
+    other = Run(seed=1)
+    return other.load(root).step
+
+
+# ---- no space can be reserved
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_saves_on_a_file_system_without_fallocate(use_async, without_fallocate):
+    run_on_ranks(save_every_form, 2, str(without_fallocate), use_async)
+    assert run_on_ranks(wrong_values, 2, str(without_fallocate)) == [[], []]
+    assert not list(without_fallocate.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_training_state_on_a_file_system_without_fallocate(use_async, without_fallocate):
+    root = without_fallocate / "root"
+    assert run_on_ranks(save_and_resume, 2, str(root), use_async) == [3, 3]
+    verify_folder(root / "step-00000003")
+
+
+def refuse_reservation(code):
+    return mock.patch.object(raw.os, "posix_fallocate", side_effect=OSError(code, os.strerror(code)))
+
+
+def mapped_writes():
+    """Return a patch that counts mappings that are written through."""
+    real = mmap.mmap
+    count = []
+
+    def counted(descriptor, length, flags, protection, **options):
+        if protection & mmap.PROT_WRITE:
+            count.append(length)
+        return real(descriptor, length, flags, protection, **options)
+
+    return mock.patch.object(raw.mmap, "mmap", counted), count
+
+
+def save_refused(folder, code):
+    patch, count = mapped_writes()
+    with refuse_reservation(code), patch:
+        save_every_form(folder)
+    return len(count)
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL, errno.ENOSYS])
+def test_without_reserved_space_nothing_is_written_through_mappings(code, tmp_path):
+    """A write through a mapping that finds the disk full ends the process with SIGBUS; a plain write raises."""
+    assert run_on_ranks(save_refused, 2, str(tmp_path), code) == [0, 0]
+    assert run_on_ranks(wrong_values, 2, str(tmp_path)) == [[], []]
+
+
+def save_over_on_full_disk(folder):
+    c = DistCoordinator()
+    io = CheckpointIO(c)
+    adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size)
+    with refuse_reservation(errno.ENOSPC):
+        io.save_model(adapter, Path(folder) / "sharded", shard=True)
+
+
+def test_no_space_while_reserving_is_an_error_that_keeps_the_old_checkpoint(tmp_path):
+    run_on_ranks(save_every_form, 2, str(tmp_path))
+    before = digests(tmp_path)
+    expect_on_ranks(CheckpointError, "The disk is full", save_over_on_full_disk, 2, str(tmp_path))
+    assert digests(tmp_path) == before
+
+
+# ---- several hosts
+
+
+def recorded_save(folder, hosts):
+    """Save; return how the descriptors that were written to had been opened, and how often a mapping was written."""
+    rank = DistCoordinator().rank
+    modes, loaded = set(), []
+    real_write, real_load = os.pwrite, torch.load
+
+    def write(descriptor, content, offset):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if offset > 0 and path.is_relative_to(folder):  # at 0 are headers, which rank 0 writes before the others
+            modes.add(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE)
+        return real_write(descriptor, content, offset)
+
+    def load(file, *args, **kwargs):
+        loaded.append(str(file if isinstance(file, (str, Path)) else getattr(file, "name", "")))
+        return real_load(file, *args, **kwargs)
+
+    patch, count = mapped_writes()
+    with (
+        mock.patch.object(session, "this_host", return_value=Host(f"host-{hosts[rank]}")),
+        mock.patch.object(raw.os, "pwrite", write),
+        mock.patch.object(torch, "load", load),
+        patch,
+    ):
+        save_every_form(folder)
+    return modes, len(count), [path for path in loaded if path.startswith(folder)]
+
+
+def test_several_hosts_open_files_write_only_and_read_none_of_their_pages(tmp_path):
+    """A network file system may write back whole pages that it has read, with what others wrote to them since."""
+    one, several = tmp_path / "one", tmp_path / "several"
+    for modes, mappings, loaded in run_on_ranks(recorded_save, 2, str(several), [0, 1]):
+        assert (modes, mappings, loaded) == ({os.O_WRONLY}, 0, [])
+    for modes, mappings, _ in run_on_ranks(recorded_save, 2, str(one), [0, 0]):
+        assert modes == {os.O_RDWR}
+        assert mappings > 0
+    same = [name for name in digests(one) if not name.endswith(".bin")]  # torch writes a file's own name into it
+    assert [digests(one)[name] for name in same] == [digests(several)[name] for name in same]
+    assert run_on_ranks(wrong_values, 2, str(several)) == [[], []]
