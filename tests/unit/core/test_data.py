@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler, get_worker_info
 
+from booster_core import Booster
 from booster_core.data import DistributedDataLoader, ShardedSampler, prepare_dataloader, split_dataloader
 from booster_core.errors import CheckpointError, ConfigError
 
@@ -156,6 +157,41 @@ def test_workers_are_seeded_apart_and_alike_in_every_run():
     assert not set(seeds(0, 0)) & set(seeds(1, 0))
     assert not set(seeds(0, 0)) & set(seeds(0, 1))
     assert len({seed for seed, _ in seeds(0, 0)}) == 2, "each worker has its own"
+
+
+@pytest.mark.parametrize("seed", [2**31 - 1, 67280421310721, 2**63 - 1, 2**64 - 1, -1, -(2**63)])
+def test_any_seed_that_torch_takes_orders_samples_and_seeds_workers(seed):
+    """Rank 0's part and rank 1's are one order, another in the next epoch; workers are seeded from it, too."""
+    orders = []
+    for epoch in (0, 1):
+        ranks = loaders(range(40), 4, 2, shuffle=True, seed=seed)
+        for loader in ranks:
+            loader.set_epoch(epoch)
+        parts = [seen(loader) for loader in ranks]
+        assert sorted(parts[0] + parts[1]) == list(range(40))
+        orders.append(parts)
+        assert ranks[0].generator.initial_seed() != ranks[1].generator.initial_seed()
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("seed", [1.5, "7", None])
+def test_a_seed_that_is_no_integer_is_refused(seed):
+    with pytest.raises(TypeError, match="`seed` is an integer"):
+        prepare_dataloader(range(8), 2, seed=seed, rank=0, world_size=2)
+
+
+@pytest.mark.parametrize("seed", [None, 2**63 - 1, -5])
+def test_a_boosted_loader_is_iterated_under_any_seed(seed):
+    """The seed that torch starts with, where a script sets none, is a large one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.Generator().initial_seed() if seed is None else seed)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plain = DataLoader(range(12), batch_size=4, shuffle=True)
+        _, _, _, loader, _ = Booster().boost(model, optimizer, None, plain)
+        first, second = seen(loader), seen(loader)
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -156,7 +156,7 @@ class Booster(BoosterIO):
         if dataloader is not None:
             rank, size = self.plugin.data_parallel_coordinates(coordinator)
             # Ranks that seeded themselves apart would shuffle apart, and see some samples twice and others never.
-            seed = coordinator.broadcast_object(torch.initial_seed() % 2**31)
+            seed = coordinator.broadcast_object(torch.initial_seed())
             objects = objects._replace(dataloader=split_dataloader(dataloader, rank=rank, world_size=size, seed=seed))
         self._prepare_lazy(objects, context)
         boosted = self.plugin.configure(objects, context)

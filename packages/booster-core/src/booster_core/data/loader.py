@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import operator
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from booster_core.data.sampler import ShardedIterable, ShardedSampler
+from booster_core.data.sampler import ShardedIterable, ShardedSampler, wrap_seed
 from booster_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class DistributedDataLoader(DataLoader[Any]):
         self.set_epoch(self._own_epoch())
         if self._own_generator:
             # Workers draw their seeds from here: another on every rank and in every epoch, the same in a resumed run.
-            self.generator.manual_seed((self._seed * 1_000_003 + self._epoch) * 65_537 + self._rank)
+            self.generator.manual_seed(wrap_seed((self._seed * 1_000_003 + self._epoch) * 65_537 + self._rank))
         self._position = start = source.start if source is not None else 0
         batches = super().__iter__()
         per_step = (self.batch_size or 1) * self._world_size
@@ -173,6 +174,7 @@ def prepare_dataloader(
         **kwargs: Further arguments of ``torch.utils.data.DataLoader``.
 
     Raises:
+        TypeError: If ``seed`` is no integer.
         ConfigError: If ``batch_size`` is below 1, the data set has fewer samples than there are ranks, or an iterable
             data set is to be shuffled.
 
@@ -181,6 +183,10 @@ def prepare_dataloader(
     if batch_size is None or batch_size < 1:
         msg = f"`batch_size={batch_size}` must be at least 1: it is the number of samples per rank and step."
         raise ConfigError(msg)
+    if not isinstance(seed, SupportsIndex):
+        msg = f"`seed` is an integer, equal on all ranks; got `{seed!r}`."
+        raise TypeError(msg)
+    seed = operator.index(seed)  # numpy's integers overflow
     for name in ("sampler", "batch_sampler"):
         if kwargs.get(name) is not None:
             msg = (

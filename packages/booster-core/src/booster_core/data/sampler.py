@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+def wrap_seed(seed: int) -> int:
+    """Return a seed in the range that torch's generators take: as `torch.manual_seed` does, modulo 2**64.
+
+    Collective: none.
+    """
+    return seed % 2**64
+
+
 class ShardedSampler(Sampler[int]):
     """Deals the samples of an epoch to ranks, from a position that may lie inside the epoch.
 
@@ -66,7 +74,7 @@ class ShardedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            generator = torch.Generator().manual_seed(wrap_seed(self.seed + self.epoch))
             order = torch.randperm(self.num_samples, generator=generator)
         else:
             order = torch.arange(self.num_samples)
