@@ -17,6 +17,7 @@ from booster_core.arguments import check_boost_arguments, check_boosted
 from booster_core.booster_io import BoosterIO
 from booster_core.coordinator import DistCoordinator
 from booster_core.data import deal_dataloader
+from booster_core.data.first_batch import watch_first_batch
 from booster_core.data.metrics import gather_samples
 from booster_core.discovery import load
 from booster_core.errors import ConfigError
@@ -161,6 +162,8 @@ class Booster(BoosterIO):
         boosted = self.plugin.configure(objects, context)
         check_boosted(boosted, objects, self.plugin)
         self._optimizers[boosted.model] = boosted.optimizer
+        index, size = self.plugin.data_parallel_coordinates(coordinator)
+        watch_first_batch(boosted.model, index=index, size=size)
         context.hooks.after_configure(plugin=self.plugin, boosted=boosted, context=context)
         return boosted
 
