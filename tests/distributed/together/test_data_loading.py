@@ -182,3 +182,38 @@ def test_orders_that_differ_between_ranks_are_refused_on_every_rank(sampler_clas
 
 def test_a_sampler_that_fails_on_one_rank_fails_on_every_rank():
     expect_on_ranks(OSError, "no such file", boost_with, 2, BreaksOnOneRank)
+
+
+def train_after_a_peek(plugin, peeks, resets):
+    """Train in step for two epochs, after some ranks took one batch to look at it."""
+    booster = Booster("cpu", plugin=plugin)
+    loader = DataLoader(Features(), batch_size=1, shuffle=True)
+    module = model_of()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, _, loader, _ = booster.boost(module, optimizer, None, loader)
+    if DistCoordinator().rank in peeks:
+        next(iter(loader))
+    if resets:
+        loader.set_epoch(0)
+    seen = []
+    for _ in range(2):
+        for indices, x in loader:
+            booster.backward(model(x).square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += indices.tolist()
+    return seen
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "zero"])
+def test_a_batch_that_is_taken_on_one_rank_only_is_told_on_every_rank(plugin):
+    expect_on_ranks(
+        ConfigError, "Ranks follow different epochs of the data loader", train_after_a_peek, 2, plugin, [0], False
+    )
+
+
+@pytest.mark.parametrize(("peeks", "resets"), [([], False), ([0, 1], False), ([1], True)])
+def test_ranks_that_agree_on_the_epoch_are_not_disturbed(peeks, resets):
+    ranks = run_on_ranks(train_after_a_peek, 2, "ddp", peeks, resets)
+    for epoch in range(2):
+        assert {sample for rank in ranks for sample in rank[5 * epoch : 5 * epoch + 5]} == set(range(COUNT))

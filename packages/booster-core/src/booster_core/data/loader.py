@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from torch.utils.data import Dataset
 
+    from booster_core.data.pass_watch import PassWatch
+
 
 class DistributedDataLoader(DataLoader[Any]):
     """A ``DataLoader`` whose position is counted in samples of the global order, as batches are handed out.
@@ -55,6 +57,8 @@ class DistributedDataLoader(DataLoader[Any]):
         # Samples of the batch handed out last, and how many of them, at its end, are padding; None where not known.
         self._num_in_batch: int | None = None
         self._num_padded = 0
+        # Set where the loader is boosted on several ranks.
+        self.pass_watch: PassWatch | None = None
 
     @property
     def epoch(self) -> int:
@@ -93,6 +97,8 @@ class DistributedDataLoader(DataLoader[Any]):
             position = start + number * per_rank * self._world_size
             self._position = position if end is None else min(position, end)
             self._is_inside = True
+            if self.pass_watch is not None:
+                self.pass_watch.at_batch(number, self._epoch)
             if isinstance(source, ShardedIterable):
                 self._num_in_batch, self._num_padded, batch = batch  # noqa: PLW2901 - as `CountedCollate` returned it
             else:

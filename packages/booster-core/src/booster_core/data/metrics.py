@@ -15,11 +15,13 @@ from booster_core.data.loader import DistributedDataLoader
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from booster_core.coordinator import DistCoordinator
 
 
 def gather_samples(
-    values: Any, loader: DistributedDataLoader, *, index: int, coordinator: DistCoordinator, device: torch.device
+    values: Any, loader: DataLoader[Any], *, index: int, coordinator: DistCoordinator, device: torch.device
 ) -> Any:
     """Return values of the samples of all ranks' last batches, each once, in the order of the data set's epoch.
 
@@ -38,6 +40,7 @@ def gather_samples(
     """
     error: Exception | None = None
     own: Any = None
+    by_rank = False
     try:
         if not isinstance(loader, DistributedDataLoader):
             msg = (
@@ -45,6 +48,7 @@ def gather_samples(
                 f"are repeated; got `{type(loader).__name__}`."
             )
             raise TypeError(msg)
+        by_rank = loader.deals_batches
         if values is not None:
             own = pytree.tree_map(lambda tensor: tensor.detach().cpu(), loader.without_padding(values))
     except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
@@ -62,7 +66,7 @@ def gather_samples(
     if not flat:
         return None
     merged = [
-        _merge(list(tensors), by_rank=loader.deals_batches).to(device)
+        _merge(list(tensors), by_rank=by_rank).to(device)
         for tensors in zip(*(leaves for leaves, _ in flat), strict=True)
     ]
     return pytree.tree_unflatten(merged, flat[0][1])

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from booster_core.data.iterable import ShardedIterable
 from booster_core.data.loader import DistributedDataLoader
+from booster_core.data.pass_watch import watch_passes
 from booster_core.data.sampler import ShardedSampler
 from booster_core.data.user_order import UserOrder
 from booster_core.errors import ConfigError
@@ -38,12 +39,15 @@ def prepare_dataloader(
 ) -> DataLoader[Any]:
     """Return a data loader over this rank's samples.
 
+    Every rank gets equally many batches: samples at the end of an epoch are repeated where they don't divide by the
+    number of ranks. Metrics leave them out by `Booster.gather_for_metrics` or `DistributedDataLoader.without_padding`.
+
     Args:
         dataset: A data set with a length, split by a `ShardedSampler`; or an iterable one, dealt out item by item.
         batch_size: Samples per batch and rank; at least 1.
         shuffle: Draw a new order each epoch; not possible for iterable data sets.
         seed: Seed of the order and of the workers; must be equal on all ranks.
-        drop_last: Leave out the last batch where it would be smaller.
+        drop_last: Leave out the last batch where it would be smaller, or samples that don't divide by the ranks.
         pin_memory: Copy batches to pinned memory, for faster transfers to a GPU.
         num_workers: Processes that load ahead; 0 loads in this one.
         distributed_sampler_cls: Sampler of your own that knows of ranks, constructed as
@@ -96,7 +100,10 @@ def prepare_dataloader(
 def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, seed: int) -> DataLoader[Any]:
     """Return a loader like the given one whose samples are split between ranks, or the loader itself where they are.
 
-    A plain loader would show every rank the same samples. Its batch size counts samples per rank from here on.
+    A plain loader would show every rank the same samples. Its batch size counts samples per rank from here on. The
+    order is that of ``torch.utils.data.DistributedSampler`` where the loader shuffles or does not, and what its sampler
+    draws where that is the user's, or has a generator. Batches of a batch sampler are dealt whole, one to each rank in
+    turn; where some ranks would have none at the end, they get batches of the epoch's start again.
 
     Args:
         loader: The user's loader.
@@ -187,6 +194,8 @@ def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCo
             "make it a `torch.utils.data.DistributedSampler`."
         )
         raise ConfigError(msg)
+    if isinstance(loader, DistributedDataLoader):
+        loader.pass_watch = watch_passes(coordinator.world_size)
     return loader
 
 
