@@ -2,8 +2,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
+from booster_core import Booster
 from booster_core.data import DistributedDataLoader, ShardedSampler, prepare_dataloader, split_dataloader
 from booster_core.errors import CheckpointError, ConfigError
 
@@ -130,7 +131,9 @@ def test_the_end_is_filled_up_so_that_ranks_make_equally_many_steps():
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_iterable_data_sets_are_dealt_out(num_workers):
     parts = [seen(loader) for loader in loaders(Numbers(11), 2, 2, num_workers=num_workers)]
-    assert parts == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    assert parts == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 10]]
+    parts = [seen(loader) for loader in loaders(Numbers(11), 2, 2, num_workers=num_workers, drop_last=True)]
+    assert parts == [[0, 2, 4, 6], [1, 3, 5, 7]], "the end fills no batch of each rank"
 
 
 def test_an_iterable_data_set_resumes_with_another_number_of_ranks():
@@ -141,8 +144,7 @@ def test_an_iterable_data_set_resumes_with_another_number_of_ranks():
     for loader in three:
         loader.load_state_dict(two[0].state_dict())
     rest = [sample for loader in three for sample in seen(loader)]
-    assert len(set(first + rest)) == len(first + rest)
-    assert len(first + rest) == 22, "20 are left, of which 18 make full rounds of three"
+    assert sorted(first + rest) == [*range(24), 23], "20 are left, and one is repeated to make seven rounds of three"
     assert all(seen(loader)[0] == rank for rank, loader in enumerate(three)), "the next epoch starts at the start"
 
 
@@ -156,6 +158,41 @@ def test_workers_are_seeded_apart_and_alike_in_every_run():
     assert not set(seeds(0, 0)) & set(seeds(1, 0))
     assert not set(seeds(0, 0)) & set(seeds(0, 1))
     assert len({seed for seed, _ in seeds(0, 0)}) == 2, "each worker has its own"
+
+
+@pytest.mark.parametrize("seed", [2**31 - 1, 67280421310721, 2**63 - 1, 2**64 - 1, -1, -(2**63)])
+def test_any_seed_that_torch_takes_orders_samples_and_seeds_workers(seed):
+    """Rank 0's part and rank 1's are one order, another in the next epoch; workers are seeded from it, too."""
+    orders = []
+    for epoch in (0, 1):
+        ranks = loaders(range(40), 4, 2, shuffle=True, seed=seed)
+        for loader in ranks:
+            loader.set_epoch(epoch)
+        parts = [seen(loader) for loader in ranks]
+        assert sorted(parts[0] + parts[1]) == list(range(40))
+        orders.append(parts)
+        assert ranks[0].generator.initial_seed() != ranks[1].generator.initial_seed()
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("seed", [1.5, "7", None])
+def test_a_seed_that_is_no_integer_is_refused(seed):
+    with pytest.raises(TypeError, match="`seed` is an integer"):
+        prepare_dataloader(range(8), 2, seed=seed, rank=0, world_size=2)
+
+
+@pytest.mark.parametrize("seed", [None, 2**63 - 1, -5])
+def test_a_boosted_loader_is_iterated_under_any_seed(seed):
+    """The seed that torch starts with, where a script sets none, is a large one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.Generator().initial_seed() if seed is None else seed)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plain = DataLoader(range(12), batch_size=4, shuffle=True)
+        _, _, _, loader, _ = Booster().boost(model, optimizer, None, plain)
+        first, second = seen(loader), seen(loader)
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -174,13 +211,6 @@ def test_a_loader_with_a_distributed_sampler_is_left_alone():
     sampler = DistributedSampler(range(8), 2, 0)
     loader = DataLoader(range(8), sampler=sampler)
     assert split_dataloader(loader, rank=0, world_size=2, seed=0) is loader
-
-
-def test_a_sampler_that_does_not_know_of_ranks_is_refused_on_several():
-    loader = DataLoader(range(8), sampler=WeightedRandomSampler([1.0] * 8, 8))
-    assert split_dataloader(loader, rank=0, world_size=1, seed=0) is loader
-    with pytest.raises(ConfigError, match="would show each of the 2 ranks the same samples"):
-        split_dataloader(loader, rank=0, world_size=2, seed=0)
 
 
 class Reversed(torch.utils.data.Sampler):

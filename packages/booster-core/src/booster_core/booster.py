@@ -16,7 +16,9 @@ import torch
 from booster_core.arguments import check_boost_arguments, check_boosted
 from booster_core.booster_io import BoosterIO
 from booster_core.coordinator import DistCoordinator
-from booster_core.data import split_dataloader
+from booster_core.data import deal_dataloader
+from booster_core.data.first_batch import watch_first_batch
+from booster_core.data.metrics import gather_samples
 from booster_core.discovery import load
 from booster_core.errors import ConfigError
 from booster_core.hooks import hook_relay
@@ -118,7 +120,8 @@ class Booster(BoosterIO):
     ) -> Boosted:
         """Make model, optimizer, criterion, data loader and scheduler ready for the plugin's strategy.
 
-        A plain data loader is split between ranks (its batch size counts samples per rank); one that was made by
+        A data loader is split between ranks (its batch size counts samples per rank): what its sampler draws is dealt
+        to ranks, and of its batch sampler each rank takes one batch in turn. One that was made by
         ``plugin.prepare_dataloader``, or has a ``DistributedSampler``, is returned as it is.
 
         Args:
@@ -134,7 +137,7 @@ class Booster(BoosterIO):
         Raises:
             TypeError: If an argument is of another type.
             ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
-                model's, or they have gradients that no step was taken with.
+                model's, they have gradients that no step was taken with, or the data loader can't be split.
 
         Collective: every rank of the world.
         """
@@ -154,14 +157,13 @@ class Booster(BoosterIO):
         coordinator.raise_together(error)
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         if dataloader is not None:
-            rank, size = self.plugin.data_parallel_coordinates(coordinator)
-            # Ranks that seeded themselves apart would shuffle apart, and see some samples twice and others never.
-            seed = coordinator.broadcast_object(torch.initial_seed() % 2**31)
-            objects = objects._replace(dataloader=split_dataloader(dataloader, rank=rank, world_size=size, seed=seed))
+            objects = objects._replace(dataloader=deal_dataloader(dataloader, self.plugin, coordinator))
         self._prepare_lazy(objects, context)
         boosted = self.plugin.configure(objects, context)
         check_boosted(boosted, objects, self.plugin)
         self._optimizers[boosted.model] = boosted.optimizer
+        index, size = self.plugin.data_parallel_coordinates(coordinator)
+        watch_first_batch(boosted.model, index=index, size=size)
         context.hooks.after_configure(plugin=self.plugin, boosted=boosted, context=context)
         return boosted
 
@@ -331,6 +333,30 @@ class Booster(BoosterIO):
         Collective: none.
         """
         return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
+
+    def gather_for_metrics(self, values: Any, dataloader: DataLoader[Any]) -> Any:
+        """Return values of every rank's last batch, each sample once, in the order of the data set.
+
+        Ranks get equally many batches, so samples at an epoch's end are repeated on some of them; those are left out.
+        Values are sent through the host: reduce them to what the metric needs, such as predictions instead of logits.
+
+        Args:
+            values: Tensors in any nest of dicts, lists and tuples, each with one value per sample of this rank's batch
+                along its first dimension; ``None`` on a rank that has none, such as a pipeline's first stage.
+            dataloader: The loader that the batch came from, as `boost` or `prepare_dataloader` returned it.
+
+        Returns:
+            The same nest of tensors on this run's device, the same on every rank.
+
+        Raises:
+            TypeError: If the loader is another one, or a value is no tensor.
+            ConfigError: If a tensor has not one value per sample, or ranks' tensors don't fit together.
+
+        Collective: every rank of the world, after each batch.
+        """
+        coordinator = self.context.coordinator
+        index, _ = self.plugin.data_parallel_coordinates(coordinator)
+        return gather_samples(values, dataloader, index=index, coordinator=coordinator, device=self.device)
 
     def describe(self) -> str:
         """Return, and print on the master rank, what this run is: plugin, ranks, device, and every number format.

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from booster_core.data.loader import DistributedDataLoader, prepare_dataloader, split_dataloader
-from booster_core.data.sampler import ShardedIterable, ShardedSampler
+from booster_core.data.iterable import ShardedIterable
+from booster_core.data.loader import DistributedDataLoader
+from booster_core.data.sampler import ShardedSampler
+from booster_core.data.splitting import deal_dataloader, prepare_dataloader, split_dataloader
 
-__all__ = ["DistributedDataLoader", "ShardedIterable", "ShardedSampler", "prepare_dataloader", "split_dataloader"]
+__all__ = [
+    "DistributedDataLoader",
+    "ShardedIterable",
+    "ShardedSampler",
+    "deal_dataloader",
+    "prepare_dataloader",
+    "split_dataloader",
+]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
-from booster_core.data.sampler import ShardedIterable, ShardedSampler
+from booster_core.data.iterable import CountedCollate, ShardedIterable
+from booster_core.data.sampler import DealtOrder, ShardedSampler, wrap_seed
+from booster_core.data.user_order import UserOrder, generators_of
 from booster_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -15,31 +20,45 @@ if TYPE_CHECKING:
 
     from torch.utils.data import Dataset
 
+    from booster_core.data.pass_watch import PassWatch
+
 
 class DistributedDataLoader(DataLoader[Any]):
     """A ``DataLoader`` whose position is counted in samples of the global order, as batches are handed out.
 
-    Batches that workers have prefetched but nobody has seen don't count. The epoch moves on by itself at the end of
-    each pass, or by `set_epoch`.
+    Batches that workers have prefetched but nobody has seen don't count. The epoch moves on by itself: at the end of a
+    pass, and where a new pass begins although the one before was left early. `set_epoch` chooses another one.
+
+    All ranks get equally many batches, so samples at the end of an epoch are repeated where they don't divide by the
+    number of ranks. `without_padding` leaves the repeated ones out, for metrics in which each sample counts once.
 
     Args:
         dataset: A data set, or a `ShardedIterable`.
         world_size: Number of ranks that see different samples.
         seed: Seeds the workers (per rank and epoch).
         rank: Index of this rank among them.
-        **kwargs: The arguments of ``DataLoader``.
+        **kwargs: The arguments of ``DataLoader``. A ``generator`` decides on the workers' seeds in place of ``seed``.
     """
 
     def __init__(self, dataset: Dataset[Any], *, rank: int, world_size: int, seed: int, **kwargs: Any) -> None:
-        self._own_generator = kwargs.get("generator") is None
-        if self._own_generator:
-            kwargs["generator"] = torch.Generator()
-        super().__init__(dataset, **kwargs)
+        generator = kwargs.pop("generator", None)
+        self._user_generator = None if generator is torch.default_generator else generator
+        super().__init__(dataset, generator=torch.Generator(), **kwargs)
+        if isinstance(dataset, ShardedIterable):
+            self.collate_fn = CountedCollate(self.collate_fn, is_batched=self.batch_size is not None)
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
         self._position = 0
         self._epoch = 0
+        # Whether a pass has handed out batches and not come to its end.
+        self._is_inside = False
+        self._generator_states: list[torch.Tensor] = []
+        # Samples of the batch handed out last, and how many of them, at its end, are padding; None where not known.
+        self._num_in_batch: int | None = None
+        self._num_padded = 0
+        # Set where the loader is boosted on several ranks.
+        self.pass_watch: PassWatch | None = None
 
     @property
     def epoch(self) -> int:
@@ -54,53 +73,100 @@ class DistributedDataLoader(DataLoader[Any]):
         if epoch != self._epoch:
             self._position = 0
         self._epoch = epoch
-        for target in (self.sampler, self.dataset):
+        self._is_inside = False
+        for target in (self.sampler, self.batch_sampler, self.dataset):
             set_epoch = getattr(target, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator class
         source = self._source()
-        self.set_epoch(self._own_epoch())
-        if self._own_generator:
-            # Workers draw their seeds from here: another on every rank and in every epoch, the same in a resumed run.
-            self.generator.manual_seed((self._seed * 1_000_003 + self._epoch) * 65_537 + self._rank)
+        self.set_epoch(self._next_epoch())
+        if source is not None:
+            source.is_epoch_chosen = False
+        self._generator_states = [generator.get_state() for generator in self._generators()]
+        seed = (self._seed * 1_000_003 + self._epoch) if self._user_generator is None else self._draw_seed()
+        # Workers draw their seeds from here: another on every rank and in every epoch, the same in a resumed run.
+        self.generator.manual_seed(wrap_seed(seed * 65_537 + self._rank))
         self._position = start = source.start if source is not None else 0
-        batches = super().__iter__()
-        per_step = (self.batch_size or 1) * self._world_size
-        for number, batch in enumerate(batches, start=1):
+        per_rank = self.batch_size or 1
+        for number, batch in enumerate(super().__iter__(), start=1):
             if source is not None:
                 source.start = 0  # the next iteration begins a pass of its own
-            end = self.num_samples
-            self._position = start + number * per_step if end is None else min(start + number * per_step, end)
+            end = source.num_entries if isinstance(source, DealtOrder) else None
+            position = start + number * per_rank * self._world_size
+            self._position = position if end is None else min(position, end)
+            self._is_inside = True
+            if self.pass_watch is not None:
+                self.pass_watch.at_batch(number, self._epoch)
+            if isinstance(source, ShardedIterable):
+                self._num_in_batch, self._num_padded, batch = batch  # noqa: PLW2901 - as `CountedCollate` returned it
+            else:
+                self._count_batch(source, start, number)
             yield batch
         self.set_epoch(self._epoch + 1)
+        if source is not None:
+            source.is_epoch_chosen = False
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in the whole data set; ``None`` for iterable ones."""
-        return self.sampler.num_samples if isinstance(self.sampler, ShardedSampler) else None
+        """Entries of the global order: samples, or batches of a batch sampler; ``None`` where that is not known."""
+        source = self._source()
+        return source.num_samples if isinstance(source, (ShardedSampler, UserOrder)) else None
 
-    def state_dict(self) -> dict[str, int | None]:
+    @property
+    def deals_batches(self) -> bool:
+        """Whether whole batches, as a batch sampler or the data set makes them, are dealt to ranks in turn."""
+        return self.batch_size is None
+
+    def without_padding(self, values: Any) -> Any:
+        """Return values computed from the batch handed out last, without those of repeated samples.
+
+        Only batches at an epoch's end have such samples, and only on some ranks, where nothing may be left.
+
+        Args:
+            values: Tensors in any nest of dicts, lists and tuples, each with one value per sample of this rank's batch
+                along its first dimension.
+
+        Raises:
+            TypeError: If a value is no tensor.
+            ConfigError: If a tensor has not one value per sample.
+
+        Collective: none.
+        """
+        return pytree.tree_map(self._real_part, values)
+
+    def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the position in samples of the global order; the same on every rank.
+
+        Where the data loader was given generators, their states are part of it.
 
         Raises:
             CheckpointError: If the loader has a sampler of the user's, whose position is unknown.
         """
-        self._positioned_source("saved")
-        return {
+        source = self._positioned_source("saved")
+        state: dict[str, Any] = {
             "epoch": self._epoch,
             "position": self._position,
             "num_samples": self.num_samples,
-            "seed": self.sampler.seed if isinstance(self.sampler, ShardedSampler) else self._seed,
+            "seed": source.seed if isinstance(source, DealtOrder) else self._seed,
         }
+        if isinstance(source, UserOrder) and self._position:
+            state["order"] = source.digest
+        generators = self._generators()
+        if generators:
+            # Inside of an epoch, what drew its order; else what will draw the next one.
+            inside = self._generator_states if self._position and self._generator_states else None
+            states = inside or [generator.get_state() for generator in generators]
+            state["generators"] = [_packed(values) for values in states]
+        return state
 
-    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a run with any number of ranks stood: the next iteration yields what it had not seen.
 
         Raises:
-            CheckpointError: If the position was saved for a data set of another size, or can't be restored with this
-                loader's settings.
+            CheckpointError: If the position was saved for a data set of another size, can't be restored with this
+                loader's settings, or lies in an order that the user's sampler does not draw a second time.
         """
         source = self._positioned_source("restored")
         if state["num_samples"] != self.num_samples:
@@ -115,18 +181,53 @@ class DistributedDataLoader(DataLoader[Any]):
                 f"streams of their own (`num_workers={self.num_workers}`). Use `num_workers` 0 or 1, not persistent."
             )
             raise CheckpointError(msg)
+        generators, states = self._generators(), state.get("generators", [])
+        if states and len(states) != len(generators):
+            msg = (
+                f"The position was saved for a data loader with {len(states)} generators; this one has "
+                f"{len(generators)}. Make the loader as in the run that saved it."
+            )
+            raise CheckpointError(msg)
+        for generator, packed in zip(generators, states, strict=False):
+            generator.set_state(_unpacked(packed))
+        if isinstance(source, DealtOrder) and state["seed"] is not None:
+            source.seed = int(state["seed"])
         self.set_epoch(int(state["epoch"] or 0))
         self._position = source.start = int(state["position"] or 0)
-        if isinstance(source, ShardedSampler) and state["seed"] is not None:
-            source.seed = int(state["seed"])
+        self._generator_states = [generator.get_state() for generator in generators]
+        if self._position and state.get("order") != self.order_digest():
+            msg = (
+                "The position can't be restored: the data loader's sampler draws another order than in the run that "
+                f"saved it, so that it is unknown which of epoch {self._epoch}'s samples were seen. Make the sampler "
+                "as in that run. One with random numbers of its own has to take them from a `torch.Generator`, or "
+                "seed them in `set_epoch`."
+            )
+            raise CheckpointError(msg)
 
-    def _source(self) -> ShardedSampler | ShardedIterable | None:
-        for candidate in (self.sampler, self.dataset):
-            if isinstance(candidate, (ShardedSampler, ShardedIterable)):
+    def order_digest(self) -> str | None:
+        """Return a digest of the order that the user's sampler draws next; ``None`` without one.
+
+        Collective: none; the same on every rank if they draw the same.
+        """
+        source = self._source()
+        if not isinstance(source, UserOrder):
+            return None
+        generators = self._generators()
+        states = [generator.get_state() for generator in generators]
+        if self._user_generator is not None:
+            self._draw_seed()  # as an iteration does before the sampler draws
+        digest = source.peek(keep=not generators)
+        for generator, values in zip(generators, states, strict=True):
+            generator.set_state(values)
+        return digest
+
+    def _source(self) -> DealtOrder | ShardedIterable | None:
+        for candidate in (self.sampler, self.batch_sampler, self.dataset):
+            if isinstance(candidate, (DealtOrder, ShardedIterable)):
                 return candidate
         return None
 
-    def _positioned_source(self, verb: str) -> ShardedSampler | ShardedIterable:
+    def _positioned_source(self, verb: str) -> DealtOrder | ShardedIterable:
         source = self._source()
         if source is None:
             msg = (
@@ -136,139 +237,59 @@ class DistributedDataLoader(DataLoader[Any]):
             raise CheckpointError(msg)
         return source
 
-    def _own_epoch(self) -> int:
-        """Return the epoch, also where it was set on the sampler, as torch's own loops do."""
+    def _next_epoch(self) -> int:
+        """Return the epoch that a pass follows which begins now."""
         source = self._source()
-        return self._epoch if source is None else source.epoch
+        # Loops of torch's style set the epoch on the sampler.
+        chosen = getattr(self.sampler if source is None else source, "epoch", None)
+        if isinstance(chosen, int) and chosen != self._epoch:
+            return chosen
+        is_chosen = source is not None and source.is_epoch_chosen
+        return self._epoch + 1 if self._is_inside and not is_chosen else self._epoch
 
+    def _generators(self) -> list[torch.Generator]:
+        """Return the user's generators that decide on orders and workers' seeds, each once."""
+        source = self._source()
+        found = generators_of(source.sampler) if isinstance(source, UserOrder) else []
+        if self._user_generator is not None:
+            found.insert(0, self._user_generator)
+        return list({id(generator): generator for generator in found}.values())
 
-def prepare_dataloader(
-    dataset: Dataset[Any],
-    batch_size: int = 1,
-    *,
-    shuffle: bool = False,
-    seed: int = 1024,
-    drop_last: bool = False,
-    pin_memory: bool = False,
-    num_workers: int = 0,
-    distributed_sampler_cls: type[Sampler[int]] | None = None,
-    rank: int,
-    world_size: int,
-    **kwargs: Any,
-) -> DataLoader[Any]:
-    """Return a data loader over this rank's samples.
+    def _draw_seed(self) -> int:
+        """Draw from the user's generator what torch's own loader draws from it before the sampler does."""
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self._user_generator))
 
-    Args:
-        dataset: A data set with a length, split by a `ShardedSampler`; or an iterable one, dealt out item by item.
-        batch_size: Samples per batch and rank; at least 1.
-        shuffle: Draw a new order each epoch; not possible for iterable data sets.
-        seed: Seed of the order and of the workers; must be equal on all ranks.
-        drop_last: Leave out the last batch where it would be smaller.
-        pin_memory: Copy batches to pinned memory, for faster transfers to a GPU.
-        num_workers: Processes that load ahead; 0 loads in this one.
-        distributed_sampler_cls: Sampler of your own, constructed as
-            ``cls(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)``.
-        rank: Index of this rank among the ranks that see different samples.
-        world_size: Number of these ranks.
-        **kwargs: Further arguments of ``torch.utils.data.DataLoader``.
+    def _count_batch(self, source: DealtOrder | ShardedIterable | None, start: int, number: int) -> None:
+        """Note how many entries the batch of a number has, and how many are padding."""
+        if not isinstance(source, DealtOrder):
+            self._num_in_batch, self._num_padded = None, 0
+            return
+        per_rank = self.batch_size or 1
+        before, after = (number - 1) * per_rank, number * per_rank
+        shares = source.shares(start)
+        total, real = (after, after) if shares is None else shares
+        self._num_in_batch = None if self.batch_size is None else min(after, total) - before
+        self._num_padded = max(min(after, total) - max(real, before), 0)
 
-    Raises:
-        ConfigError: If ``batch_size`` is below 1, the data set has fewer samples than there are ranks, or an iterable
-            data set is to be shuffled.
-
-    Collective: none.
-    """
-    if batch_size is None or batch_size < 1:
-        msg = f"`batch_size={batch_size}` must be at least 1: it is the number of samples per rank and step."
-        raise ConfigError(msg)
-    for name in ("sampler", "batch_sampler"):
-        if kwargs.get(name) is not None:
+    def _real_part(self, values: Any) -> torch.Tensor:
+        if not isinstance(values, torch.Tensor):
+            msg = f"Values per sample are tensors; got `{type(values).__name__}`."
+            raise TypeError(msg)
+        if not values.dim() or self._num_in_batch not in (None, len(values)):
+            asked = "" if self._num_in_batch is None else f", {self._num_in_batch} here"
             msg = (
-                f"`{name}` can't be passed here, where samples are split between ranks. Use `distributed_sampler_cls`."
+                f"A tensor of shape {tuple(values.shape)} has not one value per sample: its first dimension counts the "
+                f"samples of this rank's last batch{asked}. Reduce over other dimensions only."
             )
             raise ConfigError(msg)
-    sampler: Sampler[int] | None = None
-    if isinstance(dataset, IterableDataset):
-        if shuffle or distributed_sampler_cls is not None:
-            msg = (
-                "An iterable data set has no order to shuffle or sample from. Shuffle inside the data set, by a buffer."
-            )
-            raise ConfigError(msg)
-        dataset = ShardedIterable(dataset, rank=rank, world_size=world_size)
-    elif distributed_sampler_cls is not None:
-        make_sampler: Any = distributed_sampler_cls
-        sampler = make_sampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
-    else:
-        num_samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__
-        sampler = ShardedSampler(
-            num_samples, rank=rank, world_size=world_size, shuffle=shuffle, seed=seed, drop_last=drop_last
-        )
-    return DistributedDataLoader(
-        dataset,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        batch_size=batch_size,
-        sampler=sampler,
-        drop_last=drop_last,
-        pin_memory=pin_memory,
-        num_workers=num_workers,
-        **kwargs,
-    )
+        if not self._num_padded:
+            return values
+        return values[:0] if self.deals_batches else values[: len(values) - self._num_padded]
 
 
-def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, seed: int) -> DataLoader[Any]:
-    """Return a loader like the given one whose samples are split between ranks, or the loader itself where they are.
+def _packed(state: torch.Tensor) -> str:
+    return base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
 
-    A plain loader would show every rank the same samples. Its batch size counts samples per rank from here on.
 
-    Args:
-        loader: The user's loader.
-        rank: Index of this rank among the ranks that see different samples.
-        world_size: Number of these ranks.
-        seed: Seed of the order; equal on all ranks.
-
-    Raises:
-        ConfigError: If the loader has a sampler of its own that does not know of ranks, and there are several.
-
-    Collective: none.
-    """
-    if isinstance(loader, DistributedDataLoader) or isinstance(loader.sampler, DistributedSampler):
-        return loader
-    iterable = isinstance(loader.dataset, IterableDataset)
-    plain = loader.batch_size is not None and (
-        iterable
-        or isinstance(loader.sampler, SequentialSampler)
-        or (
-            isinstance(loader.sampler, RandomSampler)
-            and not loader.sampler.replacement
-            and len(loader.sampler) == len(loader.dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__
-        )
-    )
-    if not plain:
-        if world_size == 1:
-            return loader
-        msg = (
-            f"The data loader's `{type(loader.batch_sampler or loader.sampler).__name__}` would show each of the "
-            f"{world_size} ranks the same samples. Make the loader with `plugin.prepare_dataloader`, give it a "
-            "`DistributedSampler`, or leave it out of `boost` if it splits samples by rank itself."
-        )
-        raise ConfigError(msg)
-    return prepare_dataloader(
-        loader.dataset,
-        loader.batch_size or 1,
-        shuffle=not iterable and isinstance(loader.sampler, RandomSampler),
-        seed=seed,
-        drop_last=loader.drop_last,
-        pin_memory=loader.pin_memory,
-        num_workers=loader.num_workers,
-        rank=rank,
-        world_size=world_size,
-        collate_fn=loader.collate_fn,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+def _unpacked(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)

@@ -41,7 +41,7 @@ def example_batch(model: nn.Module, dataloader: DataLoader[Any] | None, given: A
         try:
             with torch.random.fork_rng(devices=[]):
                 samples = [dataset[index] for index in range(min(_SAMPLES, len(dataset)))]  # type: ignore[index,arg-type]
-                return dataloader.collate_fn(samples) if dataloader.batch_size is not None else samples[0]
+                return dataloader.collate_fn(samples) if dataloader.batch_sampler is not None else samples[0]
         finally:
             random.setstate(before)
     dummy = getattr(model, "dummy_inputs", None)

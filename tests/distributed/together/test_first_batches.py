@@ -1,0 +1,144 @@
+"""Ranks that train on the same batch are told, whatever the plugin; ranks that share one are not."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from booster_core import Booster
+from booster_core.coordinator import DistCoordinator
+from booster_core.testing import run_on_ranks
+
+
+class Records(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def make_plugin(name):
+    if name == "tensor":
+        from booster_hybrid import HybridParallelPlugin
+
+        return HybridParallelPlugin(tp_size=2)
+    return name
+
+
+def train(plugin, feed, steps=4, accumulate=1, before=None):
+    """Train in the way that ``feed`` names, and return what the project's logger said on this rank."""
+    rank = DistCoordinator().rank
+    torch.manual_seed(rank if feed == "seeded by rank" else 3)
+    data = torch.randn(32, 8)
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
+    torch.manual_seed(rank if feed == "seeded by rank" else 3)
+    booster = Booster("cpu", plugin=make_plugin(plugin))
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    records = Records()
+    logging.getLogger("booster_core").addHandler(records)
+    try:
+        passed = loader if feed == "boosted loader" else None
+        model, optimizer, _, boosted, _ = booster.boost(module, optimizer, None, passed)
+        if before is not None:
+            before(model)
+        batches = iter(boosted if passed is not None else loader)
+        for _ in range(steps):
+            for micro in range(accumulate):
+                x = next(batches) if "loader" in feed else torch.randn(4, 8)
+                with booster.no_sync(model, optimizer) if micro < accumulate - 1 else torch.enable_grad():
+                    booster.backward(model(x).square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not model._forward_pre_hooks or steps == 1, "nothing is left in the way of a step"
+    finally:
+        logging.getLogger("booster_core").removeHandler(records)
+    return records.texts
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "gemini"])
+@pytest.mark.parametrize("feed", ["equal seeds", "plain loader"])
+def test_equal_batches_are_told_once_on_rank_0(plugin, feed):
+    texts = run_on_ranks(train, 2, plugin, feed)
+    assert [len(each) for each in texts] == [1, 0]
+    assert "ranks 0 and 1 got the same first batch" in texts[0][0]
+    assert "Pass the data loader to `boost`" in texts[0][0]
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "gemini"])
+@pytest.mark.parametrize("feed", ["seeded by rank", "boosted loader"])
+def test_batches_of_ones_own_are_not_told(plugin, feed):
+    assert run_on_ranks(train, 2, plugin, feed) == [[], []]
+
+
+def test_equal_batches_are_told_under_accumulation():
+    texts = run_on_ranks(train, 2, "ddp", "equal seeds", 4, 3)
+    assert [len(each) for each in texts] == [1, 0]
+
+
+def test_ranks_that_work_on_one_batch_together_are_not_told():
+    assert run_on_ranks(train_tensor_parallel, 2) == [[], []]
+
+
+def train_tensor_parallel():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    records = Records()
+    logging.getLogger("booster_core").addHandler(records)
+    try:
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes))
+        booster = Booster("cpu", plugin=make_plugin("tensor"))
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(4):
+            ids = torch.randint(64, (2, 8))
+            booster.backward(model(input_ids=ids, labels=ids).loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        logging.getLogger("booster_core").removeHandler(records)
+    return records.texts
+
+
+def copy_and_pickle(model):
+    copy.deepcopy(model.unwrap())
+    for check in list(model._forward_pre_hooks.values()):
+        pickle.loads(pickle.dumps(check))(model, (torch.ones(1),), {})
+        copy.deepcopy(check)(model, (torch.ones(1),), {})
+
+
+def evaluate_first(model):
+    model.eval()
+    model(torch.ones(2, 8))
+    model.train()
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("before", [copy_and_pickle, evaluate_first])
+def test_only_training_is_looked_at(before):
+    assert run_on_ranks(train, 2, "ddp", "seeded by rank", 4, 1, before) == [[], []]
+
+
+def compile_whole(plugin):
+    """Train a model that was compiled after boosting, without a graph break."""
+    torch.manual_seed(3)
+    booster = Booster("cpu", plugin=plugin)
+    module = nn.Linear(8, 1)
+    model = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1)).model
+    explained = torch._dynamo.explain(model.forward)(torch.randn(4, 8)).graph_break_count
+    hooked = torch._dynamo.explain(model)(torch.randn(4, 8)).graph_break_count
+    return explained, hooked
+
+
+def test_a_compiled_model_gets_no_graph_break_more():
+    for explained, hooked in run_on_ranks(compile_whole, 2, "zero"):
+        assert hooked == explained
