@@ -148,4 +148,4 @@ def _trained(model: ModelWrapper) -> list[nn.Parameter]:
 
 
 def _call_after_backward(function: Any) -> None:
-    Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]  # noqa: SLF001 - as FSDP does
+    Variable._execution_engine.queue_callback(function)  # noqa: SLF001 - as FSDP does

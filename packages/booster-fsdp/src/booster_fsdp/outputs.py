@@ -56,7 +56,7 @@ def refuse_stale_backward(output: Any, version: Callable[[], object]) -> None:
 
     def watch(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
-            tensor.register_hook(check)
+            tensor.register_hook(check)  # type: ignore[no-untyped-call]
         return tensor
 
     _apply_to_tensors(watch, output)

@@ -8,7 +8,7 @@ is noted, so that what no rank used can have no gradient at all, as in one proce
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd import Variable
@@ -48,7 +48,7 @@ class Units:
         root = self.modules[0]
         if not any(True for _ in _groups_of(root)):
             # Torch's own hook must come later: it begins a backward.
-            root.register_forward_hook(self._after_root, prepend=True)
+            cast("nn.Module", root).register_forward_hook(self._after_root, prepend=True)
 
     def note_update(self) -> None:
         """Note that shards have new values: graphs made before can't be run backward any more.
@@ -206,7 +206,7 @@ def _version_of(group: Any) -> int:
 
 
 def _call_after_backward(function: Any) -> None:
-    Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]  # noqa: SLF001 - as FSDP does
+    Variable._execution_engine.queue_callback(function)  # noqa: SLF001 - as FSDP does
 
 
 def _gradient_of(inner: Any, whole: nn.Parameter) -> torch.Tensor | None:
