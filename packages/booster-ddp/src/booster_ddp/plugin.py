@@ -17,9 +17,10 @@ from booster_ddp.comm_hooks import BY_DTYPE, register_comm_hook
 from booster_ddp.config import DDPConfig
 from booster_ddp.first_step import FirstStep
 from booster_ddp.sync_batchnorm import convert_sync_batchnorm
+from booster_ddp.unreduced import UnreducedGradients
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -122,28 +123,46 @@ class TorchDDPPlugin(Plugin):
         trained = [parameter for parameter in original.parameters() if parameter.requires_grad]
         model = ModelWrapper(original, precision=context.precision)
         asked = False if self.config.static_graph else self.config.find_unused_parameters
+        bucket_bytes = int(self.config.bucket_cap_mb * 2**20)
+        has_optimizer = objects.optimizer is not None
+        unreduced = UnreducedGradients(model, context, bucket_bytes=bucket_bytes, can_wait=has_optimizer)
+
+        def wrap(find_unused_parameters: bool) -> DistributedDataParallel:  # noqa: FBT001 - DDP's own option
+            ddp = self._wrap(original, context, find_unused_parameters)
+            unreduced.follow(ddp)
+            return ddp
+
         first_step = None
         # DDP refuses a model without gradients; a frozen teacher needs nothing of it.
-        if trained and asked is None and objects.optimizer is not None:
-            bucket_bytes = int(self.config.bucket_cap_mb * 2**20)
-            first_step = FirstStep(
-                model, lambda unused: self._wrap(original, context, unused), bucket_bytes=bucket_bytes
-            )
+        if trained and asked is None and has_optimizer:
+            first_step = FirstStep(model, wrap)
         elif trained:
-            model.module = self._wrap(original, context, asked is not False)
+            model.module = wrap(asked is not False)
         optimizer = objects.optimizer and DDPOptimizer(
-            objects.optimizer, model, first_step, precision=context.precision, after_step=context.after_step
+            objects.optimizer, model, first_step, unreduced, precision=context.precision, after_step=context.after_step
         )
         return objects._replace(model=model, optimizer=optimizer)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
-        """Return DDP's own ``no_sync``: forward and backward inside it don't communicate."""
+        """Return DDP's own ``no_sync``: forward and backward inside it don't communicate.
+
+        A model that was boosted without its optimizer communicates all the same: a step of another optimizer would not
+        know what is left to be averaged.
+        """
         inner = model.module
+        if not isinstance(optimizer, DDPOptimizer):
+            return super().no_sync(model, optimizer)
         if isinstance(inner, DistributedDataParallel):
             return inner.no_sync()
-        if isinstance(optimizer, DDPOptimizer) and optimizer.first_step is not None:
+        if optimizer.first_step is not None:
             return optimizer.first_step.no_sync()
         return super().no_sync(model, optimizer)
+
+    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+        """Return a parameter's gradient, averaged over all ranks."""
+        if isinstance(optimizer, DDPOptimizer):
+            optimizer.settle()
+        return super().full_gradient(model, optimizer, name)
 
     def describe(self) -> Mapping[str, object]:
         """Return DDP's options and their values."""
@@ -183,12 +202,21 @@ class DDPOptimizer(OptimizerWrapper):
         optim: The optimizer inside.
         model: The boosted model; parameters frozen now stay out of DDP's reduction for good.
         first_step: The first step, where it has to find out about unused parameters.
+        unreduced: The model's gradients that DDP does not average.
         **kwargs: As for `OptimizerWrapper`.
     """
 
-    def __init__(self, optim: Optimizer, model: ModelWrapper, first_step: FirstStep | None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        optim: Optimizer,
+        model: ModelWrapper,
+        first_step: FirstStep | None,
+        unreduced: UnreducedGradients,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(optim, **kwargs)
         self.first_step = first_step
+        self._unreduced = unreduced
         self._model = model
         named = dict(model.unwrap().named_parameters())
         self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
@@ -197,56 +225,84 @@ class DDPOptimizer(OptimizerWrapper):
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward from a loss; see `OptimizerWrapper.backward`.
 
+        Raises:
+            GradientError: If DDP has averaged only a part of the gradients, and this backward adds to that part.
+
         Collective: every rank of the world, in step, outside of ``no_sync``.
         """
-        super().backward(loss, inputs, retain_graph=retain_graph)
-        self._finish_first_step()
+        try:
+            super().backward(loss, inputs, retain_graph=retain_graph)
+        except RuntimeError as cause:
+            if "mark a variable ready only once" not in str(cause):
+                raise
+            msg = (
+                "DDP can't average this backward together with the one before, because both go through some "
+                "parameters and each leaves out others. Run all backward passes of the step under `booster.no_sync`, "
+                "forward included: the step averages."
+            )
+            raise GradientError(msg) from cause
+        if self.first_step is not None and not self.first_step.is_accumulating:
+            self._average()
+
+    def settle(self) -> None:
+        """Average what DDP has not averaged: gradients of ``no_sync``, or of a second backward through one forward.
+
+        Raises:
+            GradientError: If DDP has averaged only a part of the gradients, or a frozen parameter has one.
+
+        Collective: every rank of the world, where there are such gradients; else none.
+        """
+        self._unreduced.check_finished()
+        self._average()
+        self._check_frozen()
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients, averaged over all ranks.
 
         Raises:
-            GradientError: If a parameter has one that DDP has not averaged.
+            GradientError: If a parameter has one that can't be averaged.
 
-        Collective: every rank of the world before the end of the first step, where a script ran backward by itself.
+        Collective: as `settle`.
         """
-        self._finish_first_step()
-        self._check_averaged()
+        self.settle()
         return super().gradients()
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters; see `OptimizerWrapper.step`.
 
         Raises:
-            GradientError: If a parameter has a gradient that DDP has not averaged.
+            GradientError: If a parameter has a gradient that can't be averaged.
 
-        Collective: as `gradients`; every rank must step alike.
+        Collective: as `settle`; every rank must step alike.
         """
         if closure is None:
-            self._finish_first_step()
-            self._check_averaged()
-        return super().step(closure)
-
-    def _finish_first_step(self) -> None:
-        first_step = self.first_step
-        if first_step is None or not first_step.is_due:
-            return
-        if any(parameter.grad is not None for parameter in self._trained.values()):
+            self.settle()
+        result = super().step(closure)
+        if self.first_step is not None and any(p.grad is not None for p in self._trained.values()):
+            self.first_step.finish()
             self.first_step = None
-            first_step.finish()
+        return result
 
-    def _check_averaged(self) -> None:
-        ddp = self._model.module
-        if isinstance(ddp, DistributedDataParallel) and not (ddp.find_unused_parameters or ddp.static_graph):
-            missing = [name for name, parameter in self._trained.items() if parameter.grad is None]
-            # All without a gradient is a step without backward; some is a reduction that DDP could not finish.
-            if missing and len(missing) < len(self._trained):
-                msg = (
-                    f"{len(missing)} parameter(s) took part in the first step but not in this one, so DDP could not "
-                    f"finish averaging: {', '.join(map(repr, missing[:10]))}. "
-                    "Pass `find_unused_parameters=True` to the plugin."
-                )
-                raise GradientError(msg)
+    def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step the optimizer inside, with gradients that are averaged each time the closure has run backward."""
+        if closure is None:
+            return super().update_parameters()
+
+        def evaluated() -> float:
+            loss = closure()
+            self.settle()
+            return loss
+
+        return super().update_parameters(evaluated)
+
+    def _average(self) -> None:
+        if not self._unreduced.exist:
+            return
+        counts = self._unreduced.average()
+        if self.first_step is not None:
+            self.first_step.note_users(counts)
+
+    def _check_frozen(self) -> None:
         unreduced = [name for name, parameter in self._frozen.items() if parameter.grad is not None]
         if unreduced:
             msg = (

@@ -64,7 +64,17 @@ class FSDPModel(ModelWrapper):
             return functools.partial(self._run, value)
         return value
 
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._notice_updates()
+        return super()._forward(*args, **kwargs)
+
+    def _notice_updates(self) -> None:
+        # Steps of an optimizer that is not ours; the compiler can't trace what is asked there.
+        if self.optimizer is None and not torch.compiler.is_compiling():
+            self.units.notice_updates()
+
     def _run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._notice_updates()
         precision = self.precision
         enabled = precision is not None and precision.uses_autocast
         dtype = precision.compute_dtype if precision is not None and enabled else None

@@ -11,9 +11,6 @@ from torch.distributed.tensor import DTensor
 from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_core.gradients.clip import clip_by_norm
-from booster_core.liveness import naming_missing_ranks
-from booster_core.sharding.agreement import send_first
-from booster_core.sharding.buffers import BufferWatch
 from booster_core.sharding.elementwise import partition_for
 from booster_core.sharding.hosting import HostedOptimizer
 from booster_core.state.dtensor import local_of
@@ -28,6 +25,7 @@ if TYPE_CHECKING:
 
     from booster_core.sharding.ranks import ShardingRanks
     from booster_fsdp.config import FSDPConfig
+    from booster_fsdp.settling import Settlement
     from booster_fsdp.units import Units
 
 
@@ -42,6 +40,7 @@ class FSDPOptimizer(OptimizerWrapper):
         paths: Where they are in the model, by number, as for ``get_parameter``.
         names: Their names in the user's own model, by number.
         units: The model's units.
+        settlement: Completes the model's gradients.
         ranks: The ranks that share a replica.
         config: Options.
         device: Where the model runs.
@@ -62,6 +61,7 @@ class FSDPOptimizer(OptimizerWrapper):
         paths: Mapping[int, str],
         names: Mapping[int, str],
         units: Units,
+        settlement: Settlement,
         ranks: ShardingRanks,
         config: FSDPConfig,
         device: torch.device,
@@ -75,10 +75,7 @@ class FSDPOptimizer(OptimizerWrapper):
         self.ranks = ranks
         self._config = config
         self._device = device
-        self._num_settled = 0
-        self._has_backward = False
-        self._buffers = BufferWatch(model)
-        self._changed_buffers: list[bool] = []
+        self._settlement = settlement
         self._takes_rows = partition_for(optim, config.partition) == "flat"
         if config.cpu_offload and device.type != "cpu" and not self._takes_rows:
             msg = (
@@ -147,34 +144,15 @@ class FSDPOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world; under ``no_sync`` the gathers of parameters only.
         """
-        self._has_backward = True
+        self._settlement.has_backward = True
         super().backward(loss, inputs, retain_graph=retain_graph)
 
     def settle(self) -> None:
-        """Agree on which parameters were used, and average the gradients of those that are whole on every rank.
+        """Reduce what ``no_sync`` has left, and average the gradients of parameters that are whole on every rank.
 
         Collective: every rank of the world, where there was a backward since the last call.
         """
-        if not self._has_backward and self._num_settled == self._units.num_reductions:
-            return
-        self._has_backward = False
-        self._num_settled = self._units.num_reductions
-        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
-        used = [id(p) in self._units.used if isinstance(p, DTensor) else p.grad is not None for p in trained]
-        changed = self._buffers.changed() if self._config.broadcast_buffers else []
-        flags = torch.tensor([*used, *changed], dtype=torch.uint8, device=self._device)
-        collectives.all_reduce(flags, dist.ReduceOp.MAX).wait()
-        anywhere = flags.bool().tolist()
-        self._changed_buffers = anywhere[len(trained) :]
-        whole = []
-        for parameter, is_used in zip(trained, anywhere[: len(trained)], strict=True):
-            if not is_used:
-                parameter.grad = None
-            elif not isinstance(parameter, DTensor):
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                whole.append(parameter.grad)
-        _average(whole)
+        self._settlement.settle()
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the rows that lie here and of parameters that are whole on every rank, averaged.
@@ -291,8 +269,8 @@ class FSDPOptimizer(OptimizerWrapper):
         for whole in self._whole:
             whole.scatter()
         # What a forward without backward has left gathered has the values of before the step.
-        self._units.reshard()
-        self._send_buffers()
+        self._units.note_update()
+        self._settlement.send_buffers()
         return result
 
     def _make_ready(self) -> None:
@@ -301,28 +279,3 @@ class FSDPOptimizer(OptimizerWrapper):
             show_rows(self.pieces.values())
         for whole in self._whole:
             whole.gather()
-
-    def _send_buffers(self) -> None:
-        if not any(self._changed_buffers):
-            return
-        with naming_missing_ranks("sharing of buffers"):
-            for buffer, has_changed in zip(self._buffers.buffers().values(), self._changed_buffers, strict=True):
-                if has_changed:
-                    send_first(buffer)
-        self._changed_buffers = []
-        self._buffers.forget()
-
-
-def _average(gradients: Sequence[Tensor]) -> None:
-    """Average gradients over all ranks in place, in one collective for each format and device."""
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for gradient in gradients:
-        alike.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for (dtype, _), tensors in alike.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        flat = torch.cat([tensor.detach().flatten().to(wide) for tensor in tensors])
-        collectives.all_reduce(flat).wait()
-        flat /= dist.get_world_size()
-        parts: Sequence[Tensor] = flat.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.detach().copy_(part.view(tensor.shape))

@@ -1,7 +1,11 @@
-"""Units whose output is a view get a copy of it in place of the view.
+"""Hooks on what units return: no views, and no backward of a graph that is older than the parameters.
 
 torch gathers a unit for backward by a hook on its output. Where the output is a view, as that of a linear layer over
 three dimensions is, an in-place operation on it (``x += y``) drops the hook, and with it the gradients of the unit.
+Such a unit returns a copy in place of the view.
+
+Autograd's check that no saved tensor was changed in place does not see parameters that are gathered again for backward:
+a graph from before a step would be run with the parameters of after it, and give the gradients of neither.
 """
 
 from __future__ import annotations
@@ -11,7 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.utils import _apply_to_tensors
 
+from booster_core.errors import GradientError
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
 
 
@@ -21,6 +29,37 @@ def return_no_views(module: nn.Module) -> None:
     Collective: none.
     """
     module.register_forward_hook(_without_views)
+
+
+def refuse_stale_backward(output: Any, version: Callable[[], object]) -> None:
+    """Let backward through a unit's output raise where its parameters have changed since.
+
+    Args:
+        output: What the unit returned, in any nesting.
+        version: Returns what changes with the parameters.
+
+    Collective: none.
+    """
+    if not torch.is_grad_enabled():
+        return
+    made_at = version()
+
+    def check(gradient: Tensor) -> None:
+        del gradient
+        if version() != made_at:
+            msg = (
+                "The parameters were modified by an inplace operation, such as `optimizer.step()` or loading a "
+                "checkpoint, after the forward that this backward goes through, so its gradients would be wrong. Run "
+                "backward before the step, or forward again after it."
+            )
+            raise GradientError(msg)
+
+    def watch(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(check)  # type: ignore[no-untyped-call]
+        return tensor
+
+    _apply_to_tensors(watch, output)
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

@@ -28,6 +28,7 @@ from booster_fsdp.config import FSDPConfig
 from booster_fsdp.lazy import fill_model, hollow_model
 from booster_fsdp.model import FSDPModel
 from booster_fsdp.optimizer import FSDPOptimizer
+from booster_fsdp.settling import Settlement
 from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, shard_model
 from booster_fsdp.state import FSDPStateAdapter
 
@@ -174,6 +175,7 @@ class TorchFSDPPlugin(Plugin):
         for method in methods:
             register_fsdp_forward_method(model, method)
         wrapped = FSDPModel(model, units=units, precision=context.precision, forward_methods=methods)
+        settlement = Settlement(model, units, context.device, broadcast_buffers=self.config.broadcast_buffers)
         optimizer = None
         if objects.optimizer is not None:
             optimizer = FSDPOptimizer(
@@ -183,12 +185,15 @@ class TorchFSDPPlugin(Plugin):
                 paths=paths,
                 names=names,
                 units=units,
+                settlement=settlement,
                 ranks=ranks_of(mesh),
                 config=self.config,
                 device=context.device,
                 precision=context.precision,
                 after_step=context.after_step,
             )
+        else:
+            settlement.settle_each_backward()
         wrapped.attach(optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
 
@@ -198,8 +203,13 @@ class TorchFSDPPlugin(Plugin):
         return FSDPStateAdapter(model, sharded, context.coordinator, cast("FSDPModel", model).units)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
-        """Return a context in which whole gradients accumulate on this rank, in the memory of the whole model."""
-        del optimizer
+        """Return a context in which whole gradients accumulate on this rank, in the memory of the whole model.
+
+        A model that was boosted without its optimizer reduces all the same: a step of another optimizer would not know
+        what is left to be reduced.
+        """
+        if not isinstance(optimizer, FSDPOptimizer):
+            return super().no_sync(model, optimizer)
         return _without_reduction(cast("FSDPModule", unwrap_model(model)))
 
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:

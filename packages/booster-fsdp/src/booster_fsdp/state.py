@@ -41,6 +41,7 @@ class FSDPStateAdapter(DTensorStateAdapter):
         self, model: nn.Module, optimizer: FSDPOptimizer | None, coordinator: DistCoordinator, units: Units
     ) -> None:
         super().__init__(model, None, coordinator, prepare=units.reshard)
+        self._units = units
         self._sharded = optimizer
         self._taken_as_parameters: list[int] = []
 
@@ -113,6 +114,8 @@ class FSDPStateAdapter(DTensorStateAdapter):
     @override
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
         self._taken_as_parameters = []
+        if model:
+            self._units.note_update()
 
     def _state_shard(self, piece: ParameterPiece, key: str, tensor: Tensor) -> TensorShard:
         sharded = self._required()

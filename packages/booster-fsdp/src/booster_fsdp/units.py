@@ -8,12 +8,15 @@ is noted, so that what no rank used can have no gradient at all, as in one proce
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.autograd import Variable
+
+from booster_fsdp.outputs import refuse_stale_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
@@ -34,8 +37,68 @@ class Units:
         self.modules = list(modules)
         self.used: set[int] = set()
         self.num_reductions = 0
+        self._unreduced: set[Any] = set()
+        self._num_updates = 0
+        self._seen_versions = 0
+        self._settle: Callable[[], None] | None = None
+        self._task = -1
         for group in self._groups():
             group.post_backward = functools.partial(self._post_backward, group, group.post_backward)
+            group.post_forward = functools.partial(self._post_forward, group, group.post_forward)
+        root = self.modules[0]
+        if not any(True for _ in _groups_of(root)):
+            # Torch's own hook must come later: it begins a backward.
+            cast("nn.Module", root).register_forward_hook(self._after_root, prepend=True)
+
+    def note_update(self) -> None:
+        """Note that shards have new values: graphs made before can't be run backward any more.
+
+        Collective: none.
+        """
+        self._num_updates += 1
+        # What a forward without backward has left gathered has the values of before.
+        self.reshard()
+
+    def notice_updates(self) -> None:
+        """Note whether shards have new values; for a model whose optimizer is not ours.
+
+        Collective: none.
+        """
+        versions = sum(_version_of(group) for group in self._groups())
+        if versions != self._seen_versions:
+            self._seen_versions = versions
+            self.note_update()
+
+    def settle_each_backward(self, settle: Callable[[], None], whole: Iterable[nn.Parameter]) -> None:
+        """Call a function at the end of each backward; for a model whose optimizer is not ours.
+
+        Args:
+            settle: The function.
+            whole: Trained parameters that every rank holds whole, which are no unit's.
+
+        Collective: none.
+        """
+        self._settle = settle
+        for parameter in whole:
+            parameter.register_post_accumulate_grad_hook(self._await_end)  # type: ignore[no-untyped-call]
+
+    def reduce_rest(self) -> None:
+        """Reduce gradients that backward has only accumulated, under `no_sync`.
+
+        Collective: every rank of the world, where there was such a backward since the last reduction; else none.
+        """
+        if not self._unreduced:
+            return
+        groups = list(self._groups())
+        before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+        for group in groups:
+            group.reduce_grads = group.all_reduce_grads = True
+        try:
+            # The end of a backward in which no unit took part.
+            self.modules[0]._get_fsdp_state()._root_post_backward_final_callback()  # noqa: SLF001
+        finally:
+            for group, (reduces, all_reduces) in zip(groups, before, strict=True):
+                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
 
     def reshard(self) -> None:
         """Let the model hold its shards: forward without backward leaves some parameters gathered.
@@ -61,6 +124,8 @@ class Units:
                     whole = getattr(inner, "_unsharded_param", None)
                     if whole is not None:
                         whole.grad = None
+        if parameters is None:
+            self._unreduced.clear()
         self.used = set() if parameters is None else self.used - parameters
 
     def take_parameters(self) -> None:
@@ -74,18 +139,37 @@ class Units:
 
     def _groups(self) -> Iterator[Any]:
         for module in self.modules:
-            state = module._get_fsdp_state()  # noqa: SLF001
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # before torch 2.12 there was one
-                groups = [state._fsdp_param_group]  # noqa: SLF001
-            yield from (group for group in groups if group is not None)
+            yield from _groups_of(module)
+
+    def _post_forward(self, group: Any, run: Any, *args: Any) -> Any:
+        output = run(*args)
+        refuse_stale_backward(output, lambda: (self._num_updates, _version_of(group)))
+        return output
+
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        if not torch.compiler.is_compiling():
+            refuse_stale_backward(output, lambda: self._num_updates)
 
     def _post_backward(self, group: Any, reduce: Any, *unused: Any) -> None:
         """Complete a unit's gradients, then let torch reduce them."""
         if group.reduce_grads:
             self.num_reductions += 1
+            self._unreduced.discard(group)
             self._complete(group)
+        else:
+            self._unreduced.add(group)
+        if self._settle is not None:
+            self._await_end()
         reduce(*unused)
+
+    def _await_end(self, parameter: torch.Tensor | None = None) -> None:
+        """Settle at the end of this backward, after torch has finished it."""
+        del parameter
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 - as `torch.autograd.graph` tells backward passes apart
+        if task not in (self._task, -1):
+            self._task = task
+            _call_after_backward(lambda: _call_after_backward(self._settle))
 
     def _complete(self, group: Any) -> None:
         gathered = [
@@ -98,14 +182,31 @@ class Units:
         )
         for inner, whole in gathered:
             gradient = _gradient_of(inner, whole)
-            if gradient is not None:
+            if gradient is not None or inner.sharded_param.grad is not None:
                 self.used.add(id(inner.sharded_param))
-            else:
+            if gradient is None:
                 whole.grad = torch.zeros_like(whole)
             # Under `no_sync` sums are kept in the format of the reduction, which then has to be that of all.
             if summed is not None and inner.unsharded_accumulated_grad is None:
                 inner.unsharded_accumulated_grad = whole.grad.to(summed.dtype)
                 whole.grad = None
+
+
+def _groups_of(module: FSDPModule) -> Iterator[Any]:
+    state = module._get_fsdp_state()  # noqa: SLF001
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12 there was one
+        groups = [state._fsdp_param_group]  # noqa: SLF001
+    yield from (group for group in groups if group is not None)
+
+
+def _version_of(group: Any) -> int:
+    """Return what changes when a unit's shards do, except by our optimizer, which updates their rows."""
+    return sum(inner.sharded_param._version for inner in group.fsdp_params)  # noqa: SLF001 - as autograd notices it
+
+
+def _call_after_backward(function: Any) -> None:
+    Variable._execution_engine.queue_callback(function)  # noqa: SLF001 - as FSDP does
 
 
 def _gradient_of(inner: Any, whole: nn.Parameter) -> torch.Tensor | None:

@@ -44,14 +44,11 @@ class GeminiStateAdapter(ShardedStateAdapter[GeminiOptimizer]):
             with chunk.in_use(Role.PARAM, changes=True):
                 for piece in chunk.pieces:
                     yield self._shard(piece, chunk.slice_of(chunk.shard, piece))
-        parameters = {id(parameter) for parameter in self._module.parameters()}
-        buffers = [
-            (name, None, tensor)
-            for name, tensor in NamedTensors.of(self._module).tensors.items()
-            if id(tensor) not in parameters
-        ]
+        named = NamedTensors.of(self._module)
+        names = named.buffers
         # Every rank has all of them.
-        yield from balanced_shards(buffers, self._coordinator.rank, self._coordinator.world_size)
+        buffers = [(name, None, tensor) for name, tensor in named.tensors.items() if name in names]
+        yield from balanced_shards(buffers, self._coordinator.rank, self._coordinator.world_size, of_first=names)
 
     def parameter_as_master(self, index: int) -> Iterator[TensorShard]:
         chunk = self._manager.chunk_of(index)

@@ -19,7 +19,7 @@ from booster_core.state.replicated import ReplicatedStateAdapter, balanced_shard
 from booster_core.state.shard import TensorShard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -121,7 +121,9 @@ class DTensorStateAdapter(ReplicatedStateAdapter):
     def model_shards(self) -> Iterator[TensorShard]:
         self._prepare()
         named = NamedTensors.of(self._module)
-        yield from self._shards((name, None, tensor) for name, tensor in named.tensors.items())
+        yield from self._shards(
+            ((name, None, tensor) for name, tensor in named.tensors.items()), of_first=named.buffers
+        )
 
     @override
     def tied_names(self) -> Mapping[str, str]:
@@ -148,14 +150,16 @@ class DTensorStateAdapter(ReplicatedStateAdapter):
                 for key, value in state.items():
                     state[key] = _placed_beside(key, value, parameter)
 
-    def _shards(self, tensors: Iterable[tuple[str, str | None, Tensor]]) -> Iterator[TensorShard]:
+    def _shards(
+        self, tensors: Iterable[tuple[str, str | None, Tensor]], of_first: Collection[str] = ()
+    ) -> Iterator[TensorShard]:
         plain = []
         for name, state, tensor in tensors:
             if isinstance(tensor, DTensor):
                 yield from dtensor_shards(name, state, tensor)
             else:
                 plain.append((name, state, tensor))
-        yield from balanced_shards(plain, self._rank, self._world_size)
+        yield from balanced_shards(plain, self._rank, self._world_size, of_first=of_first)
 
 
 class _Place:

@@ -94,6 +94,11 @@ class NamedTensors:
                 named.aliases[name] = first
         return named
 
+    @property
+    def buffers(self) -> set[str]:
+        """The names of those that are buffers."""
+        return {name for name, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
+
 
 def _walk(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     for prefix, path, child in named_modules(module):

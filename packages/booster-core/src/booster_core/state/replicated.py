@@ -2,7 +2,8 @@
 
 Each rank owns an equal share of the bytes, so that all of them write: the tensors, put one after the other, are one
 long range that is cut into as many equal parts as there are ranks. A large tensor may thus be owned in flat
-pieces; a small one belongs to the rank in whose part its middle lies.
+pieces; a small one belongs to the rank in whose part its middle lies. Buffers belong to the first rank: forward may
+change them differently on every rank, as BatchNorm does, and a model is saved with those of one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from booster_core.state.shard import TensorShard, full_box
 from booster_core.wrappers import unwrap_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -72,7 +73,10 @@ class ReplicatedStateAdapter(StateAdapter):
     def model_shards(self) -> Iterator[TensorShard]:
         named = NamedTensors.of(self._module)
         yield from balanced_shards(
-            ((name, None, tensor) for name, tensor in named.tensors.items()), self._rank, self._world_size
+            ((name, None, tensor) for name, tensor in named.tensors.items()),
+            self._rank,
+            self._world_size,
+            of_first=named.buffers,
         )
 
     @override
@@ -179,7 +183,7 @@ class ReplicatedStateAdapter(StateAdapter):
 
 
 def balanced_shards(
-    tensors: Iterable[tuple[str, str | None, Tensor]], rank: int, world_size: int
+    tensors: Iterable[tuple[str, str | None, Tensor]], rank: int, world_size: int, *, of_first: Collection[str] = ()
 ) -> Iterator[TensorShard]:
     """Yield all tensors as shards held here, of which this rank owns an equal share of the bytes.
 
@@ -187,16 +191,20 @@ def balanced_shards(
         tensors: Name, state and values of each tensor, the same on every rank.
         rank: This rank.
         world_size: Number of ranks that hold the same.
+        of_first: Names of tensors that the first rank owns whole, besides its share, because ranks' values may differ.
 
     Collective: none.
     """
     listed = list(tensors)
-    total = sum(tensor.numel() * tensor.element_size() for _, _, tensor in listed)
+    total = sum(tensor.numel() * tensor.element_size() for name, _, tensor in listed if name not in of_first)
     first, last = total * rank // world_size, total * (rank + 1) // world_size
     offset = 0
     for name, state, tensor in listed:
         nbytes = tensor.numel() * tensor.element_size()
         tensor = tensor.detach()  # noqa: PLW2901 - the values are meant from here on
+        if name in of_first:
+            yield _shard(name, state, tensor, is_owner=rank == 0)
+            continue
         if nbytes < _SMALLEST_CUT_BYTES or not tensor.is_contiguous():
             middle = min(offset + nbytes // 2, max(total - 1, 0))
             yield _shard(name, state, tensor, is_owner=first <= middle < last or (total == 0 and rank == 0))

@@ -1,0 +1,70 @@
+"""Averaging gradients over all ranks without DDP's reducer, where that has not done it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[int]:
+    """Average gradients over all ranks in place, in their own format.
+
+    A parameter that some rank did not use counts as zero there, as it does under DDP; one that no rank used keeps no
+    gradient. Gradients that were averaged before stay as they are, whatever ranks have added to them since is averaged.
+
+    Args:
+        parameters: The trained parameters, the same on every rank.
+        bucket_bytes: Gradients are averaged in pieces of about this size.
+
+    Returns:
+        For each parameter the number of ranks that had a gradient.
+
+    Collective: every rank of the world.
+    """
+    num_users = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(num_users)
+    counts: list[int] = num_users.tolist()
+    gradients = []
+    for parameter, count in zip(parameters, counts, strict=True):
+        if count and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+    with torch.no_grad():
+        _average(gradients, bucket_bytes)
+    return counts
+
+
+def _average(gradients: Sequence[Tensor], bucket_bytes: int) -> None:
+    """Average gradients over all ranks in place, in buckets of one dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for alike in by_dtype.values():
+        bucket: list[Tensor] = []
+        num_bytes = 0
+        for gradient in alike:
+            bucket.append(gradient)
+            num_bytes += gradient.numel() * gradient.element_size()
+            if num_bytes >= bucket_bytes:
+                _average_bucket(bucket)
+                bucket, num_bytes = [], 0
+        _average_bucket(bucket)
+
+
+def _average_bucket(bucket: Sequence[Tensor]) -> None:
+    if not bucket:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in bucket]).div_(dist.get_world_size())
+    dist.all_reduce(flat)
+    sizes = [gradient.numel() for gradient in bucket]
+    parts: Sequence[Tensor] = flat.split(sizes)  # type: ignore[no-untyped-call]
+    for gradient, part in zip(bucket, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))

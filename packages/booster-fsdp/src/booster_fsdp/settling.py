@@ -1,0 +1,115 @@
+"""What torch leaves to be done after backward: who was used anywhere, whole parameters' gradients, and buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from booster_core import collectives
+from booster_core.liveness import naming_missing_ranks
+from booster_core.sharding.agreement import send_first
+from booster_core.sharding.buffers import BufferWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from booster_fsdp.units import Units
+
+
+class Settlement:
+    """Completes the gradients of a sharded model.
+
+    Args:
+        model: The user's model, sharded.
+        units: Its units.
+        device: Where it runs.
+        broadcast_buffers: Keep buffers that forward changes equal on all ranks.
+    """
+
+    def __init__(self, model: nn.Module, units: Units, device: torch.device, *, broadcast_buffers: bool) -> None:
+        self._parameters = list(model.parameters())
+        self._units = units
+        self._device = device
+        self._broadcast_buffers = broadcast_buffers
+        self._num_settled = 0
+        self._buffers = BufferWatch(model)
+        self._changed_buffers: list[bool] = []
+        self.has_backward = False
+
+    def settle(self) -> None:
+        """Reduce what ``no_sync`` has left, and average the gradients of parameters that are whole on every rank.
+
+        A parameter that no rank used keeps no gradient.
+
+        Collective: every rank of the world, where there was a backward since the last call.
+        """
+        self._units.reduce_rest()
+        if not self.has_backward and self._num_settled == self._units.num_reductions:
+            return
+        self.has_backward = False
+        self._num_settled = self._units.num_reductions
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        used = [id(p) in self._units.used if isinstance(p, DTensor) else p.grad is not None for p in trained]
+        changed = self._buffers.changed() if self._broadcast_buffers else []
+        flags = torch.tensor([*used, *changed], dtype=torch.uint8, device=self._device)
+        collectives.all_reduce(flags, dist.ReduceOp.MAX).wait()
+        anywhere = flags.bool().tolist()
+        self._changed_buffers = anywhere[len(trained) :]
+        whole = []
+        for parameter, is_used in zip(trained, anywhere[: len(trained)], strict=True):
+            if not is_used:
+                parameter.grad = None
+            elif not isinstance(parameter, DTensor):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                whole.append(parameter.grad)
+        _average(whole)
+
+    def settle_each_backward(self) -> None:
+        """Complete gradients at the end of each backward, for a model whose optimizer is not ours.
+
+        Collective: none, but each backward becomes one of every rank.
+        """
+        whole = [p for p in self._parameters if p.requires_grad and not isinstance(p, DTensor)]
+        self._units.settle_each_backward(self._after_backward, whole)
+
+    def _after_backward(self) -> None:
+        self.has_backward = True
+        self.settle()
+        self.send_buffers()
+        # Gradients of earlier backward passes count as used while they are there: nobody says when they are dropped.
+        self._units.used.clear()
+
+    def send_buffers(self) -> None:
+        """Give every rank rank 0's values of the buffers that had changed anywhere when gradients were settled.
+
+        Collective: every rank of the world.
+        """
+        if not any(self._changed_buffers):
+            return
+        with naming_missing_ranks("sharing of buffers"):
+            for buffer, has_changed in zip(self._buffers.buffers().values(), self._changed_buffers, strict=True):
+                if has_changed:
+                    send_first(buffer)
+        self._changed_buffers = []
+        self._buffers.forget()
+
+
+def _average(gradients: Sequence[Tensor]) -> None:
+    """Average gradients over all ranks in place, in one collective for each format and device."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for (dtype, _), tensors in alike.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        flat = torch.cat([tensor.detach().flatten().to(wide) for tensor in tensors])
+        collectives.all_reduce(flat).wait()
+        flat /= dist.get_world_size()
+        parts: Sequence[Tensor] = flat.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))

@@ -1,0 +1,84 @@
+"""A saved model has the buffers of one rank: the first, whatever the others' forward has made of theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from booster_core import Booster
+from booster_core.coordinator import DistCoordinator
+from booster_core.testing import run_on_ranks
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_zero import LowLevelZeroPlugin
+
+PLUGINS = {
+    "ddp": (TorchDDPPlugin, {}),
+    "ddp, no broadcast": (TorchDDPPlugin, {"broadcast_buffers": False}),
+    "fsdp": (TorchFSDPPlugin, {}),
+    "fsdp, replicas": (TorchFSDPPlugin, {"replica_size": 2, "broadcast_buffers": False}),
+    "zero": (LowLevelZeroPlugin, {}),
+    "gemini": (GeminiPlugin, {}),
+    "hybrid": (HybridParallelPlugin, {}),
+}
+
+
+class Net(nn.Module):
+    """BatchNorm in six layers, and a buffer that is large enough to be written in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(6))
+        self.register_buffer("history", torch.zeros(1 << 19))
+
+    def forward(self, x):
+        self.history.add_(x.detach().mean())
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def save(name, folder, average):
+    coordinator = DistCoordinator()
+    kind, options = PLUGINS[name]
+    torch.manual_seed(0)
+    model = Net()
+    booster = Booster("cpu", plugin=kind(**options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    generator = torch.Generator().manual_seed(coordinator.rank)
+    for _ in range(3):
+        booster.backward(model(torch.randn(16, 8, generator=generator)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        # After the last exchange between ranks, each changes its own once more.
+        model(torch.randn(16, 8, generator=generator))
+    if average:
+        booster.ema(model).save(folder / "model", shard=True)
+    else:
+        booster.save_model(model, folder / "model", shard=True)
+    return {key: buffer.detach().clone() for key, buffer in model.unwrap().named_buffers()}
+
+
+def assert_saved_with_those_of_rank_0(name, folder, *, average=False):
+    first, second = run_on_ranks(save, 2, name, folder, average)
+    assert not any(torch.equal(first[key], second[key]) for key in first if "num_batches" not in key)
+    saved = {
+        key: tensor for file in (folder / "model").glob("*.safetensors") for key, tensor in load_file(file).items()
+    }
+    assert saved.keys() >= first.keys()
+    wrong = [key for key, buffer in first.items() if not torch.equal(saved[key], buffer)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_model_is_saved_with_the_buffers_of_the_first_rank(name, tmp_path):
+    assert_saved_with_those_of_rank_0(name, tmp_path)
+
+
+def test_an_average_is_saved_with_the_buffers_of_the_first_rank(tmp_path):
+    assert_saved_with_those_of_rank_0("ddp", tmp_path, average=True)

@@ -1,0 +1,152 @@
+"""Gradients that DDP's reducer can't average: what raises, and on which ranks."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import GradientError, MissingRanksError
+from booster_core.testing import RankError, expect_on_ranks, run_on_ranks
+from booster_core.testing.models import TinyMLP
+from booster_ddp import TorchDDPPlugin
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x, sides="lr"):
+        hidden = self.trunk(x).tanh()
+        return tuple(layer(hidden) for side, layer in (("l", self.left), ("r", self.right)) if side in sides)
+
+
+def boost(model, **options):
+    torch.manual_seed(0)
+    booster = Booster("cpu", plugin=TorchDDPPlugin(**options), timeout_seconds=10)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return booster, model, optimizer
+
+
+def own(step=0):
+    whole = torch.randn(4 * dist.get_world_size(), 8, generator=torch.Generator().manual_seed(step))
+    return whole[dist.get_rank() :: dist.get_world_size()]
+
+
+def other_side_after_no_sync():
+    booster, model, optimizer = boost(Heads())
+    for sides in (("lr", "lr"), ("l", "r")):
+        with booster.no_sync(model):
+            booster.backward(sum(out.square().mean() for out in model(own(), sides[0])), optimizer)
+        booster.backward(sum(out.square().mean() for out in model(own(), sides[1])), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_synchronised_backward_through_other_parameters_than_those_of_no_sync_raises():
+    expect_on_ranks(
+        GradientError, "could not finish averaging.*find_unused_parameters=True", other_side_after_no_sync, 2
+    )
+
+
+def losses_of_two_heads(*, under_no_sync):
+    booster, model, optimizer = boost(Heads(), find_unused_parameters=False)
+    for _ in range(2):
+        with booster.no_sync(model) if under_no_sync else contextlib.nullcontext():
+            left, right = model(own())
+            optimizer.backward(left.square().mean(), retain_graph=True)
+            optimizer.backward(right.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.unwrap().named_parameters()}
+
+
+def test_two_losses_that_share_a_part_of_the_parameters_raise_and_name_no_sync():
+    expect_on_ranks(
+        GradientError, "under `booster.no_sync`, forward included", losses_of_two_heads, 2, under_no_sync=False
+    )
+
+
+def test_two_losses_that_share_a_part_of_the_parameters_are_right_under_no_sync():
+    first, second = run_on_ranks(losses_of_two_heads, 2, under_no_sync=True)
+    torch.manual_seed(0)
+    reference = Heads()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        left, right = reference(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+        (left.square().mean() + right.square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], parameter.detach(), msg=lambda text, name=name: f"{name}: {text}")
+
+
+def other_method_than_forward():
+    """Backward through the user's own method; DDP's forward takes no part."""
+    _, model, optimizer = boost(TinyMLP())
+    for step in range(3):
+        model.first(own(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.unwrap().named_parameters()}
+
+
+def test_backward_outside_of_forward_is_averaged_at_the_step():
+    first, second = run_on_ranks(other_method_than_forward, 2)
+    torch.manual_seed(0)
+    reference = TinyMLP()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        reference.first(torch.randn(8, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], parameter.detach(), msg=lambda text, name=name: f"{name}: {text}")
+
+
+def backward_on_one_rank_only():
+    _, model, optimizer = boost(TinyMLP(), find_unused_parameters=False)
+    out = model(own())
+    optimizer.backward(out.mean(), retain_graph=True)
+    if dist.get_rank() == 0:
+        optimizer.backward(out.square().mean())
+    optimizer.step()
+
+
+def test_a_backward_that_one_rank_alone_runs_names_the_other():
+    with pytest.raises(RankError) as caught:
+        run_on_ranks(backward_on_one_rank_only, 2, group_timeout_seconds=10)
+    assert isinstance(caught.value.__cause__, MissingRanksError)
+    assert "rank 1" in str(caught.value.__cause__)
+
+
+def counted_reductions(**options):
+    """Return how often gradients were averaged outside of DDP in steps that leave nothing to it."""
+    booster, model, optimizer = boost(TinyMLP(), **options)
+    for step in range(3):
+        booster.backward(model(own(step)).square().mean(), optimizer)
+        optimizer.clip_grad_by_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    calls = []
+    optimizer._unreduced.average = lambda: calls.append(1)
+    for step in range(3):
+        with booster.no_sync(model):
+            booster.backward(model(own(step)).square().mean(), optimizer)
+        booster.backward(model(own(step)).square().mean(), optimizer)
+        optimizer.clip_grad_by_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(calls)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_nothing_is_averaged_twice(options):
+    assert run_on_ranks(counted_reductions, 2, **options) == [0, 0]

@@ -1,0 +1,148 @@
+"""Backward through a forward from before the parameters changed raises, as autograd does without FSDP."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from booster_core import Booster, PrecisionPolicy
+from booster_core.coordinator import DistCoordinator
+from booster_core.errors import GradientError
+from booster_core.precision import LossScaleConfig
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_fsdp import TorchFSDPPlugin
+
+
+class Net(nn.Module):
+    def __init__(self, *, recomputed=False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.recomputed = recomputed
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        second = lambda h: self.second(h).tanh()  # noqa: E731
+        return checkpoint(second, hidden, use_reentrant=True) if self.recomputed else second(hidden)
+
+
+UNITS = {
+    "one unit": {"unit_min_numel": 1000},
+    "root without parameters": {"unit_min_numel": 8},
+    "kept gathered": {"unit_min_numel": 8, "reshard_after_forward": False},
+    "whole parameters": {"unit_min_numel": 8, "partition": "parameter"},
+}
+
+
+def boost(options, precision=None, **kwargs):
+    torch.manual_seed(0)
+    booster = Booster("cpu", precision, TorchFSDPPlugin(**options))
+    model = Net(**kwargs)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return booster, model, optimizer
+
+
+def data(step=0):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+def backward_after_step(name, direct, recomputed):
+    _, model, optimizer = boost(UNITS[name], recomputed=recomputed)
+    old = model(data())
+    optimizer.backward(model(data(1)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = old.square().mean()
+    loss.backward() if direct else optimizer.backward(loss)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["backward of the optimizer", "backward of the loss"])
+@pytest.mark.parametrize("name", UNITS)
+def test_backward_of_a_graph_from_before_the_step_raises(name, direct):
+    expect_on_ranks(
+        GradientError, "modified by an inplace operation.*before the step", backward_after_step, 2, name, direct, False
+    )
+
+
+def test_backward_of_a_recomputed_graph_from_before_the_step_raises():
+    expect_on_ranks(
+        GradientError,
+        "modified by an inplace operation",
+        backward_after_step,
+        2,
+        "root without parameters",
+        False,
+        True,
+    )
+
+
+def second_backward_after_step():
+    _, model, optimizer = boost(UNITS["one unit"])
+    out = model(data())
+    optimizer.backward(out.square().mean(), retain_graph=True)
+    optimizer.step()
+    optimizer.backward(out.abs().mean())
+
+
+def test_second_backward_through_one_forward_raises_after_the_step():
+    expect_on_ranks(GradientError, "modified by an inplace operation", second_backward_after_step, 2)
+
+
+def backward_after_load(folder):
+    booster, model, optimizer = boost(UNITS["one unit"])
+    booster.save_model(model, folder)
+    out = model(data())
+    booster.load_model(model, folder)
+    optimizer.backward(out.square().mean())
+
+
+def test_backward_of_a_graph_from_before_loading_raises(tmp_path):
+    expect_on_ranks(GradientError, "loading a checkpoint", backward_after_load, 2, tmp_path / "model")
+
+
+def goes_on_after_the_error():
+    """Training goes on where a script has caught the error: the next gradients are those of a model boosted afresh."""
+    gradients = []
+    for raises in (True, False):
+        booster, model, optimizer = boost(UNITS["root without parameters"])
+        old = model(data())
+        optimizer.backward(model(data(1)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if raises:
+            with pytest.raises(GradientError):
+                optimizer.backward(old.square().mean())
+        optimizer.backward(model(data(2)[DistCoordinator().rank :: 2]).square().mean())
+        gradients.append({name: booster.full_gradient(model, name) for name, _ in Net().named_parameters()})
+    return all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_training_goes_on_after_the_error():
+    assert run_on_ranks(goes_on_after_the_error, 2) == [True, True]
+
+
+def graphs_that_are_not_stale():
+    """Two forwards and a step of another model in between; a step that an overflow skipped."""
+    _, model, optimizer = boost(UNITS["one unit"])
+    _, other, other_optimizer = boost(UNITS["one unit"])
+    first, second = model(data()), model(data(1))
+    optimizer.backward(first.square().mean())
+    other_optimizer.backward(other(first.detach()[:, :6]).square().mean())
+    other_optimizer.step()
+    optimizer.backward(second.square().mean())
+    optimizer.step()
+    policy = PrecisionPolicy.parse("fp16", loss_scale=LossScaleConfig(initial_scale=2.0**24))
+    _, model, optimizer = boost(UNITS["one unit"], policy)
+    out = model(data())
+    optimizer.backward((out * 1e30).square().mean(), retain_graph=True)
+    before = [parameter.full_tensor() for parameter in model.parameters()]
+    optimizer.step()
+    after = [parameter.full_tensor() for parameter in model.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), "the step was not skipped"
+    optimizer.zero_grad()
+    optimizer.backward(out.square().mean())
+
+
+def test_graphs_whose_parameters_have_not_changed_run_backward():
+    run_on_ranks(graphs_that_are_not_stale, 2)
