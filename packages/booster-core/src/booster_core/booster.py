@@ -19,6 +19,7 @@ from booster_core.coordinator import DistCoordinator
 from booster_core.data import split_dataloader
 from booster_core.discovery import load
 from booster_core.errors import ConfigError
+from booster_core.frozen import FrozenParameters, untrained_names
 from booster_core.hooks import hook_relay
 from booster_core.lazy.boosting import agree_on_seeds, materialize_objects
 from booster_core.lazy.model import Recording, is_lazy
@@ -158,9 +159,12 @@ class Booster(BoosterIO):
             # Ranks that seeded themselves apart would shuffle apart, and see some samples twice and others never.
             seed = coordinator.broadcast_object(torch.initial_seed() % 2**31)
             objects = objects._replace(dataloader=split_dataloader(dataloader, rank=rank, world_size=size, seed=seed))
+        frozen = set() if optimizer is None else untrained_names(model, optimizer)
         self._prepare_lazy(objects, context)
         boosted = self.plugin.configure(objects, context)
         check_boosted(boosted, objects, self.plugin)
+        if isinstance(boosted.optimizer, OptimizerWrapper):
+            boosted.optimizer.frozen = FrozenParameters(boosted.model.unwrap(), frozen)
         self._optimizers[boosted.model] = boosted.optimizer
         context.hooks.after_configure(plugin=self.plugin, boosted=boosted, context=context)
         return boosted
