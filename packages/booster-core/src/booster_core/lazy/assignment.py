@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from booster_core.errors import LazyInitError
@@ -57,7 +57,7 @@ def become_lazy(real: Tensor, value: LazyTensor) -> None:
         lazy.requires_grad_(real.requires_grad)
         lazy.__dict__.update(real.__dict__)
         if isinstance(real, nn.Parameter):
-            lazy._is_param = True  # type: ignore[attr-defined]  # noqa: SLF001 - how torch marks parameters
+            lazy._is_param = True  # noqa: SLF001 - how torch marks parameters
         try:
             torch.utils.swap_tensors(real, lazy)  # type: ignore[no-untyped-call]
         except RuntimeError as cause:

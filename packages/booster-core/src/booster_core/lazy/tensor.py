@@ -46,7 +46,7 @@ class LazyTensor(torch.Tensor):
             layout=inner.layout,
             # By its keys a meta tensor, so that torch refuses to put it into the memory of a real one: `.data = ...`
             # would leave that with no memory and an address of 0. `lazy_device` answers for it.
-            device="meta",
+            device=torch.device("meta"),
             dispatch_device=True,
         )
         tensor.lazy_device = device
