@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from booster_core.lazy.assignment import become_lazy
 from booster_core.lazy.tensor import LazyTensor
@@ -61,8 +61,8 @@ def _lazy_materialize() -> Iterator[None]:
         else:
             original(self, shape, device, dtype)
 
-    UninitializedTensorMixin.materialize = materialize  # type: ignore[method-assign]
+    UninitializedTensorMixin.materialize = materialize
     try:
         yield
     finally:
-        UninitializedTensorMixin.materialize = original  # type: ignore[method-assign]
+        UninitializedTensorMixin.materialize = original
