@@ -100,12 +100,13 @@ def test_tensors_of_two_contexts_do_not_mix(model) -> None:
         model.first.weight.data.add_(other.weight.data)
 
 
-def test_a_tensor_that_was_read_and_changed_since_is_noticed() -> None:
+@pytest.mark.parametrize("change", [torch.Tensor.zero_, lambda values: values.data.zero_()], ids=["plain", "data"])
+def test_a_tensor_that_was_read_and_changed_since_is_noticed(change) -> None:
     values = torch.arange(10_000.0)
     with LazyInitContext():
         model = nn.Linear(100, 100)
         model.weight.data.copy_(values.view(100, 100))
-    values.zero_()
+    change(values)
     with pytest.raises(LazyInitError, match="changed in place since"):
         materialize(model)
 

@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from booster_core import LazyInitContext
 from booster_core.lazy import is_lazy, materialize
+from booster_core.lazy.log import Const
 from booster_core.testing.models import TinyMixedBag
 
 
@@ -411,3 +413,42 @@ def test_parametrized_model_keeps_training() -> None:
     model(torch.ones(2, 4)).sum().backward()
     assert parametrize.is_parametrized(model)
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_memory_that_others_write_to_is_copied_when_it_is_read() -> None:
+    buffer = np.empty((100, 100), dtype=np.float32)
+    shown = torch.zeros(100, 100)
+    as_numpy = shown.numpy()
+    shared = torch.zeros(100, 100).share_memory_()
+    sources = {"from_numpy": buffer, "frombuffer": bytearray(40_000), "numpy": as_numpy, "shared": shared.numpy()}
+    tensors = {
+        "from_numpy": torch.from_numpy(buffer),
+        "frombuffer": torch.frombuffer(sources["frombuffer"], dtype=torch.float32).view(100, 100),
+        "numpy": shown,
+        "shared": shared,
+    }
+    sources["frombuffer"] = np.frombuffer(sources["frombuffer"], dtype=np.float32).reshape(100, 100)
+    with LazyInitContext():
+        model = nn.ModuleDict({name: nn.ModuleList(nn.Linear(100, 100) for _ in range(3)) for name in sources})
+        for name, source in sources.items():
+            for number in range(3):
+                source[:] = number + np.arange(100)
+                model[name][number].weight.data.copy_(tensors[name])
+    buffer[:] = -1
+    materialize(model)
+    for name in sources:
+        for number in range(3):
+            assert torch.equal(model[name][number].weight, (number + torch.arange(100.0)).expand(100, 100)), name
+
+
+def test_a_large_tensor_is_kept_once_and_not_copied() -> None:
+    values = torch.arange(10_000.0).view(100, 100)
+    with LazyInitContext() as context:
+        model = nn.ModuleList(nn.Linear(100, 100) for _ in range(3))
+        for layer in model:
+            layer.weight.data.copy_(values)
+    consts = {id(leaf): leaf for entry in context.recorder.entries for leaf in entry.args if isinstance(leaf, Const)}
+    assert [const.get().data_ptr() for const in consts.values()] == [values.data_ptr()]
+    assert values.untyped_storage().resizable()
+    materialize(model)
+    assert all(torch.equal(layer.weight, values) for layer in model)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin import Boosted
+from booster_core.state.naming import NamedTensors
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def check_boost_arguments(objects: Boosted) -> None:
     Raises:
         TypeError: If an argument has another type than its place asks for.
         ConfigError: If the model or the optimizer is boosted or wrapped already, or the optimizer holds parameters
-            that are not the model's, or parameters have gradients, or the scheduler steers another optimizer.
+            that are not the model's, or parameters have gradients, or two tensors would have one name,
+            or the scheduler steers another optimizer.
 
     Collective: none.
     """
@@ -41,6 +43,7 @@ def check_boost_arguments(objects: Boosted) -> None:
     if isinstance(optimizer, OptimizerWrapper):
         msg = "The optimizer is already boosted. Pass the optimizer itself: `optimizer.unwrap()` returns it."
         raise ConfigError(msg)
+    NamedTensors.of(model)  # raises where two tensors would have one name
     if optimizer is not None:
         _check_parameters(model, optimizer)
         _check_gradients(model, optimizer)

@@ -21,6 +21,7 @@ from booster_core.data.first_batch import watch_first_batch
 from booster_core.data.metrics import gather_samples
 from booster_core.discovery import load
 from booster_core.errors import ConfigError
+from booster_core.frozen import FrozenParameters, untrained_names
 from booster_core.hooks import hook_relay
 from booster_core.lazy.boosting import agree_on_seeds, materialize_objects
 from booster_core.lazy.model import Recording, is_lazy
@@ -158,9 +159,12 @@ class Booster(BoosterIO):
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         if dataloader is not None:
             objects = objects._replace(dataloader=deal_dataloader(dataloader, self.plugin, coordinator))
+        frozen = set() if optimizer is None else untrained_names(model, optimizer)
         self._prepare_lazy(objects, context)
         boosted = self.plugin.configure(objects, context)
         check_boosted(boosted, objects, self.plugin)
+        if isinstance(boosted.optimizer, OptimizerWrapper):
+            boosted.optimizer.frozen = FrozenParameters(boosted.model.unwrap(), frozen)
         self._optimizers[boosted.model] = boosted.optimizer
         index, size = self.plugin.data_parallel_coordinates(coordinator)
         watch_first_batch(boosted.model, index=index, size=size)

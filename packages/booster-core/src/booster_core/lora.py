@@ -106,6 +106,10 @@ def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plug
         if parameter.requires_grad and any(part.startswith("lora_") for part in name.split("."))
     }
     if not held & adapters or (held - trained and adapters - held):
+        kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()} - {"LORA"}
+        if kinds and not adapters:
+            msg = f"Adapters of type {', '.join(sorted(kinds))} can't be boosted; those of a `peft.LoraConfig` can."
+            raise ConfigError(msg)
         named = NamedTensors.of(model)
         missing = [named.name_of[key] for key in adapters - held]
         msg = (

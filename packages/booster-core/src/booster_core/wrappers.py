@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from booster_core.frozen import FrozenParameters
     from booster_core.precision.policy import PrecisionPolicy
 
 
@@ -115,6 +116,9 @@ class OptimizerWrapper(Optimizer):
         after_step: Called with this optimizer and the metrics of each step (``skipped``, ``grad_norm`` where it was
             computed, and ``loss_scale`` under fp16), where somebody listens.
     """
+
+    frozen: FrozenParameters | None = None
+    """The parameters that a step would pass over if they were unfrozen; `Booster.boost` tells."""
 
     def __init__(
         self,
@@ -323,10 +327,13 @@ class OptimizerWrapper(Optimizer):
             What the optimizer inside returned.
 
         Raises:
-            GradientError: If a closure is passed under a dynamic loss scale.
+            GradientError: If a closure is passed under a dynamic loss scale, or a parameter that was frozen at
+                ``boost`` would not be trained.
 
         Collective: every rank of the strategy's mesh, in step.
         """
+        if self.frozen is not None:
+            self.frozen.check(self)
         if closure is not None and self.loss_scaler is not None:
             msg = "An optimizer that needs a closure can't run under fp16's dynamic loss scale. Use 'bf16' or 'fp32'."
             raise GradientError(msg)

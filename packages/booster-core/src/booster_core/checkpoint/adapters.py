@@ -127,8 +127,12 @@ def _file_names(model: PeftModel, adapter: str) -> dict[str, list[str]]:
     )
     name_of = {id(marks[path]): named.aliases.get(name, name) for name, path in named.paths.items()}
     names: dict[str, list[str]] = {}
+    first_key: dict[str, str] = {}
     for key, mark in marked.items():
         plain = key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+        if first_key.setdefault(plain, key) != key:
+            msg = f"Two tensors of adapter '{adapter}' would be saved as '{plain}': {first_key[plain]!r} and {key!r}."
+            raise ConfigError(msg)
         names.setdefault(name_of[id(mark)], []).append(plain)
     return names
 

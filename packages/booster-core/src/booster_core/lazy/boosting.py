@@ -66,19 +66,32 @@ def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:
     Generators still end up, on each rank, where its own seed leads.
 
     Raises:
-        LazyInitError: If ranks have recorded different constructions.
+        LazyInitError: If ranks have recorded different constructions, other constants and scalars too.
 
     Collective: every rank of the world, whether or not its model is lazy.
     """
-    recorders = _recorders(model)
+    recording = Recording(model) if is_lazy(model) else None
+    recorders = [] if recording is None else recording.recorders
     own = [_recorded(recorder) for recorder in recorders]
-    first, seeds = coordinator.broadcast_object((own, [recorder.seeds for recorder in recorders]))
-    error = None
+    error, values = None, None
+    try:
+        values = {} if recording is None else recording.fingerprints()
+    except Exception as caught:  # noqa: BLE001 - carried to every rank below
+        error = caught
+    first, seeds, first_values = coordinator.broadcast_object((own, [recorder.seeds for recorder in recorders], values))
+    head = f"Rank {coordinator.rank} built another model than rank 0: "
     if first != own:
         here, there = (sum(count for _, counts in each for count in counts.values()) for each in (own, first))
-        error = LazyInitError(
-            f"Rank {coordinator.rank} built another model than rank 0: {here} operations were recorded, there {there}. "
+        error = error or LazyInitError(
+            f"{head}{here} operations were recorded, there {there}. "
             "Every rank must build the same model, lazily or not."
+        )
+    elif values is not None and first_values is not None and values != first_values:
+        others = [name for name in {**values, **first_values} if values.get(name) != first_values.get(name)]
+        error = LazyInitError(
+            f"{head}{len(others)} of {len(values)} tensors would have other values, the first of them '{others[0]}', "
+            "since numbers, constants or files that their construction uses differ. Seed `random`, NumPy and torch "
+            "alike on every rank before the model is built, and read the same files."
         )
     coordinator.raise_together(error)
     _take_seeds(recorders, seeds)
@@ -91,10 +104,6 @@ def _recorded(recorder: Recorder) -> tuple[list[str], dict[str, int]]:
     """
     draws = [entry.name for entry in recorder.entries if entry.draw is not None]
     return draws, dict(Counter(entry.name for entry in recorder.entries))
-
-
-def _recorders(model: nn.Module) -> list[Recorder]:
-    return Recording(model).recorders if is_lazy(model) else []
 
 
 def _take_seeds(recorders: list[Recorder], seeds: list[list[Tensor]]) -> None:

@@ -9,10 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import ConfigError, LazyInitError
+from booster_core.lazy.assignment import Assignments
 from booster_core.lazy.recorder import Recorder, recorder_of
 from booster_core.lazy.safe_open import lazy_files
 from booster_core.lazy.substitutes import substitutes
-from booster_core.lazy.tensor import LazyTensor
+from booster_core.lazy.tensor import DEVICE, LazyTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +79,7 @@ class LazyInitContext:
             stack.callback(_OPEN.clear)
             stack.enter_context(substitutes(self.recorder))
             stack.enter_context(lazy_files(self.recorder))
+            stack.enter_context(Assignments())
             stack.enter_context(_Mode(self.recorder))
             if self.default_device is not None:
                 stack.enter_context(self.default_device)
@@ -109,7 +111,7 @@ def continued(model: nn.Module) -> Iterator[None]:
     recorder.is_open = True
     _OPEN.append(recorder)
     try:
-        with substitutes(recorder), lazy_files(recorder), _Mode(recorder):
+        with substitutes(recorder), lazy_files(recorder), Assignments(), _Mode(recorder):
             yield
     finally:
         _OPEN.clear()
@@ -126,6 +128,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE:
+            return args[0].lazy_device
         if LazyTensor in types:
             return recorder_of((args, kwargs)).dispatch(func, args, kwargs or {})
         return self._recorder.dispatch(func, args, kwargs or {})

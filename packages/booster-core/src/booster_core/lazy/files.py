@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from booster_core.state.adapter import TensorMeta
+
+_SAMPLE_NUMEL = 256
+"""How many values of a tensor are read to compare what ranks have in their files."""
 
 
 class Files:
@@ -93,6 +97,20 @@ class FileRead:
     def __call__(self) -> torch.Tensor:
         """Return the whole tensor."""
         return self.source().read_whole(self.key)
+
+    def sample(self) -> bytes:
+        """Return what tells this tensor from another file's tensor of the same name: a few of its values.
+
+        Raises:
+            LazyInitError: As `source`.
+        """
+        shape = self.meta.shape
+        box = tuple((size // 2, min(size // 2 + 1, size)) for size in shape[:-1])
+        box += tuple((0, min(_SAMPLE_NUMEL, size)) for size in shape[-1:])
+        values = torch.empty(0 if 0 in shape else math.prod(end - start for start, end in box), dtype=self.meta.dtype)
+        if values.numel():
+            self.source().read(self.key, box, values)
+        return f"{self.key} {shape} {self.meta.dtype}".encode() + values.view(torch.uint8).numpy().tobytes()
 
 
 def empty_like(meta: TensorMeta) -> torch.Tensor:

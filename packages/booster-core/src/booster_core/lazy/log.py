@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import LazyInitError
+from booster_core.lazy.digests import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,31 +44,61 @@ class Ref:
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
-@dataclass(eq=False)
 class Const:
     """A real tensor that an operation reads.
 
     Args:
-        tensor: The tensor itself; a copy where it was small, or written to while recording.
-        version: Torch's count of in-place changes when it was recorded.
+        tensor: The tensor itself, or a copy.
+        is_watched: Others have it too, and may change it. Torch does not count every change (``.data`` hides them), so
+            that a digest of the values is kept.
     """
 
-    tensor: torch.Tensor
-    version: int
+    def __init__(self, tensor: torch.Tensor, *, is_watched: bool) -> None:
+        self._tensor = tensor
+        self._version = tensor._version  # noqa: SLF001 - the counter has no public name
+        self._is_watched = is_watched
+        self._digest = digest_of(tensor) if is_watched else None
+
+    def digest(self) -> int:
+        """Return a digest of the values, the same in every process."""
+        if self._digest is None:
+            self._digest = digest_of(self._tensor)
+        return self._digest
+
+    def is_view(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor of the same storage is this one, unchanged as far as torch has counted."""
+        own = self._tensor
+        return (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version) == (  # noqa: SLF001 - as above
+            own.dtype,
+            own.shape,
+            own.stride(),
+            own.storage_offset(),
+            self._version,
+        )
+
+    def keep(self) -> None:
+        """Copy the values, which are about to change.
+
+        Raises:
+            LazyInitError: If they were changed since they were recorded.
+        """
+        self._tensor = self.get().clone()
+        self._is_watched = False
 
     def get(self) -> torch.Tensor:
         """Return the tensor.
 
         Raises:
-            LazyInitError: If it was changed since.
+            LazyInitError: If it was changed since it was recorded.
         """
-        if self.tensor._version != self.version:  # noqa: SLF001 - the counter has no public name
+        own = self._tensor
+        if self._is_watched and (own._version != self._version or digest_of(own) != self._digest):  # noqa: SLF001
             msg = (
-                f"A tensor of shape {tuple(self.tensor.shape)} that a lazy model's construction read was changed in "
+                f"A tensor of shape {tuple(own.shape)} that a lazy model's construction read was changed in "
                 "place since, outside of `LazyInitContext`. Change a clone of it, or materialize the model before."
             )
             raise LazyInitError(msg)
-        return self.tensor
+        return own
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ import torch
 from booster_core.checkpoint.reader import ShardReader
 from booster_core.errors import LazyInitError
 from booster_core.lazy.direct import find_reads
+from booster_core.lazy.fingerprints import fingerprints, geometry
 from booster_core.lazy.holders import Holder, find_holders, loosened
 from booster_core.lazy.tensor import LazyTensor
 from booster_core.state.regions import pack, slices_of
@@ -117,6 +118,24 @@ class Recording:
     def name_of(self) -> dict[int, str]:
         """First names of the lazy parameters and buffers, by ``id`` of the tensor objects."""
         return {id(holder.tensor): holder.names[0] for holder in self._holders if holder.names}
+
+    def fingerprints(self) -> dict[str, bytes]:
+        """Return for each lazy parameter and buffer what is the same in every process that gives it the same values.
+
+        Raises:
+            LazyInitError: If a file was changed since it was recorded, or can't be read any more.
+
+        Collective: none.
+        """
+        found = {}
+        for key, recorder in self._recorders.items():
+            holders = [holder for holder in self._holders if id(holder.recorder) == key]
+            with recorder.files.kept_open():
+                of_slot = fingerprints(recorder.entries, {holder.ref.slot for holder in holders})
+            for holder in holders:
+                for name in holder.names[:1]:
+                    found[name] = of_slot[holder.ref.slot] + geometry(holder.ref).encode()
+        return found
 
     def leave_out_absent(self) -> None:
         """Forget the parameters that the model has lost since, so that nothing is made or read for them.

@@ -100,19 +100,20 @@ class Recorder:
                 )
             )
 
-    def record_source(self, name: str, function: Callable[[], torch.Tensor], like: torch.Tensor) -> LazyTensor:
-        """Record a function without arguments that returns a tensor of the geometry of ``like``, a meta tensor."""
+    def record_source(
+        self, name: str, function: Callable[..., torch.Tensor], like: torch.Tensor, *consts: Const
+    ) -> LazyTensor:
+        """Record a function of constants that returns a tensor of the geometry of ``like``, a meta tensor."""
         with self._lock:
             tensor = LazyTensor(like, torch.device("cpu"), self)
-            self.entries.append(Entry(name, function, (), {}, results=((0, self.ref_of(tensor)),)))
+            self.entries.append(Entry(name, function, consts, {}, results=((0, self.ref_of(tensor)),)))
             return tensor
 
     def adopt(self, value: torch.Tensor) -> LazyTensor:
         """Return a lazy tensor that will have the values of a real one."""
-        const = Const(value.detach().clone(), 0)
-        const.version = const.tensor._version  # noqa: SLF001 - the counter has no public name
+        const = Const(value.detach().clone(), is_watched=False)
         inner = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
-        return self.record_source("a real tensor", lambda: const.get().clone(), inner)
+        return self.record_source("a real tensor", torch.clone, inner, const)
 
     def check_open(self, what: str, instead: str) -> None:
         """Raise where something is legal in the context only.

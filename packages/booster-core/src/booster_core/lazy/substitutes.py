@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from booster_core.lazy.assignment import become_lazy
 from booster_core.lazy.tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -17,6 +19,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def substitutes(recorder: Recorder) -> Iterator[None]:
+    """Let initialisers that loop be one operation each, and uninitialised parameters become lazy ones."""
+    with _recorded_trunc_normal(recorder), _lazy_materialize():
+        yield
+
+
+@contextmanager
+def _recorded_trunc_normal(recorder: Recorder) -> Iterator[None]:
     """Record initialisers that loop until their values fit as one operation each.
 
     Without this they would be right as well, but every turn of the loop would replay what its values depend on.
@@ -38,3 +47,22 @@ def substitutes(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         torch.nn.init._no_grad_trunc_normal_ = original
+
+
+@contextmanager
+def _lazy_materialize() -> Iterator[None]:
+    """Let what ``nn.LazyLinear`` and its like make in a dry run be lazy: torch would rename its class afterwards."""
+    original: Any = UninitializedTensorMixin.materialize
+
+    def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        value = torch.empty(shape, device=device or self.data.device, dtype=dtype or self.data.dtype)
+        if isinstance(value, LazyTensor):
+            become_lazy(self, value)
+        else:
+            original(self, shape, device, dtype)
+
+    UninitializedTensorMixin.materialize = materialize
+    try:
+        yield
+    finally:
+        UninitializedTensorMixin.materialize = original

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from booster_core.lazy.recorder import Recorder
 
 _DATA: Any = torch._C.TensorBase.data  # noqa: SLF001 - torch's own setter, which ours wraps
-OWN_ATTRIBUTES = frozenset({"lazy_inner", "lazy_recorder", "_is_param"})
+DEVICE: Any = torch.ops.prim.device.default
+"""What asks a tensor for its device."""
+OWN_ATTRIBUTES = frozenset({"lazy_device", "lazy_inner", "lazy_recorder", "_is_param"})
 """What a lazy tensor has in its ``__dict__`` beside attributes that others put there."""
 
 
@@ -25,8 +27,10 @@ class LazyTensor(torch.Tensor):
     Attributes:
         lazy_inner: A meta tensor of the same geometry; views share its storage as those of a real tensor would.
         lazy_recorder: Where its operations are recorded.
+        lazy_device: Where it says it is.
     """
 
+    lazy_device: torch.device
     lazy_inner: torch.Tensor
     lazy_recorder: Recorder
 
@@ -40,8 +44,12 @@ class LazyTensor(torch.Tensor):
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
             layout=inner.layout,
-            device=device,
+            # By its keys a meta tensor, so that torch refuses to put it into the memory of a real one: `.data = ...`
+            # would leave that with no memory and an address of 0. `lazy_device` answers for it.
+            device=torch.device("meta"),
+            dispatch_device=True,
         )
+        tensor.lazy_device = device
         tensor.lazy_inner = inner
         tensor.lazy_recorder = recorder
         return tensor
@@ -59,6 +67,8 @@ class LazyTensor(torch.Tensor):
         from booster_core.lazy.recorder import recorder_of
 
         del types
+        if func is DEVICE:
+            return args[0].lazy_device
         return recorder_of((args, kwargs)).dispatch(func, args, kwargs or {})
 
     @property
@@ -76,7 +86,7 @@ class LazyTensor(torch.Tensor):
     def take_geometry(self, value: LazyTensor) -> None:
         """Become another view of another storage, as assignment to ``data`` does."""
         _DATA.__set__(self, value)
-        self.lazy_inner = value.lazy_inner
+        self.lazy_inner, self.lazy_device = value.lazy_inner, value.lazy_device
 
     def tolist(self) -> Any:
         """Return the values, found out by replaying what led to them."""

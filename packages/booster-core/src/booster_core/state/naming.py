@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import nn
 
+from booster_core.errors import ConfigError
 from booster_core.state.adapted import peft_wrappers
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _EXTRA_STATE = "_extra_state"
 _COMPILED = "_orig_mod"
+_BASE_LAYER = "base_layer"
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
@@ -24,7 +26,8 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
     Left out of names are ``torch.compile``'s ``_orig_mod``, torch's checkpoint wrapper, and what peft puts around a
     model and its layers, so that a base model keeps its names when it gets adapters. An adapter's own modules are named
-    by the layer that they are attached to: ``layers.0.q_proj.lora_A.default``.
+    by the layer that they are attached to: ``layers.0.q_proj.lora_A.default``. Where peft wraps a layer twice, as for
+    two parameters of fused experts, what the inner wrapper adds keeps its ``base_layer``: both add a ``lora_A``.
 
     Yields:
         The name; the path by which the module is found in ``module``; the module. Parents come before children.
@@ -35,16 +38,24 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
 
 def _named_modules(
-    module: nn.Module, name: str, path: str, wrappers: tuple[tuple[type, str], ...]
+    module: nn.Module, name: str, path: str, wrappers: tuple[tuple[type, str], ...], added: str | None = None
 ) -> Iterator[tuple[str, str, nn.Module]]:
     yield name, path, module
-    inner = next((attribute for kind, attribute in wrappers if isinstance(module, kind)), None)
+    inner = _inner_attribute(module, wrappers)
     for attribute, child in module._modules.items():  # noqa: SLF001 - `named_children` leaves out repeated ones
         if child is None:
             continue
-        is_inner = attribute in (inner, _COMPILED, _CHECKPOINTED)
-        own = name if is_inner else _join(name, attribute)
-        yield from _named_modules(child, own, _join(path, attribute), wrappers)
+        path_below = _join(path, attribute)
+        if attribute not in (inner, _COMPILED, _CHECKPOINTED):
+            yield from _named_modules(child, _join(added or name, attribute), path_below, wrappers)
+        elif attribute == _BASE_LAYER and _inner_attribute(child, wrappers) == _BASE_LAYER:
+            yield from _named_modules(child, name, path_below, wrappers, _join(added or name, attribute))
+        else:
+            yield from _named_modules(child, name, path_below, wrappers)
+
+
+def _inner_attribute(module: nn.Module, wrappers: tuple[tuple[type, str], ...]) -> str | None:
+    return next((attribute for kind, attribute in wrappers if isinstance(module, kind)), None)
 
 
 def compiled_module(model: nn.Module) -> nn.Module | None:
@@ -81,12 +92,20 @@ class NamedTensors:
 
     @classmethod
     def of(cls, module: nn.Module) -> NamedTensors:
-        """Return the tensors of the user's own module."""
+        """Return the tensors of the user's own module.
+
+        Raises:
+            ConfigError: If two tensors would have one name.
+        """
         named = cls()
         first_names: dict[object, str] = {}
+        identities: dict[str, object] = {}
         for name, path, tensor in _walk(module):
+            identity = _identity(tensor)
+            if identities.setdefault(name, identity) != identity:
+                _refuse(name, named.paths[name], path)
             named.paths[name] = path
-            first = first_names.setdefault(_identity(tensor), name)
+            first = first_names.setdefault(identity, name)
             named.name_of[id(tensor)] = first
             if first == name:
                 named.tensors[name] = tensor
@@ -98,6 +117,15 @@ class NamedTensors:
     def buffers(self) -> set[str]:
         """The names of those that are buffers."""
         return {name for name, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
+
+
+def _refuse(name: str, *paths: str) -> NoReturn:
+    both = " and ".join(map(repr, paths))
+    msg = (
+        f"Two tensors of the model would have the name '{name}' in files: {both}, without what was put around modules. "
+        "Rename one of the modules, or take one of the wrappers away."
+    )
+    raise ConfigError(msg)
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -121,12 +149,17 @@ def _identity(tensor: Tensor) -> object:
 
 
 def extra_state_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that have extra state, by its name in ``state_dict``."""
+    """Return the modules that have extra state, by its name in ``state_dict``.
+
+    Raises:
+        ConfigError: If two of them would have one name.
+    """
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
-    for prefix, _, child in named_modules(module):
+    for prefix, path, child in named_modules(module):
         has_state = type(child).get_extra_state is not nn.Module.get_extra_state
         if has_state and id(child) not in seen:
             seen.add(id(child))
-            found[_join(prefix, _EXTRA_STATE)] = child
+            if found.setdefault(_join(prefix, _EXTRA_STATE), child) is not child:
+                _refuse(_join(prefix, _EXTRA_STATE), prefix, path)
     return found
