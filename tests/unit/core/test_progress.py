@@ -102,4 +102,4 @@ def test_messages_survive_being_cut():
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\n", b"[1]\n", b"\xff\xfe\n"])
 def test_strangers_are_noticed(data):
     with pytest.raises(ValueError, match=r"."):
-        Lines().feed(data)
+        list(Lines().feed(data))

@@ -39,6 +39,7 @@ class World:
         process_group: The default group that this describes; ``None`` where there is none.
         generation: Counts the groups this process has had; the same on all ranks that open and close in step.
         monitor: This rank's connection to the monitor, where one runs.
+        unwatched_because: Why there is no monitor, where several ranks have none.
         at_close: Called, last added first, before the group is destroyed.
     """
 
@@ -50,6 +51,7 @@ class World:
     process_group: ProcessGroup | None = None
     generation: int = 0
     monitor: Monitor | None = None
+    unwatched_because: str | None = None
     at_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _rendezvous: dict[tuple[int, ...], Rendezvous] = field(default_factory=dict, repr=False)
 

@@ -83,12 +83,12 @@ class Verdicts:
             return []
         return self._decide(rank, text)
 
-    def lost(self, rank: int) -> list[tuple[int, Message]]:
-        """A rank's connection has closed without a goodbye."""
+    def lost(self, rank: int, how: str = "has died") -> list[tuple[int, Message]]:
+        """A rank's connection has closed without a goodbye; or it could not be reached for as long as it may."""
         if rank not in self._alive:
             return []
         self._alive.discard(rank)
-        self._gone[rank] = "has died"
+        self._gone[rank] = how
         if self._primary is not None:
             return self._turns()
         held = next((text for _, held_rank, text in self._held if held_rank == rank), None)
@@ -132,6 +132,7 @@ class Verdicts:
             "world": len(self._hosts),
             "host": self._places[self._primary].host,
             "pid": self._places[self._primary].pid,
+            "how": self._gone.get(self._primary, "has failed"),
             "text": self._text,
             "speaks": speaks,
             "waits": to in self._waiting,
