@@ -309,6 +309,7 @@ def _at_exit() -> None:
         elif end is not None:
             monitor.report_exit(end)
         else:
+            monitor.end()
             monitor.wait_for_others(_LAST_SECONDS)
     shutdown()
     # gloo's threads let go of a collective's tensors only after its result is there, for which they need the

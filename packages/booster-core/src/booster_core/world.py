@@ -60,6 +60,13 @@ class World:
         """Whether this still describes the process' default group (or its absence)."""
         return _default_group() is self.process_group
 
+    def gone_ranks(self) -> dict[int, str]:
+        """Return the ranks that are known to have ended, and how, where that is known without asking.
+
+        Collective: none.
+        """
+        return {} if self.monitor is None else self.monitor.gone
+
     def rendezvous_of(self, ranks: tuple[int, ...]) -> Rendezvous:
         """Return the meetings of ``ranks``; the same object each time, because it counts them.
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
+import selectors
 import socket
 import sys
 import threading
@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from booster_core.errors import RankFailedError
-from booster_core.liveness.progress import PROGRESS
+from booster_core.liveness.progress import LOST_PEER, PROGRESS
 from booster_core.liveness.server import Server
+from booster_core.liveness.verdicts import DISAGREE
 from booster_core.liveness.wire import (
     FROM_SERVER,
     Lines,
@@ -58,11 +59,10 @@ _FLUSH_SECONDS = 1.0
 _MAX_TEXT_CHARS = 60_000
 _MAX_LINE_BYTES = 1 << 26
 """Longest line of the server, in which every rank may have a record."""
-_CONSEQUENCE = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process exited|remote end closed|"
-    r"store that they share has gone away|failed to recv, got 0 bytes|nccl.*remote|its memory can't be read any more",
-    re.IGNORECASE,
-)
+_LOOK_SECONDS = 1.0
+_IDLE_SECONDS = 3.0
+_IDLE_SHARE = 0.3
+"""Share of a processor that threads take which only wait, at most."""
 
 
 class Monitor:
@@ -97,6 +97,7 @@ class Monitor:
         self._is_heir = True  # until the server, if it lives to, names the one rank that speaks for it
         self._is_closing = False
         self._is_off = False
+        self._is_ending = False
         self._timeout_seconds = timeout_seconds
         self._gone: dict[int, str] = {}
         self._failure: Message | None = None
@@ -132,6 +133,17 @@ class Monitor:
         self._send({"type": "where"})
         return dict(self._records) if self._answered.wait(_ASK_SECONDS) else None
 
+    @property
+    def gone(self) -> dict[int, str]:
+        """The ranks that had ended when rank 0 did, and how; empty while that serves."""
+        return self._gone
+
+    def end(self) -> None:
+        """Say that this process makes no collective call any more, though it may wait for others to end."""
+        if not self._is_ending and not self.is_failing:
+            self._is_ending = True
+            self._send({"type": "ending", "record": PROGRESS.record()})
+
     def wait_for_others(self, seconds: float) -> None:
         """Wait on the rank that serves the others until they are gone; for at most so long, and not after a failure."""
         deadline = time.monotonic() + seconds
@@ -144,6 +156,7 @@ class Monitor:
         """Say goodbye: this process ends normally, or at least by its own decision."""
         if self.is_failing:
             return  # the kernel closes the connection at the very end, which is when the others may go on
+        self.end()
         self._is_closing = True
         self._send({"type": "bye"})
         if self._server is not None:
@@ -224,7 +237,20 @@ class Monitor:
     def _receive(self) -> str:
         """Act on what the server says until its connection ends, and return how it ended."""
         lines = Lines(FROM_SERVER, _MAX_LINE_BYTES)
+        idleness = Idleness()
+        selector = selectors.DefaultSelector()
+        selector.register(self._connection, selectors.EVENT_READ)
+        with selector:
+            return self._receive_from(selector, lines, idleness)
+
+    def _receive_from(self, selector: selectors.BaseSelector, lines: Lines, idleness: Idleness) -> str:
         while True:
+            is_readable = bool(selector.select(_LOOK_SECONDS))
+            seconds = idleness.look(PROGRESS.call, time.monotonic(), _busy_seconds(), is_waiting=PROGRESS.is_waiting)
+            if seconds >= _IDLE_SECONDS:
+                self._send({"type": "waiting", "record": PROGRESS.record(), "seconds": seconds})
+            if not is_readable:
+                continue
             try:
                 data = self._connection.recv(65536)
             except OSError as error:
@@ -261,7 +287,7 @@ class Monitor:
                     say(f"Booster: the monitor on rank 0 has stopped: {message['cause']}\n")
         elif kind == "go":
             self._turn.set()
-        elif kind == "failure" and self._may_end_process:
+        elif kind == "failure" and self._may_end_process and not self._is_ending:
             self._learn(message)
 
     def _server_is_gone(self, how: str) -> None:
@@ -325,6 +351,40 @@ class Monitor:
         # A server that is gone is noticed by the thread that listens to it.
         with self._send_lock, contextlib.suppress(OSError):
             self._connection.sendall(encode(message))
+
+
+class Idleness:
+    """How long this process has done next to nothing in one call."""
+
+    def __init__(self) -> None:
+        self._call: tuple[str, int] | None = None
+        self._since = self._at = self._busy = 0.0
+
+    def look(self, call: tuple[str, int] | None, now: float, busy: float, *, is_waiting: bool) -> float:
+        """Return for how many seconds it has been idle in ``call``, as seen about once a second.
+
+        Args:
+            call: The call that the process is in.
+            now: Seconds on any clock.
+            busy: Seconds for which it has computed, or could have.
+            is_waiting: Whether it is known to wait for other ranks.
+        """
+        if call is None or call != self._call:
+            self._call, self._since, self._at, self._busy = call, now, now, busy
+            return 0.0
+        if now - self._at >= _LOOK_SECONDS / 2:
+            if not is_waiting and busy - self._busy > _IDLE_SHARE * (now - self._at):
+                self._since = now
+            self._at, self._busy = now, busy
+        return self._at - self._since
+
+
+def _busy_seconds() -> float:
+    """Return for how long this process has computed, and its main thread has waited for a processor to."""
+    queued = 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        queued = int(Path("/proc/self/schedstat").read_text(encoding="ascii").split()[1]) * 1e-9
+    return time.process_time() + queued
 
 
 def start_monitor(
@@ -465,7 +525,7 @@ def _is_consequence(error: BaseException) -> bool:
     """Whether an exception looks as if another rank's end had caused it."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, RankFailedError) or _CONSEQUENCE.search(str(seen)):
+        if isinstance(seen, RankFailedError) or LOST_PEER.search(str(seen)):
             return True
         seen = seen.__cause__
     return False
@@ -475,6 +535,8 @@ def _obituary(failure: Message) -> str:
     """Say what happened to a rank that cannot say it on this screen."""
     of = "" if failure["world"] is None else f" of {failure['world']}"
     where = "" if failure["host"] is None else f" (process {failure['pid']} on {failure['host']})"
+    if failure["how"] == DISAGREE:
+        return f"Booster: {failure['text']} All ranks end.\n"
     if failure["text"] is None and failure["how"] != "has died":
         return (
             f"Booster: rank {failure['rank']}{of}{where} {failure['how']}: its machine or the network is down. All "

@@ -258,10 +258,14 @@ class Server:
             self._links.pop(link.rank, None)
             self._send_all(self._verdicts.left(link.rank))
             return False
+        elif kind == "ending":
+            self._send_all(self._verdicts.ending(link.rank, message["record"]))
+        elif kind == "waiting":
+            self._send_all(self._verdicts.waits(link.rank, message["record"], message["seconds"], time.monotonic()))
         elif kind == "where":
             self._ask(link.rank)
         elif kind == "here" and message["question"] in self._questions:
-            self._questions[message["question"]].answers[link.rank] = message["record"]
+            self._questions[message["question"]].answers.setdefault(link.rank, message["record"])
         return True
 
     def _ask(self, asker: int) -> None:
@@ -272,6 +276,10 @@ class Server:
         for rank in range(self._world_size):
             if rank not in self._links:
                 question.answers[rank] = {"gone": self._verdicts.gone.get(rank, "has not connected")}
+            elif rank in self._verdicts.gone:  # it waits for the others to end, too
+                question.answers[rank] = {"gone": self._verdicts.gone[rank]}
+            if rank in self._verdicts.final_counts:
+                question.answers[rank]["counts"] = self._verdicts.final_counts[rank]
         for link in list(self._links.values()):
             self._send(link, {"type": "where", "question": self._num_questions})
 

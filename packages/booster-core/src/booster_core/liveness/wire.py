@@ -26,7 +26,7 @@ FROM_MEMBERS: Kinds = {
     "failed": {"text": (str,), "is_derived": (bool,)},
     "bye": {},
     "ending": {"record": (dict,)},
-    "waiting": {"record": (dict,)},
+    "waiting": {"record": (dict,), "seconds": (float,)},
     "where": {},
     "here": {"question": (int,), "record": (dict,)},
 }

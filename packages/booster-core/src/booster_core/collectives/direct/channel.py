@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from booster_core.collectives.direct import memory
 from booster_core.collectives.direct.signatures import describe
+from booster_core.liveness.progress import PROGRESS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +50,8 @@ _WINDOW = 64
 """Operations that may be underway at once; one more waits for the oldest."""
 _SPINS = 200
 _LONGEST_PAUSE_SECONDS = 5e-4
+_LONG_SECONDS = 1.0
+_LONG_PAUSE_SECONDS = 2e-3
 _HELP_SECONDS = 0.02
 SCRATCH_BYTES = 1 << 19
 """Others' terms of a sum are read in blocks of this size, which stay in the cache."""
@@ -251,7 +254,7 @@ class Channel:
             MismatchError: If ranks take part with different operations, reductions, formats or lengths.
             RuntimeError: If a rank has ended, or did not come within the time limit.
         """
-        deadline = time.monotonic() + self._timeout_seconds
+        start = time.monotonic()
         spins = 0
         while not operation.has_ended:
             if self.advance():
@@ -264,12 +267,31 @@ class Channel:
                 os.sched_yield()
                 continue
             time.sleep(min(_LONGEST_PAUSE_SECONDS, 1e-5 * (spins - _SPINS + 1)))
-            if time.monotonic() > deadline:
-                msg = (
-                    f"timed out after {self._timeout_seconds:g} s waiting for rank(s) "
-                    f"{', '.join(map(str, operation.waits_for()))} of a group of {self.size} in {operation.describe()}"
-                )
-                raise RuntimeError(msg)
+            waited = time.monotonic() - start
+            if waited > _LONG_SECONDS and threading.current_thread() is threading.main_thread():
+                self._wait_long(operation, start + self._timeout_seconds)
+                return
+            if waited > self._timeout_seconds:
+                self._give_up(operation)
+
+    def _wait_long(self, operation: Operation, deadline: float) -> None:
+        """Go on waiting, and let the monitor know that this is what the main thread does."""
+        PROGRESS.is_waiting = True
+        try:
+            while not operation.has_ended:
+                if not self.advance():
+                    time.sleep(_LONG_PAUSE_SECONDS)
+                if time.monotonic() > deadline and not operation.has_ended:
+                    self._give_up(operation)
+        finally:
+            PROGRESS.is_waiting = False
+
+    def _give_up(self, operation: Operation) -> NoReturn:
+        msg = (
+            f"timed out after {self._timeout_seconds:g} s waiting for rank(s) "
+            f"{', '.join(map(str, operation.waits_for()))} of a group of {self.size} in {operation.describe()}"
+        )
+        raise RuntimeError(msg)
 
     def advance(self) -> bool:
         """Take every operation that is underway as far as it goes, and return whether any came further."""
