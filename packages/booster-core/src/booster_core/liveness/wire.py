@@ -102,10 +102,10 @@ class Lines:
         if len(self._pending) > self.max_bytes:
             self._pending.clear()
             self._is_skipping = True
-            error = ValueError(f"a line of more than {self.max_bytes} bytes")
+            endless = ValueError(f"a line of more than {self.max_bytes} bytes")
             if refuse is None:
-                raise error
-            refuse(error)
+                raise endless
+            refuse(endless)
 
     def _parse(self, line: bytes) -> Message:
         if len(line) > self.max_bytes:
