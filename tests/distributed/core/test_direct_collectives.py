@@ -179,6 +179,100 @@ def test_a_rank_that_does_not_come_is_an_error_at_the_time_limit():
     expect_on_ranks(RuntimeError, "timed out", one_stays_away, 2, group_timeout_seconds=2, timeout_seconds=30)
 
 
+def different_calls(case, odd_rank):
+    """Each rank makes a call; that of ``odd_rank`` is another one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    calls = CALLS[case]
+    assert direct.channel_of(None) is not None
+    calls[rank == odd_rank](rank, size)
+
+
+def _reduce(numel=8, dtype=torch.float32, op=dist.ReduceOp.SUM):
+    return lambda _rank, _size: collectives.all_reduce(torch.ones(numel, dtype=dtype), op).wait()
+
+
+def _scatter(edges, *, offset=0):
+    def call(rank, size):
+        bounds = [edge * 2 // size for edge in range(size + 1)] if edges is None else [*edges, *[12] * (size - 2)]
+        out = torch.zeros(bounds[rank + 1] - bounds[rank])
+        collectives.reduce_scatter_parts(
+            [(offset, torch.ones(12 - offset)), (0, torch.ones(offset))], bounds, out
+        ).wait()
+
+    return call
+
+
+def _gather(bounds, dtype=torch.float32):
+    return lambda _rank, size: collectives.all_gather(torch.ones(12, dtype=dtype), [*bounds, *[12] * (size - 2)]).wait()
+
+
+def _exchange(numel, dtype=torch.float32):
+    """Each rank sends as many elements to each, and expects as many."""
+
+    def call(_rank, size):
+        edges = list(range(0, numel * size + 1, numel))
+        out = torch.full((numel * size,), 0, dtype=dtype)
+        collectives.all_to_all(torch.ones(numel * size, dtype=dtype), edges, out, edges).wait()
+
+    return call
+
+
+def _sends_more_to_rank_0(rank, size):
+    """What the others expect comes, but not what rank 0 does: only rank 0 can see it."""
+    edges = list(range(0, 2 * size + 1, 2))
+    sent = [0, 5, *[edge + 3 for edge in edges[2:]]] if rank != 0 else edges
+    collectives.all_to_all(torch.ones(sent[-1]), sent, torch.zeros(2 * size), edges).wait()
+
+
+_MAX = dist.ReduceOp.MAX
+_AVG = dist.ReduceOp.AVG
+CALLS = {
+    "formats of equal bytes": (_reduce(8, torch.float32), _reduce(16, torch.bfloat16)),
+    "formats of one width": (_reduce(8, torch.float16), _reduce(8, torch.bfloat16)),
+    "reductions": (_reduce(op=dist.ReduceOp.SUM), _reduce(op=_MAX)),
+    "reductions of large tensors": (_reduce(20_000), _reduce(20_000, op=_AVG)),
+    "lengths": (_reduce(8), _reduce(9)),
+    "lengths of large tensors": (_reduce(20_000), _reduce(30_000)),
+    "operations": (_reduce(12), _gather([0, 6, 12])),
+    "splits of a gather": (_gather([0, 6, 12]), _gather([0, 5, 12])),
+    "formats of a gather": (_gather([0, 6, 12]), _gather([0, 6, 12], torch.int32)),
+    "splits of a sum": (_scatter([0, 6, 12]), _scatter([0, 7, 12])),
+    "places of a sum": (_scatter([0, 6, 12], offset=4), _scatter([0, 6, 12], offset=8)),
+    "lengths of an exchange": (_exchange(4), _exchange(5)),
+    "formats of an exchange": (_exchange(4), _exchange(4, torch.int32)),
+    "lengths that one rank sees": (_exchange(2), _sends_more_to_rank_0),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("case", CALLS)
+def test_different_calls_are_an_error_on_every_rank(case, num_ranks):
+    raised = expect_on_ranks(
+        RuntimeError, "the ranks call different collectives", different_calls, num_ranks, case, 1,
+        group_timeout_seconds=20,
+    )  # fmt: skip
+    for rank, error in enumerate(raised):
+        text = str(error).lower()
+        assert "rank 1" in text, (rank, error)
+        assert "rank 0" in text or "rank 2" in text, (rank, error)
+
+
+def test_an_error_names_both_operations():
+    raised = expect_on_ranks(RuntimeError, "differ", different_calls, 2, "formats of equal bytes", 1)
+    for error in raised:
+        assert "an all-reduce (SUM) of 32 bytes of torch.float32" in str(error)
+        assert "an all-reduce (SUM) of 32 bytes of torch.bfloat16" in str(error)
+
+
+@pytest.mark.parametrize(("system", "machine", "has"), [
+    ("linux", "x86_64", True), ("linux", "aarch64", False), ("darwin", "x86_64", False), ("linux", "ppc64le", False),
+])  # fmt: skip
+def test_only_where_stores_keep_their_order(monkeypatch, system, machine, has):
+    monkeypatch.setattr("sys.platform", system)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert (direct.channel.memory._library() is not None) == has
+
+
 def different_shapes():
     collectives.all_reduce(torch.ones(4 + dist.get_rank())).wait()
 

@@ -297,6 +297,39 @@ def test_a_rank_that_dies_while_the_group_is_opened_ends_all(script, victim):
     assert f"rank {victim}" in run.output
 
 
+def test_the_monitor_can_be_turned_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("BOOSTER_MONITOR", "0")
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+        import os, signal, sys, threading, time, warnings
+        warnings.simplefilter("error")
+        from booster_core.launch import launch
+        from booster_core.world import current_world
+        c = launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]), verbose=False)
+        assert current_world().monitor is None
+        assert not any("monitor" in thread.name for thread in threading.enumerate())
+        c.rendezvous("step")
+        if c.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(4)
+        """)
+    )
+    port = str(_free_port())
+    run = _run([[sys.executable, path, str(rank), port] for rank in range(2)], tmp_path)
+    assert run.codes == [0, -9], run.output
+    assert "Booster" not in run.output
+
+
+def test_the_monitors_switch_is_checked_before_anything_is_opened(tmp_path, monkeypatch):
+    monkeypatch.setenv("BOOSTER_MONITOR", "off")
+    path = tmp_path / "train.py"
+    path.write_text("from booster_core.launch import launch\nlaunch(0, 2, '127.0.0.1', 1)\n")
+    run = _run([[sys.executable, path]], tmp_path)
+    assert run.codes == [1], run.output
+    assert "BOOSTER_MONITOR='off' must be 1 (ranks learn at once when one dies) or 0." in run.output
+
+
 def test_launching_again_after_a_launch_that_failed(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -8,13 +9,22 @@ import textwrap
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from booster_core.testing import RankDiedError, RankError, RankTimeoutError, expect_on_ranks, ranks, run_on_ranks
+from booster_core.testing import (
+    RankDiedError,
+    RankError,
+    RankTimeoutError,
+    expect_on_ranks,
+    rank_worker,
+    ranks,
+    run_on_ranks,
+)
 from booster_core.testing.rank_pool import worker_pids
 
 
@@ -237,6 +247,58 @@ def test_a_forgotten_thread_is_named():
 def test_a_process_group_of_its_own_is_named():
     with pytest.raises(RankError, match="left behind on rank 0: a process group that it initialised itself"):
         run_on_ranks(_leave_group, 1)
+
+
+class _Cycle:
+    """An object that only the garbage collector frees."""
+
+    def __init__(self):
+        self.itself = self
+
+
+_kept = {}
+
+
+def _make_cycles():
+    _kept["forgotten"] = weakref.ref(_Cycle())
+    _kept["kept"] = _Cycle()
+
+
+def _forget():
+    _kept["kept"] = weakref.ref(_kept["kept"])
+
+
+def _which_live():
+    return {name: reference() is not None for name, reference in _kept.items()}
+
+
+def _look_again_after(calls):
+    before, rank_worker._THOROUGH_CALLS = rank_worker._THOROUGH_CALLS, calls
+    return before
+
+
+def test_cycles_that_a_call_leaves_are_collected():
+    run_on_ranks(_make_cycles, 1)
+    run_on_ranks(_forget, 1)
+    assert not run_on_ranks(_which_live, 1)[0]["forgotten"]
+    (before,) = run_on_ranks(_look_again_after, 1, 1)  # ends with a look at all objects
+    try:
+        assert run_on_ranks(_which_live, 1) == [{"forgotten": False, "kept": False}]
+    finally:
+        run_on_ranks(_look_again_after, 1, before)
+
+
+def _import_much():
+    import torch.distributed.fsdp  # noqa: F401 - one of those that make many objects
+
+
+def _num_objects():
+    return len(gc.get_objects())
+
+
+def test_imported_modules_do_not_slow_later_calls():
+    run_on_ranks(_import_much, 1)
+    assert run_on_ranks(_num_objects, 1)[0] < 20_000
 
 
 def test_groups_made_within_the_default_group_are_no_leak():

@@ -91,6 +91,9 @@ class Hosts:
         """Cut a host off, as the others see one that has lost power: its connections stay open."""
         _ip("-n", self.names[number], "link", "set", "cable", "down")
 
+    def plug(self, number):
+        _ip("-n", self.names[number], "link", "set", "cable", "up")
+
     def remove(self):
         existing = _ip("netns", "list").split()
         for number, name in enumerate(self.names):
@@ -156,31 +159,67 @@ def test_ranks_know_that_they_share_no_host(hosts, tmp_path):
         assert "Warning" not in hosts.output(number)
 
 
-@pytest.mark.parametrize(
-    ("end", "victim"),
-    [("kill", 0), ("kill", 1), pytest.param("unplug", 0, marks=pytest.mark.slow), ("unplug", 1)],
-)
-def test_when_a_host_dies_the_other_ends(hosts, tmp_path, victim, end):
+TRAINING = """
+import sys, time
+import torch, torch.distributed as dist
+from booster_core import launch_from_torch
+c = launch_from_torch(verbose=False, timeout_seconds=float(sys.argv[1]))
+last = int(sys.argv[2])
+for step in range(10**6):
+    if step <= last:
+        dist.all_reduce(torch.ones(1))
+        if step % 5 == 0:
+            c.rendezvous("step")
+    if step == int(sys.argv[3]):
+        break
+    print("step", step, flush=True)
+    time.sleep(0.1)
+"""
+
+
+def _start_training(hosts, tmp_path, *, timeout_seconds, collectives_until=10**6, end=-1):
     script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent("""
-        import time
-        import torch, torch.distributed as dist
-        from booster_core import launch_from_torch
-        launch_from_torch(verbose=False)
-        for step in range(10**6):
-            dist.all_reduce(torch.ones(1))
-            print("step", step, flush=True)
-            time.sleep(0.1)
-        """)
-    )
-    hosts.torchrun(script)
-    deadline = time.monotonic() + 60
-    while any("step 3" not in hosts.output(number) for number in range(2)):
+    script.write_text(textwrap.dedent(TRAINING))
+    hosts.torchrun(script, timeout_seconds, collectives_until, end)
+    deadline = time.monotonic() + 90
+    while any("step 7" not in hosts.output(number) for number in range(2)):
         assert time.monotonic() < deadline, hosts.output(0) + hosts.output(1)
         time.sleep(0.1)
-    getattr(hosts, end)(victim)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_the_processes_of_a_host_die_the_other_ends(hosts, tmp_path, victim):
+    _start_training(hosts, tmp_path, timeout_seconds=600)
+    hosts.kill(victim)
     other = 1 - victim
     assert hosts.wait(other, LIMIT_SECONDS + TORCHRUN_SECONDS) != 0, hosts.output(other)
     assert f"Booster: rank {victim}" in hosts.output(other)
     assert "died without a traceback" in hosts.output(other)
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_host_that_vanishes_is_given_up_at_the_time_limit(hosts, tmp_path, victim):
+    # No collectives any more, which would time out, too.
+    _start_training(hosts, tmp_path, timeout_seconds=15, collectives_until=5)
+    start = time.monotonic()
+    hosts.unplug(victim)
+    other = 1 - victim
+    assert hosts.wait(other, 15 + LIMIT_SECONDS + TORCHRUN_SECONDS) != 0, hosts.output(other)
+    assert time.monotonic() - start > 14
+    assert f"Booster: rank {victim}" in hosts.output(other)
+    assert "could not be reached for 15 s: its machine or the network is down" in hosts.output(other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", [0, 1])
+def test_training_outlasts_a_network_that_fails_for_a_while(hosts, tmp_path, side):
+    _start_training(hosts, tmp_path, timeout_seconds=600, end=60)
+    hosts.unplug(side)
+    time.sleep(25)
+    before = [hosts.output(number).count("step") for number in range(2)]
+    assert [process.poll() for process in hosts.processes] == [None, None], hosts.output(0) + hosts.output(1)
+    hosts.plug(side)
+    assert [hosts.wait(number, 120) for number in range(2)] == [0, 0], hosts.output(0) + hosts.output(1)
+    for number in range(2):
+        assert hosts.output(number).count("step") > before[number]
+        assert "Booster" not in hosts.output(number)

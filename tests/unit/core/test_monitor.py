@@ -122,7 +122,7 @@ def test_the_end_of_the_server_is_announced(server):
     client = Client(server.port).hello(0)
     assert client.receive()["type"] == "welcome"
     server.close()
-    assert client.receive() == {"type": "closing"}
+    assert client.receive() == {"type": "closing", "cause": None, "gone": {}}
     client.close()
 
 
@@ -182,7 +182,7 @@ def test_consequences_are_told_from_causes(error, is_consequence):
 
 
 def test_obituaries():
-    failure = {"rank": 1, "world": 4, "host": "node7", "pid": 12, "text": None}
+    failure = {"rank": 1, "world": 4, "host": "node7", "pid": 12, "how": "has died", "text": None}
     assert _obituary(failure).startswith("Booster: rank 1 of 4 (process 12 on node7) died without a traceback:")
     told = _obituary({**failure, "text": "Traceback ...\nValueError: x\n"})
     assert told.startswith("Booster: rank 1 of 4 (process 12 on node7) failed; all other ranks end.")

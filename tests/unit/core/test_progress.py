@@ -5,6 +5,7 @@ import pytest
 from booster_core.errors import MissingRanksError
 from booster_core.liveness.progress import PROGRESS, Progress, describe_progress, naming_missing_ranks
 from booster_core.liveness.wire import Lines, encode
+from booster_core.world import current_world
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,12 @@ def at(name, count, *, finished, **counts):
 def test_calls_are_counted():
     progress = Progress()
     assert [progress.enter("step"), progress.enter("step"), progress.enter("backward")] == [1, 2, 1]
-    assert progress.record() == {"counts": {"step": 2, "backward": 1}, "last": ("backward", 1), "finished": False}
+    assert progress.record() == {
+        "counts": {"step": 2, "backward": 1},
+        "last": ("backward", 1),
+        "finished": False,
+        "call": ("step", 1),
+    }
     progress.finish("step")
     assert progress.record()["last"] == ("step", 2)
     assert progress.record()["finished"]
@@ -29,8 +35,17 @@ def test_calls_are_counted():
 
 def test_a_context_notes_beginning_and_end():
     with naming_missing_ranks("step"):
-        assert PROGRESS.record() == {"counts": {"step": 1}, "last": ("step", 1), "finished": False}
+        assert PROGRESS.record() == {
+            "counts": {"step": 1},
+            "last": ("step", 1),
+            "finished": False,
+            "call": ("step", 1),
+        }
+        with naming_missing_ranks("reduction"):
+            assert PROGRESS.call == ("step", 1)
+        assert PROGRESS.call == ("step", 1)
     assert PROGRESS.is_finished
+    assert PROGRESS.call is None
 
 
 def fail_in_step(error):
@@ -43,6 +58,38 @@ def test_other_errors_pass(error):
     with pytest.raises(type(error)) as caught:
         fail_in_step(error)
     assert caught.value is error
+
+
+def test_a_call_that_failed_is_not_waited_in_any_more():
+    with pytest.raises(ValueError, match="bad"):
+        fail_in_step(ValueError("bad"))
+    assert PROGRESS.call is None
+
+
+class _Monitor:
+    def __init__(self, records):
+        self.records = records
+
+    def ask_progress(self):
+        return self.records
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[gloo] Connection closed by peer [127.0.0.1]:1", "Rank 0 has ended, or its memory can't be read any more: x"],
+)
+def test_a_peer_that_has_ended_normally_is_named(monkeypatch, text):
+    gone = {"gone": "has ended normally", "counts": {"step": 0}}
+    monkeypatch.setattr(current_world(), "monitor", _Monitor({0: gone, 1: {"counts": {"step": 1}}, 2: gone}))
+    with pytest.raises(MissingRanksError, match="ranks 0 and 2 ended normally while rank 0 waits in `step` #1"):
+        fail_in_step(RuntimeError(text))
+
+
+def test_a_peer_that_has_died_is_left_to_the_monitor(monkeypatch):
+    monkeypatch.setattr(current_world(), "monitor", _Monitor({0: {"gone": "has died"}}))
+    with pytest.raises(RuntimeError, match="Connection closed by peer") as caught:
+        fail_in_step(RuntimeError("Connection closed by peer"))
+    assert not isinstance(caught.value, MissingRanksError)
 
 
 def test_without_a_monitor_the_timeout_is_still_explained():
@@ -102,4 +149,4 @@ def test_messages_survive_being_cut():
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\n", b"[1]\n", b"\xff\xfe\n"])
 def test_strangers_are_noticed(data):
     with pytest.raises(ValueError, match=r"."):
-        Lines().feed(data)
+        list(Lines().feed(data))

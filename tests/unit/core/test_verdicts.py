@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from booster_core.liveness.verdicts import HOLD_SECONDS, Verdicts
+from booster_core.liveness.member import Idleness
+from booster_core.liveness.verdicts import DISAGREE, HOLD_SECONDS, Verdicts
 
 TEXT = "Traceback of the failure"
 
@@ -130,3 +131,71 @@ def test_who_comes_after_the_failure_is_told_of_it(late):
     assert news(messages)[late]["text"] == TEXT
     assert not news(messages)[late]["speaks"]
     assert turns(messages) == ([0] if late == 0 else [])
+
+
+def at(name, count, **counts):
+    """The record of a rank that waits in a call."""
+    return {"call": [name, count], "counts": {**counts, name: count}}
+
+
+def told(messages):
+    (text,) = {message["text"] for message in news(messages).values()}
+    return text
+
+
+def test_a_rank_that_has_ended_is_not_waited_for():
+    run = verdicts()
+    assert run.ending(1, {"call": None, "counts": {"step": 5}}) == []
+    messages = run.waits(0, at("save_model", 1, step=5), 3.0, 100.0)
+    assert told(messages).startswith("rank 1 ended normally while rank 0 waits in `save_model` #1")
+    assert {message["how"] for message in news(messages).values()} == {DISAGREE}
+
+
+def test_a_rank_that_made_the_call_before_it_ended_is_not_to_blame():
+    run = verdicts()
+    run.ending(1, {"call": None, "counts": {"step": 5, "save_model": 1}})
+    assert run.waits(0, at("save_model", 1, step=5), 100.0, 100.0) == []
+
+
+def test_ranks_that_wait_for_each_other_in_different_calls():
+    run = verdicts()
+    assert run.waits(0, at("save_model", 1, step=5), 6.0, 100.0) == []
+    messages = run.waits(1, at("backward", 6, step=5), 6.0, 100.5)
+    assert "rank 0 waits in `save_model` #1, and rank 1 waits in `backward` #6" in told(messages)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "seconds", "at_seconds"),
+    [
+        (at("save_model", 1, backward=6), at("backward", 6), 60.0, 100.5),  # rank 1 is only slow
+        (at("save_model", 1), at("save_model", 1), 60.0, 100.5),  # both wait for rank 2
+        (at("save_model", 1), at("backward", 6), 4.0, 100.5),  # not for long
+        (at("save_model", 1), at("backward", 6), 60.0, 104.0),  # rank 0 has not said so again
+        (at("save_model", 1), {"call": None, "counts": {"backward": 6}}, 60.0, 100.5),
+    ],
+)
+def test_ranks_that_may_still_come_are_waited_for(first, second, seconds, at_seconds):
+    run = verdicts()
+    assert run.waits(0, first, 60.0, 100.0) == []
+    assert run.waits(1, second, seconds, at_seconds) == []
+
+
+def test_a_rank_that_ends_normally_is_not_told_to_end():
+    run = verdicts("aaa")
+    run.ending(0, {"counts": {}})
+    messages = run.waits(2, at("step", 1), 3.0, 1.0)
+    assert {rank for rank, message in news(messages).items() if message["speaks"]} == {2}
+    assert turns(messages) == []
+    assert turns(run.lost(1)) == [0, 2]
+
+
+def test_idleness_is_counted_from_the_last_sign_of_work():
+    idleness = Idleness()
+    call = ("step", 1)
+    assert idleness.look(call, 0.0, 0.0, is_waiting=False) == 0.0
+    assert idleness.look(call, 1.0, 0.1, is_waiting=False) == 1.0
+    assert idleness.look(call, 2.0, 1.0, is_waiting=False) == 0.0  # it has computed
+    assert idleness.look(call, 3.0, 1.1, is_waiting=False) == 1.0
+    assert idleness.look(call, 4.0, 2.0, is_waiting=True) == 2.0  # it polls
+    assert idleness.look(("step", 2), 5.0, 2.0, is_waiting=True) == 0.0
+    assert idleness.look(None, 6.0, 2.0, is_waiting=False) == 0.0

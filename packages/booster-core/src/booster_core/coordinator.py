@@ -10,11 +10,13 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import threading
 import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from booster_core import errors
 from booster_core.errors import ConfigError, RankFailedError
+from booster_core.liveness.progress import PROGRESS
 from booster_core.rendezvous import name_ranks
 from booster_core.world import close_world, current_world
 
@@ -274,7 +276,24 @@ class DistCoordinator:
         if len(ranks) == 1:
             return [] if problem is None else [{**problem, "rank": self.rank}]
         timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        return self._world.rendezvous_of(tuple(ranks)).meet(name, timeout_seconds, problem)
+        meetings = self._world.rendezvous_of(tuple(ranks))
+        # What other threads do, or some ranks only, says nothing of the order of the calls that all make.
+        is_noted = len(ranks) == self.world_size and threading.current_thread() is threading.main_thread()
+        if is_noted:
+            PROGRESS.enter(name)
+            PROGRESS.is_waiting = True
+        try:
+            problems = meetings.meet(name, timeout_seconds, problem, self._world.gone_ranks)
+        except BaseException:
+            if is_noted:
+                PROGRESS.leave(name)
+            raise
+        finally:
+            if is_noted:
+                PROGRESS.is_waiting = False
+        if is_noted:
+            PROGRESS.finish(name)
+        return problems
 
 
 def _describe(error: Exception) -> dict[str, Any]:

@@ -309,6 +309,7 @@ def _at_exit() -> None:
         elif end is not None:
             monitor.report_exit(end)
         else:
+            monitor.end()
             monitor.wait_for_others(_LAST_SECONDS)
     shutdown()
     # gloo's threads let go of a collective's tensors only after its result is there, for which they need the
@@ -335,6 +336,7 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
 
     backend = _choose_backend(start.backend)
     _choose_direct_collectives()
+    is_watched = _is_switched_on("BOOSTER_MONITOR", "ranks learn at once when one dies")
     is_hosted_elsewhere = start.url == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     _use_device(start.local_rank)
     store = open_store(
@@ -375,7 +377,7 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
             backend=backend,
             timeout_seconds=start.timeout_seconds,
             # Before the group is opened: a rank that fails in that brings down those that wait for it.
-            watch=partial(_watch, launch_store=store, host=start.host),
+            watch=partial(_watch, launch_store=store, host=start.host, is_wanted=is_watched),
         )
     except RuntimeError as error:
         if isinstance(error, DistNetworkError):  # what torch raises of the connection to its store
@@ -404,23 +406,24 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
     return coordinator
 
 
-def _watch(world: World, *, launch_store: Store, host: str) -> None:
+def _watch(world: World, *, launch_store: Store, host: str, is_wanted: bool) -> None:
     """Watch over the ranks, so that one that fails brings all down and the traceback of the first is seen last."""
     from booster_core.liveness.exits import notice_failed_exits
-    from booster_core.liveness.member import start_monitor
+    from booster_core.liveness.member import NOT_WANTED, start_monitor
 
     hosts = None
     if world.rank == 0:
         ranks = range(world.world_size)
         hosts = distinct_names([Host.from_text(launch_store.get(f"booster/host/{rank}").decode()) for rank in ranks])
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    world.monitor = start_monitor(world, hosts, host, may_end_process=True, error_file=error_file)
+    world.monitor = start_monitor(world, hosts, host, may_end_process=True, error_file=error_file, is_wanted=is_wanted)
     if world.monitor is not None:
         world.at_close.append(notice_failed_exits())
-    elif world.world_size > 1:
+    elif world.unwatched_because not in (None, NOT_WANTED):
         msg = (
-            f"Rank {world.rank} could not connect to the monitor on rank 0: if a rank dies, this one waits for it for "
-            f"{world.timeout_seconds:g} s. Check that the hosts accept each other's connections on any port."
+            f"Rank {world.rank} could not connect to the monitor on rank 0 ({world.unwatched_because}): if a rank "
+            f"dies, this one waits for it for {world.timeout_seconds:g} s. Check that the hosts accept each other's "
+            "connections on any port, or set BOOSTER_MONITOR=0 to do without."
         )
         warnings.warn(msg, RuntimeWarning, stacklevel=5)
 
@@ -537,11 +540,16 @@ def _choose_direct_collectives() -> None:
     """Let ranks of one host read each other's memory, unless the user forbids it."""
     from booster_core.collectives.direct import set_enabled
 
-    text = os.environ.get("BOOSTER_DIRECT_COLLECTIVES", "1")
+    set_enabled(_is_switched_on("BOOSTER_DIRECT_COLLECTIVES", "ranks of a host read each other's memory"))
+
+
+def _is_switched_on(name: str, effect: str) -> bool:
+    """Return whether an environment variable, 0 or 1, asks for what happens without it too."""
+    text = os.environ.get(name, "1")
     if text not in ("0", "1"):
-        msg = f"BOOSTER_DIRECT_COLLECTIVES={text!r} must be 1 (ranks of a host read each other's memory) or 0."
+        msg = f"{name}={text!r} must be 1 ({effect}) or 0."
         raise ConfigError(msg)
-    set_enabled(text == "1")
+    return text == "1"
 
 
 def _counts_above_one(name: str) -> list[str]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import MissingRanksError, RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
 
@@ -47,13 +47,20 @@ class Rendezvous:
         self._known_failures = 0
         self._lock = threading.Lock()
 
-    def meet(self, name: str, timeout_seconds: float, problem: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    def meet(
+        self,
+        name: str,
+        timeout_seconds: float,
+        problem: dict[str, Any] | None = None,
+        gone_ranks: Callable[[], dict[int, str]] = dict,
+    ) -> list[dict[str, Any]]:
         """Wait until all ranks have come to the meeting ``name``.
 
         Args:
             name: What is called, as the user knows it; appears in messages.
             timeout_seconds: How long this rank waits for the others.
             problem: JSON-serialisable report that this rank brings, if any.
+            gone_ranks: Returns ranks that are known to have ended, and how.
 
         Returns:
             The reports that ranks brought, each with its ``rank``, lowest rank first; at most 10 of them.
@@ -68,12 +75,14 @@ class Rendezvous:
             meeting = f"{name}#{self._counts[name]}"
             self._counts[name] += 1
         try:
-            outcome, is_late = self._attend(name, meeting, timeout_seconds, problem)
+            outcome, is_late = self._attend(name, meeting, timeout_seconds, problem, gone_ranks)
             if outcome["ok"]:
                 self._catch_up(int(outcome["failures"]))
             problems = self._read_problems(meeting, int(outcome.get("problems", 0)))
             self._leave(meeting)
         except _store_errors() as error:
+            if 0 in gone_ranks():
+                raise MissingRanksError(_gone_message(name, self._rank, {0: gone_ranks()[0]})) from error
             msg = (
                 f"`{name}` could not meet the other ranks: the store that they share has gone away ({error}). "
                 "The process that held it, usually rank 0, has ended; its own output says why."
@@ -84,7 +93,12 @@ class Rendezvous:
         raise MissingRanksError(_failure_message(name, self._rank, outcome, is_late=is_late))
 
     def _attend(
-        self, name: str, meeting: str, timeout_seconds: float, problem: dict[str, Any] | None
+        self,
+        name: str,
+        meeting: str,
+        timeout_seconds: float,
+        problem: dict[str, Any] | None,
+        gone_ranks: Callable[[], dict[int, str]],
     ) -> tuple[dict[str, Any], bool]:
         """Count this rank in, and return the outcome and whether it stood before this rank came."""
         store, done = self._store, f"{meeting}/done"
@@ -106,6 +120,10 @@ class Rendezvous:
             waited = time.monotonic() - start
             if waited >= timeout_seconds:
                 return self._give_up(name, meeting, timeout_seconds), False
+            gone = {rank: how for rank, how in gone_ranks().items() if rank in self._ranks}
+            gone = {rank: how for rank, how in gone.items() if self._place_of(rank) != meeting}
+            if gone and not store.check([done]):
+                raise MissingRanksError(_gone_message(name, self._rank, gone))
             # Pauses grow with the wait: short waits end soon, and long ones leave the store alone.
             pause = min(max(waited / 10, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS, timeout_seconds - waited)
             time.sleep(pause)
@@ -210,6 +228,15 @@ def _failure_message(name: str, rank: int, outcome: dict[str, Any], *, is_late: 
     return (
         f"`{name}` waited {seconds} for {who} of {world}, which did not call it.{elsewhere} It is a collective call: "
         "call it on every rank, not under `if rank == 0`."
+    )
+
+
+def _gone_message(name: str, rank: int, gone: dict[int, str]) -> str:
+    """Say that ranks will never come."""
+    who = "; ".join(f"rank {other} {how}" for other, how in sorted(gone.items()))
+    return (
+        f"{who}, while rank {rank} waits in `{name}`. It is a collective call: call it on every rank, not under "
+        "`if rank == 0`."
     )
 
 

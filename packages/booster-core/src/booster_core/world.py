@@ -39,6 +39,7 @@ class World:
         process_group: The default group that this describes; ``None`` where there is none.
         generation: Counts the groups this process has had; the same on all ranks that open and close in step.
         monitor: This rank's connection to the monitor, where one runs.
+        unwatched_because: Why there is no monitor, where several ranks have none.
         at_close: Called, last added first, before the group is destroyed.
     """
 
@@ -50,6 +51,7 @@ class World:
     process_group: ProcessGroup | None = None
     generation: int = 0
     monitor: Monitor | None = None
+    unwatched_because: str | None = None
     at_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _rendezvous: dict[tuple[int, ...], Rendezvous] = field(default_factory=dict, repr=False)
 
@@ -57,6 +59,13 @@ class World:
     def is_current(self) -> bool:
         """Whether this still describes the process' default group (or its absence)."""
         return _default_group() is self.process_group
+
+    def gone_ranks(self) -> dict[int, str]:
+        """Return the ranks that are known to have ended, and how, where that is known without asking.
+
+        Collective: none.
+        """
+        return {} if self.monitor is None else self.monitor.gone
 
     def rendezvous_of(self, ranks: tuple[int, ...]) -> Rendezvous:
         """Return the meetings of ``ranks``; the same object each time, because it counts them.

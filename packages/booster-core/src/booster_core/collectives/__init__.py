@@ -124,7 +124,8 @@ def reduce_scatter_parts(
             for index, (offset, part) in enumerate(parts)
             for start, piece in _overlaps([(offset, part)], low, bounds[rank + 1])
         ]
-        summed = ReduceScatter([part for _, part in parts], placed, out, scale=scale, accumulate=accumulate)
+        layout = [offset for offset, _ in parts] + list(bounds)
+        summed = ReduceScatter([part for _, part in parts], layout, placed, out, scale=scale, accumulate=accumulate)
         channel.start(summed)
         return Pending([summed])
     own = _overlaps(parts, low, bounds[rank + 1])

@@ -14,20 +14,32 @@ from booster_core.errors import BoosterError, MissingRanksError
 from booster_core.rendezvous import name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
 _TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 _MAX_NAMED = 10
+LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process exited|remote end closed|"
+    r"store that they share has gone away|failed to recv, got 0 bytes|nccl.*remote|its memory can't be read any more",
+    re.IGNORECASE,
+)
+"""What is raised where another rank's process has gone."""
+ENDED = "has ended normally"
+_REMEDY = (
+    "Every rank must make the same calls in the same order: not under `if rank == 0`, and with as many batches on each."
+)
 
 
 class Progress:
     """The calls that this process has entered and finished."""
 
-    __slots__ = ("counts", "is_finished", "last")
+    __slots__ = ("call", "counts", "is_finished", "is_waiting", "last")
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
+        self.call: tuple[str, int] | None = None
+        self.is_waiting = False
         self.last: tuple[str, int] | None = None
         self.is_finished = True
 
@@ -37,12 +49,20 @@ class Progress:
         self.counts[name] = count
         self.last = (name, count)
         self.is_finished = False
+        if self.call is None:
+            self.call = self.last
         return count
 
     def finish(self, name: str) -> None:
         """Note that the last call ``name`` has ended."""
         self.last = (name, self.counts[name])
         self.is_finished = True
+        self.leave(name)
+
+    def leave(self, name: str) -> None:
+        """Note that the last call ``name`` is not waited in any more, however it went."""
+        if self.call is not None and self.call[0] == name:
+            self.call = None
 
     def clear(self) -> None:
         """Forget everything: a new process group begins."""
@@ -50,7 +70,12 @@ class Progress:
 
     def record(self) -> dict[str, Any]:
         """Return the record in a form that travels."""
-        return {"counts": dict(self.counts), "last": self.last, "finished": self.is_finished}
+        return {
+            "counts": dict(self.counts),
+            "last": self.last,
+            "finished": self.is_finished,
+            "call": self.call,
+        }
 
 
 PROGRESS = Progress()
@@ -83,9 +108,17 @@ class naming_missing_ranks:  # noqa: N801 - reads as what a with statement does
     ) -> None:
         if error is None:
             PROGRESS.finish(self._name)
-        elif isinstance(error, RuntimeError) and not isinstance(error, BoosterError) and _TIMEOUT.search(str(error)):
+            return
+        PROGRESS.leave(self._name)
+        if not isinstance(error, RuntimeError) or isinstance(error, BoosterError):
+            return
+        if _TIMEOUT.search(str(error)):
             seconds = time.monotonic() - self._start
             raise MissingRanksError(_explain(self._name, self._count, seconds)) from error
+        if LOST_PEER.search(str(error)):
+            ended = _ended_before(self._name, self._count)
+            if ended:
+                raise MissingRanksError(describe_ended(ended, [current_rank()], self._name, self._count)) from error
 
 
 def _explain(name: str, count: int, seconds: float) -> str:
@@ -100,6 +133,53 @@ def _explain(name: str, count: int, seconds: float) -> str:
             "because this run was not started by `booster_core.launch`, or rank 0 has ended."
         )
     return describe_progress(start, name, count, records)
+
+
+def current_rank() -> int:
+    """Return this process' rank.
+
+    Collective: none.
+    """
+    from booster_core.world import current_world
+
+    return current_world().rank
+
+
+def _ended_before(name: str, count: int) -> list[int]:
+    """Return the ranks that have ended normally without having come to a call."""
+    from booster_core.world import current_world
+
+    monitor = current_world().monitor
+    records = (None if monitor is None else monitor.ask_progress()) or {}
+    return sorted(
+        rank
+        for rank, record in records.items()
+        if record.get("gone") == ENDED and record.get("counts", {}).get(name, 0) < count
+    )
+
+
+def describe_ended(ended: Sequence[int], waiting: Sequence[int], name: str, count: int) -> str:
+    """Say that some ranks will never come to a call in which others wait.
+
+    Collective: none.
+    """
+    wait = "waits" if len(waiting) == 1 else "wait"
+    return (
+        f"{name_ranks(ended)} ended normally while {name_ranks(waiting)} {wait} in `{name}` #{count}, which "
+        f"{'it' if len(ended) == 1 else 'they'} never called. {_REMEDY}"
+    )
+
+
+def describe_mismatch(calls: Mapping[tuple[str, int], Sequence[int]]) -> str:
+    """Say that ranks wait for each other in different calls.
+
+    Collective: none.
+    """
+    places = [
+        f"{name_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in `{name}` #{count}"
+        for (name, count), ranks in sorted(calls.items(), key=lambda item: min(item[1]))
+    ]
+    return f"the ranks wait for each other in different calls: {', and '.join(places)}. {_REMEDY}"
 
 
 def describe_progress(start: str, name: str, count: int, records: Mapping[int, Mapping[str, Any]]) -> str:

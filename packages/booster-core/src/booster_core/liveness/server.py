@@ -8,17 +8,36 @@ import selectors
 import socket
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 from booster_core.liveness.verdicts import HOLD_SECONDS, Verdicts
-from booster_core.liveness.wire import Lines, Message, encode, keep_from_children, notice_vanished_machines
+from booster_core.liveness.wire import (
+    FROM_MEMBERS,
+    MAX_HELLO_BYTES,
+    MAX_LINE_BYTES,
+    Lines,
+    Message,
+    encode,
+    is_unreachable,
+    keep_from_children,
+    outlast_interruptions,
+    say,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _ANSWER_SECONDS = 2.0
-_SEND_SECONDS = 2.0
+_CLOSE_SECONDS = 1.0
+_HELLO_SECONDS = 10.0
+"""How long somebody who has connected may take to say who it is."""
+_MAX_UNKNOWN = 256
+"""Connections of which nobody knows whose they are; beyond that, the oldest is closed."""
+_MAX_OUTGOING_BYTES = 1 << 24
+_MAX_SAID = 10
 _BACKLOG = 4096
+_READ = selectors.EVENT_READ
 
 
 class _Link:
@@ -26,8 +45,14 @@ class _Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.lines = Lines()
+        self.lines = Lines(FROM_MEMBERS, MAX_HELLO_BYTES)
         self.rank: int | None = None
+        self.since = time.monotonic()
+        self.outgoing = bytearray()
+
+
+class _RefusedError(Exception):
+    """Somebody without the token, or a rank that is here already."""
 
 
 class _Question:
@@ -46,11 +71,20 @@ class Server:
         hosts: Host of each rank.
         token: What a member must know to be let in.
         speakers_end_first: As for `Verdicts`.
+        timeout_seconds: How long a rank that can't be reached is waited for.
+
+    Raises:
+        OSError: If no port can be opened.
     """
 
-    def __init__(self, hosts: Sequence[str], token: str, *, speakers_end_first: bool) -> None:
+    def __init__(
+        self, hosts: Sequence[str], token: str, *, speakers_end_first: bool, timeout_seconds: float = 600.0
+    ) -> None:
         self._world_size = len(hosts)
-        self._token = token
+        self._token = token.encode()
+        self._timeout_seconds = timeout_seconds
+        self._unknown: dict[_Link, None] = {}
+        self._num_said = 0
         self._verdicts = Verdicts(hosts, speakers_end_first=speakers_end_first)
         self._links: dict[int, _Link] = {}
         self._questions: dict[int, _Question] = {}
@@ -82,12 +116,24 @@ class Server:
         self._thread.join(timeout=5)
 
     def _serve(self) -> None:
+        cause = None
         try:
             while self._serve_once():
                 pass
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on, and is told that nobody watches it
+            cause = f"{type(error).__name__}: {error}"
+            say(
+                "Booster: the monitor has stopped; from now on a rank that dies is waited for until the time limit of "
+                f"{self._timeout_seconds:g} s. The cause:\n{traceback.format_exc()}"
+            )
         finally:
+            gone = {str(rank): how for rank, how in self._verdicts.gone.items()}
             for link in list(self._links.values()):
-                self._send(link, {"type": "closing"})
+                with contextlib.suppress(OSError, ValueError):
+                    link.connection.settimeout(_CLOSE_SECONDS)
+                    link.connection.sendall(
+                        bytes(link.outgoing) + encode({"type": "closing", "cause": cause, "gone": gone})
+                    )
             for key in list(self._selector.get_map().values()):
                 with contextlib.suppress(OSError):
                     key.fileobj.close()  # type: ignore[union-attr]
@@ -97,14 +143,20 @@ class Server:
     def _serve_once(self) -> bool:
         """Handle what has come; return whether to go on."""
         is_busy = self._verdicts.is_holding or self._questions
-        for key, _ in self._selector.select(HOLD_SECONDS / 10 if is_busy else None):
+        pause = HOLD_SECONDS / 10 if is_busy else _HELLO_SECONDS if self._unknown else None
+        for key, events in self._selector.select(pause):
             if key.fileobj is self._wake_read:
                 return False
             if key.fileobj is self._listener:
                 self._accept()
-            else:
+                continue
+            if events & selectors.EVENT_WRITE:
+                self._flush(key.data)
+            if events & selectors.EVENT_READ:
                 self._read(key.data)
         now = time.monotonic()
+        for link in [link for link in self._unknown if now - link.since >= _HELLO_SECONDS]:
+            self._drop(link, None)
         self._send_all(self._verdicts.tick(now))
         for number, question in list(self._questions.items()):
             if now >= question.deadline or len(question.answers) == self._world_size:
@@ -112,53 +164,109 @@ class Server:
         return True
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it may have gone again
+        if len(self._unknown) >= _MAX_UNKNOWN:
+            self._drop(next(iter(self._unknown)), None)
+        try:
             connection, _ = self._listener.accept()
-            connection.settimeout(_SEND_SECONDS)
-            notice_vanished_machines(connection)
+        except OSError:  # it has gone again, or there are no files left: not to be tried again without a pause
+            time.sleep(HOLD_SECONDS / 100)
+            return
+        link = _Link(connection)
+        try:
+            connection.setblocking(False)  # noqa: FBT003 - the socket module's only form
+            outlast_interruptions(connection, self._timeout_seconds)
             keep_from_children(connection)
-            self._selector.register(connection, selectors.EVENT_READ, _Link(connection))
+        except OSError:  # it has gone again
+            connection.close()
+            return
+        self._selector.register(connection, selectors.EVENT_READ, link)
+        self._unknown[link] = None
 
     def _read(self, link: _Link) -> None:
+        if link.connection.fileno() < 0:
+            return  # closed since the selector looked
         try:
             data = link.connection.recv(65536)
-            messages = link.lines.feed(data)
-            if not data:
-                raise ConnectionError
-            for message in messages:
-                self._handle(link, message)
-        except (OSError, ValueError, KeyError):
-            self._drop(link)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._drop(link, error)
+            return
+        try:
+            for message in link.lines.feed(data, lambda error: self._complain(link, error)):
+                if not self._handle(link, message):
+                    self._drop(link, None)
+                    return
+        except _RefusedError:
+            self._drop(link, None)
+            return
+        except Exception:  # noqa: BLE001 - an error of ours over one message must not end the watch over all
+            if link.rank is None:
+                self._drop(link, None)
+                return
+            self._complain(link, traceback.format_exc())
+        if not data:
+            self._drop(link, None)
 
-    def _drop(self, link: _Link) -> None:
+    def _complain(self, link: _Link, problem: object) -> None:
+        """Say that a rank has sent something that is left out of account: that is no reason to call it dead.
+
+        Raises:
+            _RefusedError: If it was no rank.
+        """
+        if link.rank is None:
+            raise _RefusedError
+        self._num_said += 1
+        if self._num_said <= _MAX_SAID:
+            say(f"Booster: the monitor ignores a message of rank {link.rank}: {problem}\n")
+
+    def _drop(self, link: _Link, error: OSError | None) -> None:
         """Forget a connection; if a rank was behind it that said no goodbye, it is lost."""
+        self._unknown.pop(link, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(link.connection)
         link.connection.close()
         if link.rank is not None and self._links.pop(link.rank, None) is not None:
-            self._send_all(self._verdicts.lost(link.rank))
+            how = "has died"
+            if error is not None and is_unreachable(error):
+                how = f"could not be reached for {self._timeout_seconds:g} s"
+            self._send_all(self._verdicts.lost(link.rank, how))
 
-    def _handle(self, link: _Link, message: Message) -> None:
+    def _handle(self, link: _Link, message: Message) -> bool:
+        """Act on a message; return whether more may come.
+
+        Raises:
+            _RefusedError: If it comes from no rank of this run.
+        """
         kind = message["type"]
         if link.rank is None:
-            rank = int(message["rank"])
-            is_known = hmac.compare_digest(str(message["token"]), self._token)
-            if kind != "hello" or not is_known or rank in self._links or not 0 <= rank < self._world_size:
-                raise ConnectionError
+            if kind != "hello" or not hmac.compare_digest(message["token"].encode(errors="replace"), self._token):
+                raise _RefusedError
+            rank = message["rank"]
+            if rank in self._links or not 0 <= rank < self._world_size:
+                raise _RefusedError
             link.rank = rank
+            link.lines.max_bytes = MAX_LINE_BYTES
+            del self._unknown[link]
             self._links[rank] = link
-            self._send_all(self._verdicts.joined(rank, int(message["pid"])))
+            self._send_all(self._verdicts.joined(rank, message["pid"]))
         elif kind == "failed":
-            text, is_derived = str(message["text"]), bool(message["is_derived"])
-            self._send_all(self._verdicts.failed(link.rank, text, time.monotonic(), is_derived=is_derived))
+            self._send_all(
+                self._verdicts.failed(link.rank, message["text"], time.monotonic(), is_derived=message["is_derived"])
+            )
         elif kind == "bye":
             self._links.pop(link.rank, None)
             self._send_all(self._verdicts.left(link.rank))
-            raise ConnectionError
+            return False
+        elif kind == "ending":
+            self._send_all(self._verdicts.ending(link.rank, message["record"]))
+        elif kind == "waiting":
+            self._send_all(self._verdicts.waits(link.rank, message["record"], message["seconds"], time.monotonic()))
         elif kind == "where":
             self._ask(link.rank)
-        elif kind == "here" and int(message["question"]) in self._questions:
-            self._questions[int(message["question"])].answers[link.rank] = message["record"]
+        elif kind == "here" and message["question"] in self._questions:
+            self._questions[message["question"]].answers.setdefault(link.rank, message["record"])
+        return True
 
     def _ask(self, asker: int) -> None:
         """Ask every rank how far it has come."""
@@ -168,6 +276,10 @@ class Server:
         for rank in range(self._world_size):
             if rank not in self._links:
                 question.answers[rank] = {"gone": self._verdicts.gone.get(rank, "has not connected")}
+            elif rank in self._verdicts.gone:  # it waits for the others to end, too
+                question.answers[rank] = {"gone": self._verdicts.gone[rank]}
+            if rank in self._verdicts.final_counts:
+                question.answers[rank]["counts"] = self._verdicts.final_counts[rank]
         for link in list(self._links.values()):
             self._send(link, {"type": "where", "question": self._num_questions})
 
@@ -185,6 +297,19 @@ class Server:
                 self._send(self._links[rank], message)
 
     def _send(self, link: _Link, message: Message) -> None:
-        # A connection that takes no data is noticed where it is read.
+        """Send what the connection takes now; the rest follows when it takes more."""
+        link.outgoing += encode(message)
+        self._flush(link)
+
+    def _flush(self, link: _Link) -> None:
+        had_more = link.connection.fileno() >= 0 and self._selector.get_key(link.connection).events != _READ
+        # A connection that is broken is noticed where it is read.
         with contextlib.suppress(OSError):
-            link.connection.sendall(encode(message))
+            while link.outgoing:
+                del link.outgoing[: link.connection.send(link.outgoing)]
+        if len(link.outgoing) > _MAX_OUTGOING_BYTES:
+            self._complain(link, f"it has not read the last {len(link.outgoing)} bytes that it was sent")
+            link.outgoing.clear()
+        if link.connection.fileno() >= 0 and had_more != bool(link.outgoing):
+            events = _READ | selectors.EVENT_WRITE if link.outgoing else _READ
+            self._selector.modify(link.connection, events, link)

@@ -9,8 +9,11 @@ end first. Rank 0 holds the monitor's server and stays until those before it are
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from booster_core.liveness.progress import ENDED, describe_ended, describe_mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +22,23 @@ if TYPE_CHECKING:
 
 HOLD_SECONDS = 1.0
 """How long a failure that looks like a consequence waits for its cause to be reported."""
+
+
+DISAGREE = "disagree"
+"""How a run fails whose ranks wait for each other in different calls, or for one that has ended."""
+
+_MISMATCH_SECONDS = 5.0
+_FRESH_SECONDS = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wait:
+    """A rank that does nothing in a call, as it said at a time, and how far it had come through all calls."""
+
+    call: tuple[str, int]
+    counts: dict[str, int]
+    seconds: float
+    at: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +67,9 @@ class Verdicts:
         self._gone: dict[int, str] = {}
         self._held: list[tuple[float, int, str]] = []
         self._primary: int | None = None
+        self._how: str | None = None
+        self._final_counts: dict[int, dict[str, int]] = {}
+        self._waits: dict[int, _Wait] = {}
         self._text: str | None = None
         self._waiting: set[int] = set()
         self._first: set[int] = set()
@@ -83,21 +106,66 @@ class Verdicts:
             return []
         return self._decide(rank, text)
 
-    def lost(self, rank: int) -> list[tuple[int, Message]]:
-        """A rank's connection has closed without a goodbye."""
+    def lost(self, rank: int, how: str = "has died") -> list[tuple[int, Message]]:
+        """A rank's connection has closed without a goodbye; or it could not be reached for as long as it may."""
         if rank not in self._alive:
             return []
         self._alive.discard(rank)
-        self._gone[rank] = "has died"
+        self._gone[rank] = how
         if self._primary is not None:
             return self._turns()
         held = next((text for _, held_rank, text in self._held if held_rank == rank), None)
         return self._decide(rank, held)
 
+    @property
+    def final_counts(self) -> dict[int, dict[str, int]]:
+        """How often each rank that ends normally has made each call."""
+        return self._final_counts
+
+    def ending(self, rank: int, record: Message) -> list[tuple[int, Message]]:
+        """A rank is about to end normally; it makes no call any more."""
+        self._gone[rank] = ENDED
+        self._final_counts[rank] = _counts_in(record)
+        return []
+
+    def waits(self, rank: int, record: Message, seconds: float, now: float) -> list[tuple[int, Message]]:
+        """A rank has been idle in a call for so long, and says so again as long as it is.
+
+        Ranks make the same calls in the same order. So one that has ended without a call never comes to it; and of
+        two that wait in calls that the other has not come to, neither ever does.
+        """
+        call = record.get("call")
+        if self._primary is not None or rank in self._gone or not isinstance(call, (list, tuple)) or len(call) != 2:
+            return []
+        self._waits[rank] = _Wait(call=(str(call[0]), int(call[1])), counts=_counts_in(record), seconds=seconds, at=now)
+        fresh = {
+            other: wait
+            for other, wait in sorted(self._waits.items())
+            if now - wait.at <= _FRESH_SECONDS and other in self._alive and other not in self._gone
+        }
+        name, count = self._waits[rank].call
+        ended = sorted(r for r, counts in self._final_counts.items() if counts.get(name, 0) < count)
+        if ended:
+            waiting = [other for other, wait in fresh.items() if wait.call == (name, count)]
+            return self._disagree(describe_ended(ended, waiting, name, count), rank)
+        calls: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for other, wait in fresh.items():
+            calls[wait.call].append(other)
+        mine = self._waits[rank]
+        for wait in fresh.values():
+            is_ahead = wait.counts.get(name, 0) < count and mine.counts.get(wait.call[0], 0) < wait.call[1]
+            if is_ahead and min(wait.seconds, seconds) >= _MISMATCH_SECONDS:
+                return self._disagree(describe_mismatch(calls), rank)
+        return []
+
+    def _disagree(self, text: str, rank: int) -> list[tuple[int, Message]]:
+        self._how = DISAGREE
+        return self._decide(rank, text)
+
     def left(self, rank: int) -> list[tuple[int, Message]]:
         """A rank has said goodbye: it ended normally."""
         self._alive.discard(rank)
-        self._gone[rank] = "has ended normally"
+        self._gone[rank] = ENDED
         return self._turns() if self._primary is not None else []
 
     def tick(self, now: float) -> list[tuple[int, Message]]:
@@ -114,10 +182,11 @@ class Verdicts:
         place = self._places[rank]
         speaks_itself = rank in self._alive and text is not None
         speakers = {rank} if speaks_itself else set()
+        to_end = self._alive - self._gone.keys()  # not those that end normally
         for host in dict.fromkeys(self._hosts):
             if not (speaks_itself and host == place.host):
-                speakers.update([r for r in sorted(self._alive) if self._hosts[r] == host][:1])
-        others = self._alive - speakers
+                speakers.update([r for r in sorted(to_end) if self._hosts[r] == host][:1])
+        others = to_end - speakers
         self._first, second = (speakers, others) if self._speakers_end_first else (others, speakers)
         self._waiting = second | ({0} & self._alive)
         self._text = text
@@ -132,6 +201,7 @@ class Verdicts:
             "world": len(self._hosts),
             "host": self._places[self._primary].host,
             "pid": self._places[self._primary].pid,
+            "how": self._how or self._gone.get(self._primary, "has failed"),
             "text": self._text,
             "speaks": speaks,
             "waits": to in self._waiting,
@@ -144,3 +214,8 @@ class Verdicts:
         ready = {r for r in self._waiting if not first - {r}}
         self._waiting -= ready
         return [(r, {"type": "go"}) for r in sorted(ready)]
+
+
+def _counts_in(record: Message) -> dict[str, int]:
+    counts = record.get("counts")
+    return {str(name): int(count) for name, count in counts.items()} if isinstance(counts, dict) else {}

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+_THOROUGH_CALLS = 50
+"""After so many calls all objects are looked at again."""
+_MANY_GLOO_THREADS = 50
+_num_calls = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """One rank's share of one `run_on_ranks`.
@@ -186,6 +192,21 @@ def _settle_garbage() -> None:
     gc.freeze()
 
 
+def _collect_garbage() -> None:
+    """Collect what a call has left, at the cost of what is new since the call before.
+
+    What survives is mostly modules that a call has imported, and caches. It is spared by later collections, but not
+    for ever: what was still in use then and is not any more is looked for from time to time, and where groups pile up.
+    """
+    global _num_calls  # noqa: PLW0603 - a worker serves one call after another
+    _num_calls += 1
+    gc.collect()
+    if _num_calls % _THOROUGH_CALLS == 0 or _num_gloo_threads() > _MANY_GLOO_THREADS:
+        gc.unfreeze()
+        gc.collect()
+    gc.freeze()
+
+
 def _is_file_of(module: Any, file: str) -> bool:
     return Path(getattr(module, "__file__", None) or "") == Path(file)
 
@@ -325,7 +346,7 @@ class _State:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(False)  # noqa: FBT003 - torch's only form
         torch.autograd.set_detect_anomaly(False)
-        gc.collect()
+        _collect_garbage()
         return [
             f"thread {thread.name!r}"
             for thread in threading.enumerate()

@@ -10,8 +10,13 @@ Board of one operation::
     word 1   address of a table: where each tensor of the operation lies
     word 2   word 0 + word 1, against a reading between two writes
     word 3   bytes that the operation is about: the same on every rank, or the ranks call different things
-    word 4   number of the operation, once the first of two phases is over
-    word 5   number of the operation, once this rank has read all that it needs
+    word 4   what is done to them, see `signatures`: the same on every rank, too
+    word 5   number of the operation, once the first of two phases is over
+    word 6   number of the operation, once this rank has read all that it needs; negative, once it has found an error
+    word 7   address of a table: where the error's text lies, and its length
+
+A table has two words for each tensor: where it begins, and its length in bytes. Words are written one after the other
+and read by other processors in that order, which only some kinds of processors promise, see `memory.is_supported`.
 """
 
 from __future__ import annotations
@@ -22,12 +27,14 @@ import secrets
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from booster_core.collectives.direct import memory
+from booster_core.collectives.direct.signatures import describe
+from booster_core.liveness.progress import PROGRESS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,12 +44,14 @@ if TYPE_CHECKING:
 
     from booster_core.collectives.direct.operations import Operation
 
-WORDS = 6
-_NUMBER, _TABLE, _CHECK, _NBYTES, _PHASE, _DONE = range(WORDS)
+WORDS = 8
+_NUMBER, _TABLE, _CHECK, _NBYTES, _SIGNATURE, _PHASE, _DONE, _ERROR = range(WORDS)
 _WINDOW = 64
 """Operations that may be underway at once; one more waits for the oldest."""
 _SPINS = 200
 _LONGEST_PAUSE_SECONDS = 5e-4
+_LONG_SECONDS = 1.0
+_LONG_PAUSE_SECONDS = 2e-3
 _HELP_SECONDS = 0.02
 SCRATCH_BYTES = 1 << 19
 """Others' terms of a sum are read in blocks of this size, which stay in the cache."""
@@ -52,29 +61,49 @@ class PeerEndedError(RuntimeError):
     """A rank that something is needed of has ended."""
 
 
+class MismatchError(RuntimeError):
+    """Ranks take part in one collective with different operations, reductions, formats or lengths."""
+
+
 class Peer:
     """Another rank of the group, as seen from here.
 
     Args:
         rank: Its index in the group.
+        name: Its rank in the world.
         pid: Its process.
         board: Address of its board there.
     """
 
-    def __init__(self, rank: int, pid: int, board: int) -> None:
-        self.rank, self.pid, self._board = rank, pid, board
+    def __init__(self, rank: int, name: int, pid: int, board: int) -> None:
+        self.rank, self.name, self.pid, self._board = rank, name, pid, board
         self._words = (ctypes.c_int64 * WORDS)()
         self._address = ctypes.addressof(self._words)
+        self._slot = memory.Window(pid, self._address, WORDS * 8)
+        self._entry = memory.Window(pid, self._address, 16)
 
     def look(self, number: int) -> ctypes.Array[ctypes.c_int64]:
         """Return the words of an operation's board."""
-        self._copy(self._board + (number % _WINDOW) * WORDS * 8, self._address, WORDS * 8)
+        try:
+            self._slot.read(self._board + (number % _WINDOW) * WORDS * 8)
+        except OSError as error:
+            raise self._ended(error) from error
         return self._words
 
-    def entry(self, table: int, index: int) -> int:
-        """Return an address that stands in a table there."""
-        self._copy(table + 8 * index, self._address, 8)
-        return self._words[0]
+    def entry(self, table: int, index: int) -> tuple[int, int]:
+        """Return the address and the length in bytes that stand in a table there."""
+        try:
+            self._entry.read(table + 16 * index)
+        except OSError as error:
+            raise self._ended(error) from error
+        return self._words[0], self._words[1]
+
+    def text(self, table: int) -> str:
+        """Return the text to which a table there points."""
+        address, length = self.entry(table, 0)
+        text = ctypes.create_string_buffer(length)
+        self._copy(address, ctypes.addressof(text), length)
+        return text.raw.decode(errors="replace")
 
     def read(self, source: int, target: Tensor) -> None:
         """Copy from an address there into a contiguous tensor."""
@@ -85,8 +114,10 @@ class Peer:
         try:
             memory.read(self.pid, source, target, nbytes)
         except OSError as error:
-            msg = f"Rank {self.rank} of the group has ended, or its memory can't be read any more: {error}"
-            raise PeerEndedError(msg) from error
+            raise self._ended(error) from error
+
+    def _ended(self, error: OSError) -> PeerEndedError:
+        return PeerEndedError(f"Rank {self.name} has ended, or its memory can't be read any more: {error}")
 
 
 class Channel:
@@ -94,13 +125,14 @@ class Channel:
 
     Args:
         rank: This rank's index in the group.
+        name: This rank's rank in the world.
         peers: The other ranks.
         board: This rank's board.
         timeout_seconds: How long to wait for a rank that does not come.
     """
 
-    def __init__(self, rank: int, peers: Sequence[Peer], board: Any, timeout_seconds: float) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, name: int, peers: Sequence[Peer], board: Any, timeout_seconds: float) -> None:
+        self.rank, self.name = rank, name
         self.peers = list(peers)
         self.size = len(peers) + 1
         self._board = board
@@ -112,12 +144,13 @@ class Channel:
 
     # ---- this rank's board
 
-    def post(self, number: int, table: int, nbytes: int) -> None:
+    def post(self, number: int, table: int, nbytes: int, signature: int) -> None:
         """Tell the others where this rank's tensors lie."""
         words = (number % _WINDOW) * WORDS
         self._board[words + _TABLE] = table
         self._board[words + _CHECK] = number + table
         self._board[words + _NBYTES] = nbytes
+        self._board[words + _SIGNATURE] = signature
         self._board[words + _NUMBER] = number
 
     def post_phase(self, number: int) -> None:
@@ -128,35 +161,74 @@ class Channel:
         """Tell the others that nothing of theirs is read any more."""
         self._board[(number % _WINDOW) * WORDS + _DONE] = number
 
+    def fail(self, number: int, msg: str) -> NoReturn:
+        """Raise an error here, and on each rank of the group that takes part in the operation.
+
+        Raises:
+            MismatchError: With that message.
+        """
+        text = msg.encode()
+        table = (ctypes.c_int64 * 2)()
+        buffer = ctypes.create_string_buffer(text, len(text))
+        table[0], table[1] = ctypes.addressof(buffer), len(text)
+        _boards.append((table, buffer))
+        words = (number % _WINDOW) * WORDS
+        self._board[words + _ERROR] = ctypes.addressof(table)
+        self._board[words + _DONE] = -number
+        raise MismatchError(msg)
+
     # ---- the others' boards
 
-    def table_of(self, peer: Peer, number: int, nbytes: int) -> int | None:
+    def table_of(self, peer: Peer, number: int, nbytes: int, signature: int) -> int | None:
         """Return the address of a rank's table, or ``None`` where it has not come to the operation yet.
 
         Raises:
-            RuntimeError: If the rank's operation is about another number of bytes.
+            MismatchError: If the rank takes part in another operation, or in the same with other tensors.
         """
         words = peer.look(number)
         if words[_NUMBER] != number or words[_CHECK] != number + words[_TABLE]:
             return None
-        if words[_NBYTES] != nbytes:
-            msg = (
-                f"Rank {peer.rank} of the group takes part in this collective with {words[_NBYTES]} bytes, rank "
-                f"{self.rank} with {nbytes}: the ranks call different collectives, or with different shapes."
+        if words[_NBYTES] != nbytes or words[_SIGNATURE] != signature:
+            theirs = describe(words[_SIGNATURE], words[_NBYTES])
+            ours = describe(signature, nbytes)
+            how = "with other splits of the same bytes" if theirs == ours else "or with different shapes"
+            self.fail(
+                number,
+                f"Rank {peer.name} takes part in this collective by {theirs}, rank {self.name} by {ours}: the ranks "
+                f"call different collectives, {how}.",
             )
-            raise RuntimeError(msg)
         return words[_TABLE]
 
     def has_phase(self, peer: Peer, number: int) -> bool:
-        """Whether a rank is over the first phase."""
-        return bool(peer.look(number)[_PHASE] == number)
+        """Whether a rank is over the first phase.
+
+        Raises:
+            MismatchError: If the rank has found an error.
+        """
+        words = peer.look(number)
+        if words[_PHASE] == number:
+            return True
+        self._hear_error(peer, words, number)
+        return False
 
     def is_done(self, peer: Peer, number: int) -> bool:
-        """Whether a rank needs nothing of this one's any more, as one that has ended does not."""
+        """Whether a rank needs nothing of this one's any more, as one that has ended does not.
+
+        Raises:
+            MismatchError: If the rank has found an error.
+        """
         try:
-            return bool(peer.look(number)[_DONE] == number)
+            words = peer.look(number)
+            if words[_DONE] == number:
+                return True
+            self._hear_error(peer, words, number)
         except PeerEndedError:
             return True
+        return False
+
+    def _hear_error(self, peer: Peer, words: ctypes.Array[ctypes.c_int64], number: int) -> None:
+        if words[_DONE] == -number:
+            raise MismatchError(peer.text(words[_ERROR]))
 
     # ---- operations
 
@@ -179,9 +251,10 @@ class Channel:
         """Return once an operation has ended here and nobody reads its tensors any more.
 
         Raises:
+            MismatchError: If ranks take part with different operations, reductions, formats or lengths.
             RuntimeError: If a rank has ended, or did not come within the time limit.
         """
-        deadline = time.monotonic() + self._timeout_seconds
+        start = time.monotonic()
         spins = 0
         while not operation.has_ended:
             if self.advance():
@@ -194,12 +267,31 @@ class Channel:
                 os.sched_yield()
                 continue
             time.sleep(min(_LONGEST_PAUSE_SECONDS, 1e-5 * (spins - _SPINS + 1)))
-            if time.monotonic() > deadline:
-                msg = (
-                    f"timed out after {self._timeout_seconds:g} s waiting for rank(s) "
-                    f"{', '.join(map(str, operation.waits_for()))} of a group of {self.size}"
-                )
-                raise RuntimeError(msg)
+            waited = time.monotonic() - start
+            if waited > _LONG_SECONDS and threading.current_thread() is threading.main_thread():
+                self._wait_long(operation, start + self._timeout_seconds)
+                return
+            if waited > self._timeout_seconds:
+                self._give_up(operation)
+
+    def _wait_long(self, operation: Operation, deadline: float) -> None:
+        """Go on waiting, and let the monitor know that this is what the main thread does."""
+        PROGRESS.is_waiting = True
+        try:
+            while not operation.has_ended:
+                if not self.advance():
+                    time.sleep(_LONG_PAUSE_SECONDS)
+                if time.monotonic() > deadline and not operation.has_ended:
+                    self._give_up(operation)
+        finally:
+            PROGRESS.is_waiting = False
+
+    def _give_up(self, operation: Operation) -> NoReturn:
+        msg = (
+            f"timed out after {self._timeout_seconds:g} s waiting for rank(s) "
+            f"{', '.join(map(str, operation.waits_for()))} of a group of {self.size} in {operation.describe()}"
+        )
+        raise RuntimeError(msg)
 
     def advance(self) -> bool:
         """Take every operation that is underway as far as it goes, and return whether any came further."""
@@ -297,7 +389,10 @@ def _connect(group: ProcessGroup) -> Channel | None:
     mine = (can, os.getpid(), ctypes.addressof(board), ctypes.addressof(secret), secret[0])
     facts: list[Any] = [None] * size
     dist.all_gather_object(facts, mine, group=group)
-    peers = [Peer(index, pid, address) for index, (_, pid, address, _, _) in enumerate(facts) if index != rank]
+    names = dist.get_process_group_ranks(group)
+    peers = [
+        Peer(index, names[index], pid, address) for index, (_, pid, address, _, _) in enumerate(facts) if index != rank
+    ]
     can = all(fact[0] for fact in facts) and all(_can_read(facts[peer.rank]) for peer in peers)
     answers: list[Any] = [None] * size
     # Also keeps every rank's secret alive until the others have read it.
@@ -305,7 +400,7 @@ def _connect(group: ProcessGroup) -> Channel | None:
     if not all(answers):
         return None
     _boards.append(board)
-    return Channel(rank, peers, board, _timeout_of(group))
+    return Channel(rank, names[rank], peers, board, _timeout_of(group))
 
 
 def _can_read(fact: tuple[bool, int, int, int, int]) -> bool:

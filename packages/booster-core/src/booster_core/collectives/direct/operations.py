@@ -10,6 +10,15 @@ import torch
 import torch.distributed as dist
 
 from booster_core.collectives.direct.channel import SCRATCH_BYTES
+from booster_core.collectives.direct.signatures import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    REDUCE_SCATTER,
+    describe,
+    signature_of,
+)
 from booster_core.collectives.sums import sum_into
 from booster_core.precision.narrow import NARROW
 
@@ -33,12 +42,16 @@ class Operation(ABC):
     Args:
         sources: This rank's tensors that others read: contiguous, on the CPU; kept until the end.
         nbytes: Bytes that it is about, the same on every rank.
+        signature: What is done to them, the same on every rank; see `signatures`.
     """
 
-    def __init__(self, sources: Sequence[Tensor], nbytes: int) -> None:
+    def __init__(self, sources: Sequence[Tensor], nbytes: int, signature: int) -> None:
         self._sources = list(sources)
-        self._nbytes = nbytes
-        self._table = (ctypes.c_int64 * max(len(self._sources), 1))(*(source.data_ptr() for source in self._sources))
+        self._nbytes, self._signature = nbytes, signature
+        words = []
+        for source in self._sources:
+            words += [source.data_ptr(), source.numel() * source.element_size()]
+        self._table = (ctypes.c_int64 * max(len(words), 2))(*words)
         self._tables: dict[int, int] = {}
         self._has_read = False
         self._waiting: list[Peer] = []
@@ -48,7 +61,7 @@ class Operation(ABC):
         """Tell the others where this rank's tensors lie."""
         self._channel, self._number = channel, number
         self._waiting = list(channel.peers)
-        channel.post(number, ctypes.addressof(self._table), self._nbytes)
+        channel.post(number, ctypes.addressof(self._table), self._nbytes, self._signature)
 
     def wait(self) -> None:
         """Return once the result is there and the tensors may be changed.
@@ -58,8 +71,12 @@ class Operation(ABC):
         self._channel.wait(self)
 
     def waits_for(self) -> list[int]:
-        """Return the ranks of the group that it waits for now."""
-        return [peer.rank for peer in self._waiting]
+        """Return the ranks of the world that it waits for now."""
+        return [peer.name for peer in self._waiting]
+
+    def describe(self) -> str:
+        """Say what it is."""
+        return describe(self._signature, self._nbytes)
 
     def advance(self) -> bool:
         """Take whatever step can be taken, and return whether there was one."""
@@ -86,7 +103,7 @@ class Operation(ABC):
     def _meet(self) -> bool:
         moved = False
         for peer in list(self._waiting):
-            table = self._channel.table_of(peer, self._number, self._nbytes)
+            table = self._channel.table_of(peer, self._number, self._nbytes, self._signature)
             if table is not None:
                 self._tables[peer.rank] = table
                 self._waiting.remove(peer)
@@ -95,7 +112,7 @@ class Operation(ABC):
 
     def address(self, peer: Peer, index: int = 0) -> int:
         """Return where a rank's tensor lies there."""
-        return peer.entry(self._tables[peer.rank], index)
+        return peer.entry(self._tables[peer.rank], index)[0]
 
     @abstractmethod
     def read(self) -> bool:
@@ -107,6 +124,7 @@ class ReduceScatter(Operation):
 
     Args:
         parts: As for `booster_core.collectives.reduce_scatter_parts`.
+        layout: Where the parts begin, and where slices do: the same on every rank.
         own: For each part of which some lies in this rank's slice: its index, the first element, and the range of
             ``out`` that it goes to.
         out: This rank's slice of the sum.
@@ -117,13 +135,20 @@ class ReduceScatter(Operation):
     def __init__(
         self,
         parts: Sequence[Tensor],
+        layout: Sequence[int],
         own: Sequence[tuple[int, int, slice]],
         out: Tensor,
         *,
         scale: float,
         accumulate: bool,
     ) -> None:
-        super().__init__(parts, sum(part.numel() * part.element_size() for part in parts))
+        dtype = parts[0].dtype if parts else None
+        lengths = [part.numel() for part in parts]
+        super().__init__(
+            parts,
+            sum(lengths) * (dtype.itemsize if dtype else 1),
+            signature_of(REDUCE_SCATTER, dtype, layout=[*layout, *lengths]),
+        )
         self._own, self._out, self._scale, self._accumulate = own, out, scale, accumulate
 
     def read(self) -> bool:
@@ -145,7 +170,9 @@ class AllGather(Operation):
     """
 
     def __init__(self, buffer: Tensor, bounds: Sequence[int]) -> None:
-        super().__init__([buffer], bounds[-1] * buffer.element_size())
+        super().__init__(
+            [buffer], bounds[-1] * buffer.element_size(), signature_of(ALL_GATHER, buffer.dtype, layout=bounds)
+        )
         self._bounds = bounds
 
     def read(self) -> bool:
@@ -165,12 +192,22 @@ class AllToAll(Operation):
     """
 
     def __init__(self, slices: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        super().__init__(slices, _UNEVEN)
+        super().__init__(slices, _UNEVEN, signature_of(ALL_TO_ALL, slices[0].dtype))
         self._outs = outs
 
     def read(self) -> bool:
-        for peer in self._channel.peers:
-            peer.read(self.address(peer, self._channel.rank), self._outs[peer.rank])
+        channel = self._channel
+        for peer in channel.peers:
+            out = self._outs[peer.rank]
+            address, nbytes = peer.entry(self._tables[peer.rank], channel.rank)
+            if nbytes != out.numel() * out.element_size():
+                channel.fail(
+                    self._number,
+                    f"Rank {peer.name} sends {nbytes} bytes to rank {channel.name} by {self.describe()}, and rank "
+                    f"{channel.name} expects {out.numel() * out.element_size()}: the ranks call different collectives, "
+                    "or with different splits.",
+                )
+            peer.read(address, out)
         return True
 
 
@@ -178,7 +215,7 @@ class Broadcast(Operation):
     """Copies the first rank's tensor to the others."""
 
     def __init__(self, tensor: Tensor) -> None:
-        super().__init__([tensor], tensor.numel() * tensor.element_size())
+        super().__init__([tensor], tensor.numel() * tensor.element_size(), signature_of(BROADCAST, tensor.dtype))
 
     def read(self) -> bool:
         for peer in self._channel.peers:
@@ -192,7 +229,7 @@ class SmallAllReduce(Operation):
 
     def __init__(self, tensor: Tensor, op: Any) -> None:
         copy = tensor.clone()  # the others read it while the result replaces the tensor
-        super().__init__([copy], tensor.numel() * tensor.element_size())
+        super().__init__([copy], tensor.numel() * tensor.element_size(), signature_of(ALL_REDUCE, tensor.dtype, op))
         self._tensor, self._op = tensor, op
 
     def read(self) -> bool:
@@ -208,7 +245,9 @@ class LargeAllReduce(Operation):
     """Combines large tensors: each rank sums its slice in place, then reads the others' slices."""
 
     def __init__(self, tensor: Tensor, op: Any) -> None:
-        super().__init__([tensor.view(-1)], tensor.numel() * tensor.element_size())
+        super().__init__(
+            [tensor.view(-1)], tensor.numel() * tensor.element_size(), signature_of(ALL_REDUCE, tensor.dtype, op)
+        )
         self._op = op
         self._has_summed = False
         self._missing: list[Peer] = []
