@@ -29,7 +29,7 @@ from booster_core.lora import add_adapters, prepare_adapters
 from booster_core.plugin import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.single import SingleDevicePlugin
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -164,7 +164,7 @@ class Booster(BoosterIO):
         boosted = self.plugin.configure(objects, context)
         check_boosted(boosted, objects, self.plugin)
         if isinstance(boosted.optimizer, OptimizerWrapper):
-            boosted.optimizer.frozen = FrozenParameters(boosted.model.unwrap(), frozen)
+            boosted.optimizer.frozen = FrozenParameters(unwrap_model(boosted.model), frozen)
         self._optimizers[boosted.model] = boosted.optimizer
         index, size = self.plugin.data_parallel_coordinates(coordinator)
         watch_first_batch(boosted.model, index=index, size=size)
