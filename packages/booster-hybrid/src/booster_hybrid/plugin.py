@@ -34,6 +34,7 @@ from booster_hybrid.lazy import fill_model
 from booster_hybrid.mesh import AXES, COMMUNICATING, check_order, mesh_shape
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
+from booster_hybrid.pipeline.draws import check_no_layer_is_skipped, kept_generators
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
@@ -419,7 +420,10 @@ class HybridParallelPlugin(PipelinePlugin):
                 batch = to_device(example_batch(model, objects.dataloader, self.example_batch), context.device)
                 paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
                 lists = [paths.get(name, name) for name in (() if policy is None else policy.layers)]
-                trace, flow = trace_flow(model, lists, batch)
+                with kept_generators():
+                    trace, flow = trace_flow(model, lists, batch)
+                    if objects.optimizer is not None:
+                        check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
                 found = trace, find_crossings(model, trace, flow, config)
             except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                 error = caught
