@@ -424,7 +424,7 @@ class HybridParallelPlugin(PipelinePlugin):
                     trace, flow = trace_flow(model, lists, batch)
                     if objects.optimizer is not None:
                         check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
-                found = trace, find_crossings(model, trace, flow, config)
+                    found = trace, find_crossings(model, trace, flow, config, batch)
             except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                 error = caught
         context.coordinator.raise_together(error, name="boost")
