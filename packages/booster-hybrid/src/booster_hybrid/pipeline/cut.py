@@ -24,7 +24,7 @@ from booster_hybrid.pipeline.p2p import check_sendable
 from booster_hybrid.pipeline.trace import call_with, is_carried, named_arguments, named_forward, taken_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -122,15 +122,16 @@ def held_modules(modules: Mapping[str, nn.Module], trace: Trace, stages: Sequenc
     return held
 
 
-def given_names(trace: Trace, stage: StageRange, position: int) -> set[str]:
+def given_names(trace: Trace, stage: StageRange, position: int, more: Collection[str] = ()) -> set[str]:
     """Return the names of those of a layer's arguments that a stage was given at its first layer, too.
 
     Args:
         trace: What a dry run of the model has seen.
         stage: The stage.
         position: The layer, of the stage or right after it.
+        more: Names of arguments without a gradient that the first layer is sent.
     """
-    names = set() if stage.is_first else set(trace.layers[stage.first].carried)
+    names = set() if stage.is_first else {*trace.layers[stage.first].carried, *more}
     for layer in trace.layers[stage.first + 1 : position + 1]:
         names &= set(layer.constant)
     return names
@@ -390,7 +391,8 @@ class StagedModel:
         if stage.is_first:
             return {}
         first = self._trace.layers[stage.first]
-        names = given_names(self._trace, stage, position) & {*self._crossing_into(stage.index, first).carried}
+        sent = {*self._crossing_into(stage.index, first).carried}
+        names = given_names(self._trace, stage, position, sent) & sent
         return {name: self._received[name] for name in names if name in self._received}
 
 

@@ -15,7 +15,7 @@ from booster_core.activation_checkpointing import enable_activation_checkpointin
 from booster_core.state.naming import NamedTensors
 from booster_hybrid.pipeline.cut import StagedModel, given_names, held_modules, share_layers
 from booster_hybrid.pipeline.schedule import make_schedule
-from booster_hybrid.pipeline.values import check_values
+from booster_hybrid.pipeline.values import add_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -137,8 +137,7 @@ def find_crossings(
         is_held,
         type(model).__name__,
     )
-    check_values(model, trace, ranges, crossings, is_held, batch)
-    return crossings
+    return add_values(model, trace, ranges, crossings, is_held, batch)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Layer:
         name: Its name in the model.
         returned: Length of the tuple that it returns; ``None`` where it returns a tensor.
         carried: Names of its arguments that are differentiable tensors: what a stage before it has to send.
-        constant: Those of them that it was given as the layer before it was.
+        constant: Names of its arguments that are tensors, and the same as the layer before it was given.
     """
 
     name: str
@@ -253,16 +253,16 @@ class _Recorder:
         layers = []
         before: dict[str, Any] = {}
         for name, arguments in self._calls:
-            carried = {key: value for key, value in arguments.items() if is_carried(value)}
+            tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
             layers.append(
                 Layer(
                     name,
                     self._returned[name],
-                    tuple(carried),
-                    tuple(key for key, value in carried.items() if before.get(key) is value),
+                    tuple(key for key, value in tensors.items() if is_carried(value)),
+                    tuple(key for key, value in tensors.items() if before.get(key) is value),
                 )
             )
-            before = carried
+            before = tensors
         uses = {name: tuple(each) for name, each in self._uses.items()}
         return Trace(tuple(layers), uses, tuple(name for name in self._layers.values() if name not in names))
 

@@ -1,11 +1,12 @@
-"""Whether each stage has the values that it needs: a dry run in which all that earlier layers make is labelled.
+"""What stages need without a gradient: found in a dry run in which all that earlier layers make is labelled.
 
 The autograd graph of a dry run (see `booster_hybrid.pipeline.flow`) shows what has a gradient. Masks, indices and
 detached tensors have none. So in one more dry run every storage carries a label: the stages on which its values are not
 those of one process, as they were computed from what a layer of an earlier stage makes, or from parameters that are not
 there. Labels pass from the inputs of each operation to its outputs, however a value gets from one to another: by a
-return, an attribute, a container. What a stage receives has lost that stage's label. A label that is left on what a
-stage sends, or returns at the end, is a value that was never sent.
+return, an attribute, a container. An argument of a stage's first layer that has the stage's label is sent to it, as
+arguments with a gradient are. What a stage receives has lost that stage's label. A label that is left on what a stage
+sends, or returns at the end, is a value that was never sent, and is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.cut import given_names
 from booster_hybrid.pipeline.draws import FixedDraws
-from booster_hybrid.pipeline.trace import call_with, named_arguments, replace_forward, run_dry, stand_ins
+from booster_hybrid.pipeline.trace import call_with, is_carried, named_arguments, replace_forward, run_dry, stand_ins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -48,30 +49,31 @@ _FORMS = frozenset(
 """Operations that look at a tensor's shape and format, and not at its values."""
 
 
-def check_values(
+def add_values(
     model: nn.Module,
     trace: Trace,
     ranges: Sequence[StageRange],
     crossings: Sequence[Crossing],
     is_held: Callable[[int, str], bool],
     batch: Any,
-) -> None:
-    """Raise if a stage would need a value of earlier layers that is not sent to it.
+) -> tuple[Crossing, ...]:
+    """Return what each stage gets from the one before, with values that have no gradient.
 
     Args:
         model: The user's model, whole.
         trace: What a dry run of it has seen.
         ranges: The layers of each stage.
-        crossings: What each stage gets from the one before.
+        crossings: What each stage gets that has a gradient.
         is_held: Tells by stage and name whether a parameter is there, and used in its place.
         batch: As its data loader yields it.
 
     Raises:
-        ConfigError: Naming the value, and the layer that makes it.
+        ConfigError: If a stage needs a value that is not an argument of its first layer; with the layer that makes it.
 
     Collective: none.
     """
     modules = dict(model.named_modules())
+    found: tuple[Crossing, ...] = ()
 
     def run(make: Callable[[Tensor], Tensor], example: Any) -> None:
         tensors = stand_ins(model, make)
@@ -84,8 +86,11 @@ def check_values(
                 lambda *args, **kwargs: torch.func.functional_call(model, tensors, args, kwargs), example
             )
         values.end(output)
+        nonlocal found
+        found = tuple(values.crossings)
 
     run_dry(model, batch, run, FixedDraws())
+    return found
 
 
 class _Labels(TorchDispatchMode):
@@ -166,7 +171,7 @@ class _Values:
     """The labels of one dry run, at the places where stages begin, end and exchange something."""
 
     def __init__(self, model: str, trace: Trace, ranges: Sequence[StageRange], crossings: Sequence[Crossing]) -> None:
-        self._model, self._trace, self._ranges, self._crossings = model, trace, ranges, crossings
+        self._model, self._trace, self._ranges, self.crossings = model, trace, ranges, [*crossings]
         self.labels = _Labels(self._on_read)
         self._num_calls = 0
         self._inside: int | None = None
@@ -175,7 +180,7 @@ class _Values:
     @contextlib.contextmanager
     def watching(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Watch the calls of layers, and of modules whose outputs are sent."""
-        senders = {extra.module for crossing in self._crossings for extra in crossing.extras}
+        senders = {extra.module for crossing in self.crossings for extra in crossing.extras}
         with contextlib.ExitStack() as stack:
             for position, layer in enumerate(self._trace.layers):
                 call = functools.partial(self._call_layer, position)
@@ -199,10 +204,13 @@ class _Values:
         kwargs: dict[str, Any],
     ) -> Any:
         arguments = named_arguments(signature, args, kwargs)
+        for stage in self._ranges:
+            if stage.first == position:
+                self._send_more(stage, arguments)
         received = self._received(position)
         for stage in self._ranges[:-1]:
             if stage.last == position:
-                for name in self._crossings[stage.index + 1].carried:
+                for name in self.crossings[stage.index + 1].carried:
                     if isinstance(arguments.get(name), torch.Tensor) and name not in received.get(stage.index, ()):
                         what = f"argument '{name}' of layer '{self._trace.layers[position].name}'"
                         self._check(stage.index, arguments[name], what)
@@ -235,13 +243,23 @@ class _Values:
         values = []
         for path, leaf in leaves:
             key = pytree.keystr(path)
-            getting = [index for index, each in enumerate(self._crossings) if _holds(each.extras, name, call, key)]
+            getting = [index for index, each in enumerate(self.crossings) if _holds(each.extras, name, call, key)]
             if isinstance(leaf, torch.Tensor) and getting:
                 self._check_sent(leaf, getting, f"what module '{name}' returns")
                 values.append(self.labels.copy(leaf, getting))
             else:
                 values.append(leaf)
         return pytree.tree_unflatten(values, form)
+
+    def _send_more(self, stage: StageRange, arguments: Mapping[str, Any]) -> None:
+        """Let a stage be sent those arguments of its first layer that it can't compute by itself."""
+        crossing = self.crossings[stage.index]
+        more = [
+            name
+            for name, value in arguments.items()
+            if isinstance(value, torch.Tensor) and not is_carried(value) and stage.index in self.labels.of(value)
+        ]
+        self.crossings[stage.index] = dataclasses.replace(crossing, carried=(*crossing.carried, *more))
 
     def _check_sent(self, tensor: Tensor, getting: Sequence[int], what: str) -> None:
         """Look at a module's output on the first stage that sends it."""
@@ -254,7 +272,8 @@ class _Values:
         found = {}
         for stage in self._ranges[1:]:
             if stage.first <= position <= stage.last:
-                found[stage.index] = given_names(self._trace, stage, position) & {*self._crossings[stage.index].carried}
+                sent = {*self.crossings[stage.index].carried}
+                found[stage.index] = given_names(self._trace, stage, position, sent) & sent
         return found
 
     def _on_read(self, label: _Label) -> None:
@@ -276,7 +295,7 @@ class _Values:
             f"{self._model} can't be cut before its layer '{first}': {what} depends on {origin}, which this "
             "stage has not got, by a value that stages don't send each other: one without a gradient (a mask, an "
             "index, a detached tensor), or in a container. Compute it from the batch outside of the layers, pass it "
-            "from layer to layer as an argument with a gradient, or use `pp_size=1`."
+            "from layer to layer as an argument, or use `pp_size=1`."
         )
 
 
