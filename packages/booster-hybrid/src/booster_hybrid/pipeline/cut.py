@@ -344,7 +344,9 @@ class StagedModel:
                 given in the dry run.
         """
         crossing = self._crossing_into(stage.index + 1, layer)
-        found = {name: (f"argument '{name}' of layer '{layer.name}'", arguments.get(name)) for name in crossing.carried}
+        found: dict[str, tuple[str, Any]] = {
+            name: (f"argument '{name}' of layer '{layer.name}'", arguments.get(name)) for name in crossing.carried
+        }
         for extra in crossing.extras:
             value = self._made.get(extra.name, self._received.get(extra.name))
             found[extra.name] = (f"what module '{extra.module}' returns", value)

@@ -30,7 +30,7 @@ _NUM_SEEDS = 20
 _SHOWN = 3
 
 
-class FixedDraws(TorchDispatchMode):
+class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets torch draw a given value wherever it draws a single number between 0 and 1.
 
     Args:
@@ -43,7 +43,7 @@ class FixedDraws(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, value: float = _HIGH) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.value, self.count = value, 0
 
     def __torch_dispatch__(

@@ -93,7 +93,7 @@ def add_values(
     return found
 
 
-class _Labels(TorchDispatchMode):
+class _Labels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The label of each storage: stages on which its values are not those of one process, each with who made them so.
 
     Args:
@@ -106,7 +106,7 @@ class _Labels(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, on_read: Callable[[_Label], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         # The reference keeps the address of a storage that is gone from being used again, and not its memory.
         self._known: dict[int, tuple[StorageWeakRef, _Label]] = {}
         self._on_read = on_read
@@ -122,7 +122,8 @@ class _Labels(TorchDispatchMode):
         """Give a tensor's storage a label."""
         key = _key(tensor)
         if key is not None and label:
-            self._known[key] = (StorageWeakRef(tensor.untyped_storage()), label)
+            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._known[key] = (reference, label)
         elif key is not None:
             self._known.pop(key, None)
 
@@ -216,10 +217,10 @@ class _Values:
                         self._check(stage.index, arguments[name], what)
         running = {stage.index for stage in self._ranges if stage.first <= position < stage.last}
         gates: dict[int, Tensor] = {}
-        for stage in running & received.keys():
-            for name in received[stage] & arguments.keys():
+        for index in running & received.keys():
+            for name in received[index] & arguments.keys():
                 if isinstance(arguments[name], torch.Tensor):
-                    gates[id(arguments[name])] = self.labels.copy(arguments[name], [stage])
+                    gates[id(arguments[name])] = self.labels.copy(arguments[name], [index])
         before = self.labels.made_here, self._inside
         self._num_calls, self._inside = self._num_calls + 1, position
         later = [stage.index for stage in self._ranges if stage.first > position]
@@ -301,7 +302,7 @@ class _Values:
 
 def _key(tensor: Tensor) -> int | None:
     try:
-        return tensor.untyped_storage()._cdata  # noqa: SLF001 - as torch tells storages apart
+        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - as torch tells storages apart
     except (NotImplementedError, RuntimeError):
         return None  # sparse tensors have no storage
 
