@@ -183,3 +183,31 @@ def test_fewer_microbatches_than_stages_work_and_are_warned_of():
     assert len(first) == 1
     assert first[0].startswith("1 microbatch(es) leave each of the 2 ranks of the pipeline idle for 50% of a step.")
     assert second == []
+
+
+class Deep(torch.nn.Module):
+    """Passes on a tensor of more dimensions than are sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x):
+        x = self.blocks[0](x.view(-1, *[1] * 8, 4))
+        return self.blocks[1](x).flatten(1)
+
+
+def send_many_dimensions():
+    from booster_hybrid import HybridParallelPlugin
+    from booster_hybrid.policy.base import ShardingPolicy
+
+    policy = ShardingPolicy(layers=("blocks",))
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, custom_policy=policy, example_batch=torch.ones(2, 4)))
+    model = Deep()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, lambda outputs, _: outputs.mean(), optimizer)
+
+
+def test_activations_that_cannot_be_sent_are_named_on_every_rank():
+    message = r"can't send argument 'input' of layer 'blocks\.1': it is of torch\.float32 and has 10 dimensions"
+    expect_on_ranks(ConfigError, message, send_many_dimensions, 2)

@@ -15,7 +15,7 @@ from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_core.lazy import is_lazy
 from booster_core.lazy.boosting import hollow_objects
-from booster_core.mesh import Axis, MeshShape, make_axes
+from booster_core.mesh import Axis, make_axes
 from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.precision.narrow import working_dtypes
@@ -31,9 +31,10 @@ from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
 from booster_hybrid.lazy import fill_model
-from booster_hybrid.mesh import AXES, COMMUNICATING, check_order, mesh_shape
+from booster_hybrid.mesh import AXES, COMMUNICATING, check_order
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
+from booster_hybrid.pipeline.draws import check_no_layer_is_skipped, kept_generators
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
@@ -41,6 +42,7 @@ from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.stages import StageMap, StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
+from booster_hybrid.place import MeshPlace
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.state import HybridStateAdapter
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
     from booster_hybrid.policy.base import ShardingPolicy
 
 
-class HybridParallelPlugin(PipelinePlugin):
+class HybridParallelPlugin(MeshPlace, PipelinePlugin):
     """Each layer split over tensor parallel ranks, and data parallelism over the ranks that these leave.
 
     Args:
@@ -186,7 +188,6 @@ class HybridParallelPlugin(PipelinePlugin):
         self._zero = LowLevelZeroPlugin(
             **{each.name: getattr(options, each.name) for each in fields(options)}, precision=self.precision
         )
-        self._axes: tuple[Any, dict[tuple[str, ...], Axis]] | None = None
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the policy with working parameters in the compute format, and masters beside them where it is narrow.
@@ -419,8 +420,11 @@ class HybridParallelPlugin(PipelinePlugin):
                 batch = to_device(example_batch(model, objects.dataloader, self.example_batch), context.device)
                 paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
                 lists = [paths.get(name, name) for name in (() if policy is None else policy.layers)]
-                trace, flow = trace_flow(model, lists, batch)
-                found = trace, find_crossings(model, trace, flow, config)
+                with kept_generators():
+                    trace, flow = trace_flow(model, lists, batch)
+                    if objects.optimizer is not None:
+                        check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
+                    found = trace, find_crossings(model, trace, flow, config, batch)
             except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                 error = caught
         context.coordinator.raise_together(error, name="boost")
@@ -457,9 +461,6 @@ class HybridParallelPlugin(PipelinePlugin):
         up = axes["pp",]
         down = make_axes(self._shape(dist.get_world_size()), [("pp",)])["pp",]
         return Link(plan.sent_names, up.ranks, up.index, up.group, down.group, context.device)
-
-    def _shape(self, world_size: int) -> MeshShape:
-        return mesh_shape(self.config.sizes, self.config.mesh_order, world_size)
 
     def _axes_of_world(self) -> dict[tuple[str, ...], Axis]:
         """Return this rank's place; process groups are made once for each world."""

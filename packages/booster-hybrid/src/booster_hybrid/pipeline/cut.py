@@ -13,17 +13,18 @@ import contextlib
 import inspect
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.flow import Crossing
-from booster_hybrid.pipeline.trace import call_with, named_arguments, named_forward, taken_by
+from booster_hybrid.pipeline.p2p import check_sendable
+from booster_hybrid.pipeline.trace import call_with, is_carried, named_arguments, named_forward, taken_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -121,15 +122,16 @@ def held_modules(modules: Mapping[str, nn.Module], trace: Trace, stages: Sequenc
     return held
 
 
-def given_names(trace: Trace, stage: StageRange, position: int) -> set[str]:
+def given_names(trace: Trace, stage: StageRange, position: int, more: Collection[str] = ()) -> set[str]:
     """Return the names of those of a layer's arguments that a stage was given at its first layer, too.
 
     Args:
         trace: What a dry run of the model has seen.
         stage: The stage.
         position: The layer, of the stage or right after it.
+        more: Names of arguments without a gradient that the first layer is sent.
     """
-    names = set() if stage.is_first else set(trace.layers[stage.first].carried)
+    names = set() if stage.is_first else {*trace.layers[stage.first].carried, *more}
     for layer in trace.layers[stage.first + 1 : position + 1]:
         names &= set(layer.constant)
     return names
@@ -183,8 +185,11 @@ class StagedModel:
         self._crossings = crossings
         self._num_returns: Counter[str] = Counter()
         self._made: dict[str, Tensor] = {}
+        self._has_begun = False
         self.stages = {stage.index: stage for stage in stages}
         modules = dict(model.named_modules())
+        for name in trace.uncalled:
+            modules[name].forward = _Refusal(name, type(model).__name__, modules[name])
         for position, layer in enumerate(trace.layers):
             module: Any = modules[layer.name]
             if hasattr(module, "gradient_checkpointing") and not self._holds(position):
@@ -264,14 +269,27 @@ class StagedModel:
         Returns:
             The model's outputs on the last stage, else ``None``; and what the next stage has to get, by name.
 
+        Raises:
+            ConfigError: If the forward skipped the layer with which the stage begins, or that with which the next one
+                does, so that what was received was not used, or nothing is there to send.
+
         Collective: as the model's own forward.
         """
         self._num_returns.clear()
         self._made = {}
+        self._has_begun = False
+        outputs, payload = None, None
         try:
-            return call_with(self.forward, taken_by(self.model, batch)), {}
+            outputs = call_with(self.forward, taken_by(self.model, batch))
         except _StageEndError as end:
-            return None, end.payload
+            payload = end.payload
+        stage = self._active
+        assert stage is not None, "a stage is active"
+        if payload is None and not stage.is_last:
+            raise self._skipped(stage, stage.last, f"with which stage {stage.index + 1} begins")
+        if not (self._has_begun or stage.is_first):
+            raise self._skipped(stage, stage.first, "with which it begins")
+        return outputs, payload or {}
 
     def call_layer(self, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a layer does in the active stage.
@@ -289,6 +307,8 @@ class StagedModel:
                 "is given no optimizer."
             )
             raise ConfigError(msg)
+        if position > stage.last:
+            raise self._skipped(stage, stage.last, f"with which stage {stage.index + 1} begins")
         if position < stage.first:
             self._show_what_came(position)
             first = args[0] if args else next(iter(kwargs.values()))
@@ -296,10 +316,8 @@ class StagedModel:
         if position == stage.last:
             arguments = named_arguments(gate, args, kwargs)
             arguments.update(self._given(stage, position))
-            crossing = self._crossing_into(stage.index + 1, layer)
-            payload = {name: arguments[name] for name in crossing.carried if _is_tensor(arguments.get(name))}
-            sent = {extra.name: self._made.get(extra.name, self._received.get(extra.name)) for extra in crossing.extras}
-            raise _StageEndError({**payload, **{name: value for name, value in sent.items() if value is not None}})
+            raise _StageEndError(self._payload(stage, layer, arguments))
+        self._has_begun = self._has_begun or position == stage.first
         given = self._given(stage, position)
         if not given:
             return gate.forward(*args, **kwargs)
@@ -318,6 +336,51 @@ class StagedModel:
                     is_named = key in module._forward_hooks_with_kwargs  # noqa: SLF001 - likewise
                     hook(module, (), *([{}] if is_named else []), output)
 
+    def _payload(self, stage: StageRange, layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return what the next stage gets: arguments of its first layer, and what else it needs.
+
+        Raises:
+            ConfigError: If some of it is not there, or the layer is given a tensor with a gradient that it was not
+                given in the dry run.
+        """
+        crossing = self._crossing_into(stage.index + 1, layer)
+        found: dict[str, tuple[str, Any]] = {
+            name: (f"argument '{name}' of layer '{layer.name}'", arguments.get(name)) for name in crossing.carried
+        }
+        for extra in crossing.extras:
+            value = self._made.get(extra.name, self._received.get(extra.name))
+            found[extra.name] = (f"what module '{extra.module}' returns", value)
+        for what, value in found.values():
+            if not isinstance(value, torch.Tensor):
+                msg = (
+                    f"{self._shown(stage)} has no tensor to send as {what}, which was one in the dry run at `boost`; "
+                    f"it is `{type(value).__name__}` now. Pass an `example_batch` like the batches that are run, or "
+                    "use `pp_size=1`."
+                )
+                raise ConfigError(msg)
+            check_sendable(value, what)
+        for name, value in arguments.items():
+            if is_carried(value) and name not in layer.carried:
+                msg = (
+                    f"{self._shown(stage)} can't send argument '{name}' of layer '{layer.name}': it is a tensor with a "
+                    "gradient now, and was none in the dry run at `boost`. Pass an `example_batch` like the batches "
+                    "that are run, or use `pp_size=1`."
+                )
+                raise ConfigError(msg)
+        return {name: value for name, (_, value) in found.items()}
+
+    def _shown(self, stage: StageRange) -> str:
+        first, last = self._trace.layers[stage.first].name, self._trace.layers[stage.last - 1].name
+        return f"Stage {stage.index} of {type(self.model).__name__} ('{first}' to '{last}')"
+
+    def _skipped(self, stage: StageRange, position: int, what: str) -> ConfigError:
+        """Return the error of a stage whose forward did not call a layer."""
+        return ConfigError(
+            f"{self._shown(stage)} ended without a call of layer '{self._trace.layers[position].name}', {what}: no "
+            "activations can pass from stage to stage without it. Keep the model from skipping layers (set `layerdrop` "
+            "to 0), or use `pp_size=1`."
+        )
+
     def _crossing_into(self, stage: int, first: Layer) -> Crossing:
         return Crossing(first.carried) if self._crossings is None else self._crossings[stage]
 
@@ -330,12 +393,9 @@ class StagedModel:
         if stage.is_first:
             return {}
         first = self._trace.layers[stage.first]
-        names = given_names(self._trace, stage, position) & {*self._crossing_into(stage.index, first).carried}
+        sent = {*self._crossing_into(stage.index, first).carried}
+        names = given_names(self._trace, stage, position, sent) & sent
         return {name: self._received[name] for name in names if name in self._received}
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 class _Gate:
@@ -348,3 +408,18 @@ class _Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._staged.call_layer(self, args, kwargs)
+
+
+class _Refusal:
+    """The forward of a layer that the dry run did not see: which stage has to run it is not known."""
+
+    def __init__(self, name: str, model: str, module: nn.Module) -> None:
+        self._name, self._model = name, model
+        self.__signature__ = inspect.signature(named_forward(module))  # callers look at what a layer takes
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        msg = (
+            f"{self._model} calls layer '{self._name}', which the dry run at `boost` did not, so that no stage is to "
+            "run it. Pass an `example_batch` like the batches that are run, or use `pp_size=1`."
+        )
+        raise ConfigError(msg)

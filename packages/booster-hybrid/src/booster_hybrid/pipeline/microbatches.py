@@ -35,7 +35,8 @@ def num_samples(batch: Any) -> int:
         found = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or f"`{type(batch).__name__}`"
         msg = (
             f"The batch can't be split into microbatches: its tensors must have one entry per sample in their first "
-            f"dimension, all of them the same number; got {found}."
+            f"dimension, all of them the same number; got {found}. What is for all samples, such as class weights, "
+            "belongs into the criterion, or needs a first dimension of 1."
         )
         raise ConfigError(msg)
     return lengths.pop()

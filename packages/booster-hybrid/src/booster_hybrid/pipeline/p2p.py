@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from booster_core.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
@@ -38,9 +40,33 @@ _DTYPES = (
     torch.float64,
     torch.int64,
     torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
     torch.bool,
     torch.complex64,
+    torch.complex128,
 )
+
+
+def check_sendable(tensor: Tensor, what: str) -> None:
+    """Raise if a tensor can't be sent; where it is made, as a sender that raises keeps others waiting.
+
+    Args:
+        tensor: What is to be sent.
+        what: What it is called in errors.
+
+    Raises:
+        ConfigError: If its format is none that is sent, or it has too many dimensions.
+
+    Collective: none.
+    """
+    if tensor.dtype not in _DTYPES or tensor.dim() > _MOST_DIMS:
+        msg = (
+            f"A stage can't send {what}: it is of {tensor.dtype} and has {tensor.dim()} dimensions. Use one of "
+            f"{', '.join(map(str, _DTYPES))}, and at most {_MOST_DIMS} dimensions."
+        )
+        raise ConfigError(msg)
 
 
 class Sent:

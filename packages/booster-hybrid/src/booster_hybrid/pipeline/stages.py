@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from booster_core.activation_checkpointing import enable_activation_checkpointin
 from booster_core.state.naming import NamedTensors
 from booster_hybrid.pipeline.cut import StagedModel, given_names, held_modules, share_layers
 from booster_hybrid.pipeline.schedule import make_schedule
+from booster_hybrid.pipeline.values import add_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +102,9 @@ class StageMap:
         return sorted({holders for holders in self.holders.values() if len(holders) > 1})
 
 
-def find_crossings(model: nn.Module, trace: Trace, flow: Flow, config: PipelineConfig) -> tuple[Crossing, ...]:
+def find_crossings(
+    model: nn.Module, trace: Trace, flow: Flow, config: PipelineConfig, batch: Any
+) -> tuple[Crossing, ...]:
     """Return what each stage gets from the one before.
 
     Args:
@@ -109,9 +112,10 @@ def find_crossings(model: nn.Module, trace: Trace, flow: Flow, config: PipelineC
         trace: What a dry run of it has seen.
         flow: The graph of that dry run.
         config: How many stages there are.
+        batch: What the dry run was given.
 
     Raises:
-        ConfigError: If the layers can't be shared out so, or a stage needs what can't be sent to it.
+        ConfigError: If the layers can't be shared out so, or a stage needs what is not or can't be sent to it.
 
     Collective: none.
     """
@@ -123,12 +127,17 @@ def find_crossings(model: nn.Module, trace: Trace, flow: Flow, config: PipelineC
         {id(each) for name in held_modules(modules, trace, [stage]) for each in modules[name].parameters(recurse=False)}
         for stage in ranges
     ]
-    return flow.crossings(
+
+    def is_held(stage: int, name: str) -> bool:
+        return ids[name] in held[stage]
+
+    crossings = flow.crossings(
         [(stage.first, stage.last) for stage in ranges],
         lambda stage, position: given_names(trace, ranges[stage], position),
-        lambda stage, name: ids[name] in held[stage],
+        is_held,
         type(model).__name__,
     )
+    return add_values(model, trace, ranges, crossings, is_held, batch)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.state.naming import compiled_module
+from booster_hybrid.pipeline.draws import FixedDraws
 from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.tensor_parallel.split import is_repeated
 
@@ -37,7 +38,7 @@ class Layer:
         name: Its name in the model.
         returned: Length of the tuple that it returns; ``None`` where it returns a tensor.
         carried: Names of its arguments that are differentiable tensors: what a stage before it has to send.
-        constant: Those of them that it was given as the layer before it was.
+        constant: Names of its arguments that are tensors, and the same as the layer before it was given.
     """
 
     name: str
@@ -54,10 +55,12 @@ class Trace:
         layers: The layers in the order of their calls.
         uses: For each other module that has parameters of its own: the numbers of layers that had been called while it
             ran. A module that was not called has none.
+        uncalled: Names of the layers that were not called.
     """
 
     layers: tuple[Layer, ...]
     uses: Mapping[str, tuple[int, ...]] = field(repr=False)
+    uncalled: tuple[str, ...] = ()
 
 
 def named_forward(module: nn.Module) -> Callable[..., Any]:
@@ -128,19 +131,23 @@ def trace_layers(model: nn.Module, lists: Sequence[str], batch: Any) -> Trace:
     return trace_flow(model, lists, batch)[0]
 
 
-def trace_flow(model: nn.Module, lists: Sequence[str], batch: Any) -> tuple[Trace, Flow]:
+def trace_flow(
+    model: nn.Module, lists: Sequence[str], batch: Any, draws: FixedDraws | None = None
+) -> tuple[Trace, Flow]:
     """Run a model dry.
 
     Args:
         model: The whole model.
         lists: Names of its lists of layers; those that it lacks are passed over.
         batch: As its data loader yields it; see `call_with` and `taken_by`.
+        draws: What single random numbers are; by default so high that no layer is skipped by chance.
 
     Returns:
         What is seen of its layers, and the graph of what was computed.
 
     Raises:
-        ConfigError: If there is no list of layers, or a layer is called more than once.
+        ConfigError: If there is no list of layers, a layer is called more than once, or what it returns is no tensor
+            or tuple.
 
     Collective: none.
     """
@@ -157,11 +164,42 @@ def trace_flow(model: nn.Module, lists: Sequence[str], batch: Any) -> tuple[Trac
     recorder = _Recorder(modules, layers, found)
     recorder.watch()
     try:
-        _run_dry(model, taken_by(model, batch), recorder)
+        run_dry(model, batch, functools.partial(_run_recorded, model, recorder), draws or FixedDraws())
     finally:
         recorder.close()
     assert recorder.flow is not None, "the model has run"
     return recorder.trace(), recorder.flow
+
+
+def replace_forward(module: Any, call: Callable[..., Any]) -> Callable[[], None]:
+    """Watch a layer from where a gate of a stage would stand: inside of what hooks see.
+
+    Args:
+        module: The layer.
+        call: Called with its forward, the function whose arguments have names, and the call's arguments.
+
+    Returns:
+        What puts the forward back.
+
+    Collective: none.
+    """
+    before, forward = module.__dict__.get("forward"), module.forward
+    signature = named_forward(module)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return call(forward, signature, args, kwargs)
+
+    functools.update_wrapper(called, signature.func if isinstance(signature, functools.partial) else signature)
+    called.__signature__ = inspect.signature(signature)  # type: ignore[attr-defined]
+    module.forward = called
+
+    def undo() -> None:
+        if before is None:
+            module.__dict__.pop("forward")
+        else:
+            module.forward = before
+
+    return undo
 
 
 class _Recorder:
@@ -179,7 +217,8 @@ class _Recorder:
     def watch(self) -> None:
         for name, module in self._modules.items():
             if id(module) in self._layers:
-                self._replace_forward(self._layers[id(module)], module)
+                call = functools.partial(self._call_layer, self._layers[id(module)])
+                self._undo.append(replace_forward(module, call))
             elif any(name.startswith(f"{each}.") for each in self._lists):
                 self._undo.append(module.register_forward_hook(functools.partial(self._on_inner_return, name)).remove)
                 continue
@@ -190,22 +229,6 @@ class _Recorder:
                 module.register_forward_pre_hook(self._on_call).remove,
                 module.register_forward_hook(lambda _, __, output, then=on_return: then(output), prepend=True).remove,
             ]
-
-    def _replace_forward(self, name: str, module: Any) -> None:
-        """Watch a layer from where a gate of a stage would stand: inside of what hooks see."""
-        before, forward = module.__dict__.get("forward"), module.forward
-        signature = named_forward(module)
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return self._call_layer(name, forward, signature, args, kwargs)
-
-        functools.update_wrapper(called, signature.func if isinstance(signature, functools.partial) else signature)
-        called.__signature__ = inspect.signature(signature)  # type: ignore[attr-defined]
-        module.forward = called
-        if before is None:
-            self._undo.append(lambda: module.__dict__.pop("forward"))
-        else:
-            self._undo.append(lambda: setattr(module, "forward", before))
 
     def close(self) -> None:
         for undo in self._undo:
@@ -230,17 +253,18 @@ class _Recorder:
         layers = []
         before: dict[str, Any] = {}
         for name, arguments in self._calls:
-            carried = {key: value for key, value in arguments.items() if is_carried(value)}
+            tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
             layers.append(
                 Layer(
                     name,
                     self._returned[name],
-                    tuple(carried),
-                    tuple(key for key, value in carried.items() if before.get(key) is value),
+                    tuple(key for key, value in tensors.items() if is_carried(value)),
+                    tuple(key for key, value in tensors.items() if before.get(key) is value),
                 )
             )
-            before = carried
-        return Trace(tuple(layers), {name: tuple(uses) for name, uses in self._uses.items()})
+            before = tensors
+        uses = {name: tuple(each) for name, each in self._uses.items()}
+        return Trace(tuple(layers), uses, tuple(name for name in self._layers.values() if name not in names))
 
     def _call_layer(
         self,
@@ -262,6 +286,12 @@ class _Recorder:
             )
         finally:
             self._depth -= 1
+        if not isinstance(output, torch.Tensor) and type(output) is not tuple:
+            msg = (
+                f"Layer '{name}' returns a `{type(output).__name__}`. Where a pipeline is cut, layers must return a "
+                "tensor, or a plain tuple of which the first entry is one. Return one of these, or use `pp_size=1`."
+            )
+            raise ConfigError(msg)
         self._returned[name] = len(output) if isinstance(output, tuple) else None
         return output
 
@@ -288,16 +318,39 @@ class _Recorder:
             self._uses[name] += range(before, now + 1)
 
 
-def _run_dry(model: nn.Module, batch: Any, recorder: _Recorder) -> None:
+def run_dry(
+    model: nn.Module, batch: Any, run: Callable[[Callable[[torch.Tensor], torch.Tensor], Any], None], draws: FixedDraws
+) -> None:
+    """Run something on fake tensors; on real ones where it asks for values.
+
+    Args:
+        model: The model; entries of the batch that its forward does not take are left out.
+        batch: As its data loader yields it.
+        run: Called with what makes a tensor's stand-in, and the batch made of such ones; up to three times, until it
+            raises nothing.
+        draws: What single random numbers are meanwhile.
+
+    Raises:
+        ConfigError: What the function refuses, at once.
+        Exception: What it raised on real tensors.
+
+    Collective: none.
+    """
+    batch = taken_by(model, batch)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         # Some kernels' shapes are known for bf16 alone, such as those of products of groups.
         for narrow in (False, True):
-            with contextlib.suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
-                make = functools.partial(_fake, mode, narrow=narrow)
-                _run_recorded(model, make, pytree.tree_map_only(torch.Tensor, make, batch), recorder)
-                return
-        # A value was asked for, which only a real run has.
-        _run_recorded(model, torch.Tensor.detach, batch, recorder)
+            try:
+                with FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet(), draws:
+                    make = functools.partial(_fake, mode, narrow=narrow)
+                    run(make, pytree.tree_map_only(torch.Tensor, make, batch))
+            except ConfigError:
+                raise
+            except Exception:  # noqa: BLE001, S112 - a value was asked for, which only a real run has
+                continue
+            return
+        with draws:
+            run(torch.Tensor.detach, batch)
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, *, narrow: bool) -> torch.Tensor:
@@ -308,15 +361,15 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, *, narrow: bool) -> torch.
     return mode.from_tensor(tensor).to(dtype)
 
 
-def _run_recorded(model: nn.Module, make: Callable[..., torch.Tensor], batch: Any, recorder: _Recorder) -> None:
-    tensors = _stand_ins(model, make)
+def _run_recorded(model: nn.Module, recorder: _Recorder, make: Callable[..., torch.Tensor], batch: Any) -> None:
+    tensors = stand_ins(model, make)
     recorder.start({name: tensors[name] for name, _ in model.named_parameters()})
     output = call_with(lambda *args, **kwargs: torch.func.functional_call(model, tensors, args, kwargs), batch)
     if recorder.flow is not None:
         recorder.flow.end(output)
 
 
-def _stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+def stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors in place of the model's, differentiable also where a parameter is frozen now."""
     state = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -1,0 +1,199 @@
+"""Layers that a forward skips: refused at a cut, and at `boost` where training skips layers at random."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from model_zoo import get_model
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.policy.base import ShardingPolicy
+
+POLICY = ShardingPolicy(layers=("layers",))
+
+
+class Skipping(nn.Module):
+    """Six layers, of which those in ``skipped`` are not called; ``draw`` tells for each whether it is, too."""
+
+    def __init__(self, draw=None):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        self.skipped = ()
+        self.draw = draw
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            drops = self.training and self.draw is not None and self.draw() < 0.3
+            if index not in self.skipped and not drops:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def boosted(model, options, *, with_optimizer=True):
+    plugin = HybridParallelPlugin(**{"pp_size": 2, **options}, custom_policy=POLICY, example_batch=torch.ones(2, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if with_optimizer else None
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return booster, model, optimizer
+
+
+def square(outputs, _):
+    return outputs.square().mean()
+
+
+def train(skipped, options):
+    torch.manual_seed(1)
+    booster, model, optimizer = boosted(Skipping(), options)
+    model.unwrap().skipped = skipped
+    torch.manual_seed(1)
+    whole = Skipping()
+    whole.skipped = skipped
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    booster.execute_pipeline(iter([x]), model, square, optimizer)
+    square(whole(x), None).backward()
+    for name, parameter in whole.named_parameters():
+        found = booster.full_gradient(model, name)
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(torch.zeros_like(expected) if found is None else found, expected, msg=name)
+
+
+@pytest.mark.parametrize("options", [{}, {"pp_style": "zbv"}], ids=["1f1b", "zbv"])
+def test_layers_inside_of_a_stage_may_be_skipped(options):
+    skipped = (1, 4) if not options else (0, 4)
+    if options:
+        options = {**options, "num_layers_per_stage": (2, 1, 2, 1)}
+        skipped = (0, 1, 4)
+    run_on_ranks(train, 2, skipped, options)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "options", "message"),
+    [
+        ((3,), {}, r"Stage 0 .* ended without a call of layer 'layers\.3', with which stage 1 begins"),
+        ((3, 4, 5), {}, r"Stage 0 .* ended without a call of layer 'layers\.3'"),
+        ((2, 3), {"num_layers_per_stage": (2, 2, 2), "pp_size": 3}, r"Stage 0 .* a call of layer 'layers\.2'"),
+        ((5,), {"pp_style": "zbv", "num_layers_per_stage": (2, 1, 2, 1)}, r"Stage 2 .* of layer 'layers\.5'"),
+    ],
+    ids=["boundary", "rest", "middle", "zbv"],
+)
+def test_a_skipped_layer_at_a_cut_is_named_on_every_rank(skipped, options, message):
+    expect_on_ranks(ConfigError, message, train, options.get("pp_size", 2), skipped, options)
+
+
+def skip_on_one_stage(stage, skipped):
+    booster, model, optimizer = boosted(Skipping(), {})
+    if torch.distributed.get_rank() == stage:
+        model.unwrap().skipped = skipped
+    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, square, optimizer)
+
+
+def test_received_activations_that_are_not_used_are_named_on_every_rank():
+    message = r"Stage 1 .* without a call of layer 'layers\.3', with which it begins"
+    expect_on_ranks(ConfigError, message, skip_on_one_stage, 2, 1, (3,))
+
+
+class Optional(nn.Module):
+    """A model whose layers are given nothing where it is told so."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(OnOptional() for _ in range(4))
+        self.gives = True
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x if self.gives else None)
+        return x
+
+
+class OnOptional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x=None):
+        return self.linear(torch.ones(2, 4) if x is None else x)
+
+
+def send_nothing():
+    booster, model, optimizer = boosted(Optional(), {})
+    model.unwrap().gives = False
+    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, square, optimizer)
+
+
+def test_a_stage_that_has_nothing_to_send_is_named_on_every_rank():
+    message = r"Stage 0 .* has no tensor to send as argument 'x' of layer 'layers\.2'"
+    expect_on_ranks(ConfigError, message, send_nothing, 2)
+
+
+class Choosing(Skipping):
+    """Calls its last layer only where it is told to, which the dry run does not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.skipped = (5,)
+
+
+def call_another_layer():
+    booster, model, optimizer = boosted(Choosing(), {})
+    model.unwrap().skipped = ()
+    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, square, optimizer)
+
+
+def test_a_layer_that_the_dry_run_did_not_call_is_named_on_every_rank():
+    message = r"layer 'layers\.5', which the dry run at `boost` did not"
+    expect_on_ranks(ConfigError, message, call_another_layer, 2)
+
+
+def torch_draw():
+    return torch.rand([])
+
+
+def python_draw():
+    return random.random()
+
+
+def boost_drawing(draw, *, is_training=True, with_optimizer=True):
+    torch.manual_seed(0)
+    random.seed(0)
+    before = torch.get_rng_state(), random.getstate()
+    model = Skipping(draw).train(is_training)
+    torch.set_rng_state(before[0])
+    modes = {name: module.training for name, module in model.named_modules()}
+    try:
+        boosted(model, {}, with_optimizer=with_optimizer)
+    finally:
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
+        assert modes == {name: module.training for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("draw", [torch_draw, python_draw], ids=["torch", "python"])
+def test_layers_that_training_skips_at_random_are_refused_at_boost(draw, is_training):
+    message = r"Skipping skips layers at random in training \('layers\.\d'"
+    expect_on_ranks(ConfigError, message, boost_drawing, 2, draw, is_training=is_training)
+
+
+def test_a_model_that_is_only_evaluated_may_have_layers_that_training_skips():
+    run_on_ranks(boost_drawing, 2, torch_draw, is_training=False, with_optimizer=False)
+
+
+def boost_opt(layerdrop):
+    zoo = get_model("transformers/opt")
+    model = zoo.seeded().train()
+    model.model.decoder.layerdrop = layerdrop
+    booster = Booster("cpu", plugin=HybridParallelPlugin(pp_size=2, example_batch=zoo.share(0, 0, 2)))
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_layerdrop_of_transformers_is_refused_at_boost():
+    expect_on_ranks(ConfigError, r"skips layers at random in training .* `layerdrop` of its configuration to 0",
+                    boost_opt, 2, 0.1)  # fmt: skip
+    run_on_ranks(boost_opt, 2, 0.0)

@@ -1,0 +1,324 @@
+"""Values without gradients are sent to later stages as arguments of layers; those needed in other ways are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.policy.base import ShardingPolicy
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, mask=None):
+        return torch.tanh(self.linear(x)) * (1 if mask is None else mask)
+
+
+class Base(nn.Module):
+    block: type[nn.Module] = Block
+
+    def __init__(self):
+        super().__init__()
+        self.entry = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(type(self).block() for _ in range(4))
+        self.exit = nn.Linear(4, 4)
+
+
+class MaskOfBatch(Base):
+    """Computes a mask from the batch, outside of the layers: each stage does so for itself."""
+
+    def forward(self, x):
+        mask = (x > 0).any(-1, keepdim=True)
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.exit(x)
+
+
+class MaskOfEntry(Base):
+    """Computes a mask from what the first stage alone can compute."""
+
+    def forward(self, x):
+        x = self.entry(x)
+        mask = x > 0
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.exit(x)
+
+
+class Masking(Block):
+    def forward(self, x, mask=None):
+        x = super().forward(x, mask)
+        return x, x > 0
+
+
+class MaskFromLayer(Base):
+    """Passes a boolean mask from layer to layer."""
+
+    block = Masking
+
+    def forward(self, x):
+        x, mask = self.entry(x), None
+        for layer in self.layers:
+            x, mask = layer(x, mask)
+        return self.exit(x)
+
+
+class PassedMask(Base):
+    """Its layers return the mask of the batch as they were given it."""
+
+    class Block(Block):
+        def forward(self, x, mask=None):
+            return super().forward(x, mask), mask
+
+    block = Block
+
+    def forward(self, x):
+        mask = x > 0
+        x = self.entry(x)
+        for layer in self.layers:
+            x, mask = layer(x, mask)
+        return self.exit(x)
+
+
+class Detached(Base):
+    """Uses a detached state of an early layer after the last one."""
+
+    def forward(self, x):
+        x = self.entry(x)
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 0:
+                early = x.detach()
+        return self.exit(x * early)
+
+
+class DetachedOutputs(Base):
+    """Returns a detached output of each layer."""
+
+    def forward(self, x):
+        x, seen = self.entry(x), []
+        for layer in self.layers:
+            x = layer(x)
+            seen.append(x.detach())
+        return {"out": self.exit(x), "seen": seen}
+
+
+class Indices(Base):
+    """Reorders what each layer gets by what the layer before has returned: done before it is sent."""
+
+    def forward(self, x):
+        x, order = self.entry(x), None
+        for layer in self.layers:
+            x = layer(x if order is None else x.gather(-1, order))
+            order = x.argsort(-1)
+        return self.exit(x.gather(-1, order))
+
+
+class EarlyIndices(Base):
+    """Reorders what each layer gets by what the first one has returned."""
+
+    def forward(self, x):
+        x, order = self.entry(x), None
+        for layer in self.layers:
+            x = layer(x if order is None else x.gather(-1, order))
+            order = x.argsort(-1) if order is None else order
+        return self.exit(x)
+
+
+class Stashed(Base):
+    """An early layer leaves a mask in itself, which the exit reads."""
+
+    class Block(Block):
+        def forward(self, x, mask=None):
+            x = super().forward(x, mask)
+            self.seen = (x > 0).float()
+            return x
+
+    block = Block
+
+    def forward(self, x):
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.exit(x) * self.layers[0].seen
+
+
+class Written(Base):
+    """Layers add to a tensor in place."""
+
+    class Block(Block):
+        def forward(self, x, mask=None):
+            x = super().forward(x)
+            mask.add_(x.detach())
+            return x
+
+    block = Block
+
+    def forward(self, x):
+        x = self.entry(x)
+        total = torch.zeros_like(x)
+        for layer in self.layers:
+            x = layer(x, total)
+        return self.exit(x + total)
+
+
+class Read(Base):
+    """Chooses what to compute by a value between layers, on stages that have not got it."""
+
+    def forward(self, x):
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x)
+            scale = 2.0 if bool((x > 0.5).any()) else 1.0
+            x = x * scale
+        return self.exit(x)
+
+
+@dataclasses.dataclass
+class Result:
+    out: torch.Tensor
+    seen: list[torch.Tensor]
+
+
+class ResultObject(Base):
+    """Returns an object that nothing opens, with the state of an early layer."""
+
+    def forward(self, x):
+        x, seen = self.entry(x), []
+        for layer in self.layers:
+            x = layer(x)
+            seen.append(x)
+        return Result(self.exit(x), seen)
+
+
+class Pair(typing.NamedTuple):
+    hidden: torch.Tensor
+    more: torch.Tensor
+
+
+@dataclasses.dataclass
+class State:
+    hidden: torch.Tensor
+    mask: torch.Tensor
+
+
+class InDict(Base):
+    class Block(Block):
+        def forward(self, x, mask=None):
+            return {"hidden": super().forward(x, mask)}
+
+    block = Block
+
+    def forward(self, x):
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x)["hidden"]
+        return self.exit(x)
+
+
+class InNamedTuple(Base):
+    class Block(Block):
+        def forward(self, x, mask=None):
+            return Pair(super().forward(x, mask), x)
+
+    block = Block
+
+    def forward(self, x):
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x).hidden
+        return self.exit(x)
+
+
+class InDataclass(Base):
+    class Block(Block):
+        def forward(self, state):
+            return State(super().forward(state.hidden, state.mask), state.mask)
+
+    block = Block
+
+    def forward(self, x):
+        state = State(self.entry(x), x > 0)
+        for layer in self.layers:
+            state = layer(state)
+        return self.exit(state.hidden)
+
+
+def out_of(outputs):
+    return (
+        outputs if isinstance(outputs, torch.Tensor) else outputs["out"] if isinstance(outputs, dict) else outputs.out
+    )
+
+
+def loss_of(outputs, _):
+    return out_of(outputs).square().mean()
+
+
+def train(kind, pp_size=2):
+    torch.manual_seed(3)
+    model = kind()
+    torch.manual_seed(3)
+    whole = kind()
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    plugin = HybridParallelPlugin(
+        pp_size=pp_size, custom_policy=ShardingPolicy(layers=("layers",)), example_batch=torch.ones(2, 4)
+    )
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    result = booster.execute_pipeline(iter([x]), model, loss_of, optimizer)
+    loss = loss_of(whole(x), None)
+    loss.backward()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(booster.full_gradient(model, name), parameter.grad, msg=name)
+    if result["loss"] is not None:
+        torch.testing.assert_close(result["loss"], loss.detach())
+
+
+class ReadOfBatch(Base):
+    """Chooses what to compute by a value of the batch, which every stage has."""
+
+    def forward(self, x):
+        scale = 2.0 if bool((x > -100).all()) else 1.0
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.exit(x) * scale
+
+
+@pytest.mark.parametrize("pp_size", [2, 4])
+@pytest.mark.parametrize("kind", [MaskOfBatch, ReadOfBatch, Indices, MaskOfEntry, MaskFromLayer, PassedMask])
+def test_values_without_gradients_train_as_one_process(kind, pp_size):
+    run_on_ranks(train, pp_size, kind, pp_size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Detached, r"output \(all\) depends on layer 'layers\.0'"),
+        (DetachedOutputs, r"output \['seen'\]\[0\] depends on layer 'layers\.0'"),
+        (EarlyIndices, r"output \(all\) depends on layer 'layers\.0'"),
+        (Stashed, r"output \(all\) depends on layer 'layers\.0'"),
+        (Written, r"output \(all\) depends on layer 'layers\.[01]'"),
+        (Read, r"a value that forward reads .* depends on layer 'layers\.0'"),
+        (ResultObject, r"output \.seen\[0\] depends on layer 'layers\.0'"),
+    ],
+)
+def test_values_of_earlier_stages_that_are_not_sent_are_refused(kind, message):
+    expect_on_ranks(ConfigError, rf"can't be cut before its layer 'layers\.2': {message}", train, 2, kind)
+
+
+@pytest.mark.parametrize(("kind", "returned"), [(InDict, "dict"), (InNamedTuple, "Pair"), (InDataclass, "State")])
+def test_layers_that_return_containers_are_refused(kind, returned):
+    expect_on_ranks(ConfigError, rf"Layer 'layers\.0' returns a `{returned}`", train, 2, kind)
