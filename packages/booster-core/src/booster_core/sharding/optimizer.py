@@ -19,6 +19,7 @@ from booster_core.sharding.agreement import send_first
 from booster_core.sharding.buffers import BufferWatch
 from booster_core.sharding.hosting import HostedOptimizer
 from booster_core.sharding.reducer import Reducer
+from booster_core.sharding.unreduced import refuse_gradient
 from booster_core.state.naming import NamedTensors
 from booster_core.wrappers import OptimizerWrapper
 
@@ -87,6 +88,13 @@ class ShardedOptimizer(OptimizerWrapper):
         self.hosted = HostedOptimizer(optim, self.names)
         self.reducer = Reducer((), self.names, overlap=overlap, agree_on_record=self.agree_on_record)
         self._adopt_groups(optim.param_groups)
+        # A trained parameter may be left out of the optimizer, to stay as it is. One that is unfrozen is meant to train.
+        held = {index for members in self.hosted.groups for index in members}
+        self._refused = {
+            index: refuse_gradient(parameter, self.names[index])
+            for index, parameter in enumerate(parameters.values())
+            if not parameter.requires_grad and index not in held
+        }
 
     # ---- parameters and groups
 
@@ -158,6 +166,10 @@ class ShardedOptimizer(OptimizerWrapper):
                 raise ConfigError(msg)
         self.optim.add_param_group({**param_group, "params": given if isinstance(given, torch.Tensor) else list(given)})
         self._adopt_groups(self.optim.param_groups[-1:])
+        for index in self.hosted.groups[-1]:
+            handle = self._refused.pop(index, None)
+            if handle is not None:
+                handle.remove()
 
     def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
         """Return which parameters' gradients came again too late on any rank, at the end of the first round.
