@@ -194,7 +194,7 @@ def make_the_optimizer_later():
     if loss is not None:  # the stages evaluate
         assert torch.isclose(loss, llama()(**batch()).loss)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(TypeError, match="needs the optimizer returned by `Booster.boost`; got `AdamW`"):
+    with pytest.raises(TypeError, match=r"needs the optimizer returned by `Booster\.boost`; got `AdamW`"):
         booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
     local = [parameter for parameter in model.unwrap().parameters() if parameter.numel()]
     with pytest.raises(GradientError, match="the model was boosted without an optimizer"):

@@ -27,7 +27,7 @@ PLUGINS = {
     "hybrid": lambda: HybridParallelPlugin(tp_size=1, pp_size=1),
     "hybrid zero": lambda: HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=2),
 }
-CLOSE = tolerance_for(torch.float32)
+CLOSE = tolerance_for(torch.float64)
 
 
 class Contrasting(nn.Module):
@@ -57,11 +57,11 @@ class Expanded(Contrasting):
 
 def make(kind):
     torch.manual_seed(4)
-    return kind()
+    return kind().double()
 
 
 def batch(step, size):
-    return torch.randn(4 * size, 6, generator=torch.Generator().manual_seed(step))
+    return torch.randn(4 * size, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
 def optimizer_over(model):

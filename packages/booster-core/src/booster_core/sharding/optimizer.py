@@ -88,7 +88,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self.hosted = HostedOptimizer(optim, self.names)
         self.reducer = Reducer((), self.names, overlap=overlap, agree_on_record=self.agree_on_record)
         self._adopt_groups(optim.param_groups)
-        # A trained parameter may be left out of the optimizer, to stay as it is. One that is unfrozen is meant to train.
+        # What is trained may be left out of the optimizer, to stay as it is. What is unfrozen later is meant to train.
         held = {index for members in self.hosted.groups for index in members}
         self._refused = {
             index: refuse_gradient(parameter, self.names[index])
