@@ -180,8 +180,12 @@ class ShardedOptimizer(OptimizerWrapper):
 
         Collective: every rank that holds the same parameters.
         """
-        del order
-        return {index for of_rank in collectives.all_gather_object(late, self.ranks.holders) for index in of_rank}
+        came = set(order)
+        parameters = self.layout.parameters.items()
+        unused = {index for index, parameter in parameters if parameter.requires_grad and index not in came}
+        every = collectives.all_gather_object((late, unused), self.ranks.holders)
+        self.reducer.unused_somewhere = {index for _, of_rank in every for index in of_rank}
+        return {index for of_rank, _ in every for index in of_rank}
 
     def lay_out_anew(self, order: Sequence[int]) -> None:
         """Move everything to the places that it has when parameters lie in another order.
@@ -222,6 +226,7 @@ class ShardedOptimizer(OptimizerWrapper):
             self._average_over_replicas(self.ranks.replica_group)
         flagged.wait()
         anywhere = flags.bool().tolist()
+        self.reducer.unused_anywhere = {index for index, is_used in zip(indices, anywhere, strict=False) if not is_used}
         self._agreed = self.join_copies(dict(zip(indices, anywhere[: len(indices)], strict=True)))
         self._changed_buffers = anywhere[len(indices) :]
         for bucket in self.layout.buckets:
