@@ -17,6 +17,7 @@ from booster_core.gradients.clip import clip_by_norm
 from booster_core.liveness import naming_missing_ranks
 from booster_core.sharding.agreement import send_first
 from booster_core.sharding.buffers import BufferWatch
+from booster_core.sharding.elementwise import check_takes_parts
 from booster_core.sharding.hosting import HostedOptimizer
 from booster_core.sharding.reducer import Reducer
 from booster_core.sharding.unreduced import refuse_gradient
@@ -46,6 +47,7 @@ class ShardedOptimizer(OptimizerWrapper):
         max_norm: Clip by this norm in each step before which nobody clipped; 0 does not.
         overlap: Go on with backward while buckets are being reduced.
         unused: ``"zero"`` or ``"raise"``: what to do about parameters that took no part in backward.
+        partition: What the user asked of the layout: ``"flat"``, ``"parameter"`` or ``"auto"``.
         broadcast_buffers: Give every rank, after each step, rank 0's values of buffers that forward changes.
         **kwargs: As for `OptimizerWrapper`.
 
@@ -65,6 +67,7 @@ class ShardedOptimizer(OptimizerWrapper):
         max_norm: float,
         overlap: bool,
         unused: str,
+        partition: str,
         broadcast_buffers: bool,
         **kwargs: Any,
     ) -> None:
@@ -80,6 +83,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self.layout = layout
         self._max_norm = max_norm
         self._unused = unused
+        self._partition = partition
         self._broadcast_buffers = broadcast_buffers
         self._agreed: dict[int, bool] = {}
         self._agreed_rounds = 0
@@ -142,7 +146,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """Add a group of the model's parameters to the optimizer inside.
 
         Raises:
-            ConfigError: If a parameter is not the model's, or is in a group already.
+            ConfigError: If a parameter is not the model's, or is in a group already, or the optimizer takes this
+                group's parameters as wholes while those of the others are cut.
 
         Collective: none, but every rank must add the same, between a step and the next backward.
         """
@@ -165,11 +170,27 @@ class ShardedOptimizer(OptimizerWrapper):
                 msg = f"Parameter '{self.names[index]}' is in a parameter group already. Leave it out of the new one."
                 raise ConfigError(msg)
         self.optim.add_param_group({**param_group, "params": given if isinstance(given, torch.Tensor) else list(given)})
+        try:
+            self.check_settings(self.optim.param_groups[-1])
+        except ConfigError:
+            self.optim.param_groups.pop()
+            raise
         self._adopt_groups(self.optim.param_groups[-1:])
         for index in self.hosted.groups[-1]:
             handle = self._refused.pop(index, None)
             if handle is not None:
                 handle.remove()
+
+    def check_settings(self, group: Mapping[str, Any]) -> None:
+        """Check that the optimizer inside can step on parts of the parameters of a group, as they are laid out.
+
+        Raises:
+            ConfigError: If it can't.
+
+        Collective: none.
+        """
+        if self.layout.kind == "flat":
+            check_takes_parts(self.unwrap(), self._partition, group)
 
     def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
         """Return which parameters' gradients came again too late on any rank, at the end of the first round.
