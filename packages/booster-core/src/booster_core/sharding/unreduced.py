@@ -63,8 +63,8 @@ def refuse_gradient(parameter: nn.Parameter, name: str, reason: str = _FROZEN) -
 
     is_frozen = not parameter.requires_grad
     if is_frozen:  # torch takes hooks of what requires a gradient only, and keeps them when that ends
-        parameter.requires_grad_(requires_grad=True)
+        parameter.requires_grad = True
     handle = parameter.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
     if is_frozen:
-        parameter.requires_grad_(requires_grad=False)
+        parameter.requires_grad = False
     return handle
