@@ -1,6 +1,8 @@
 """Any use of a parameter finds its values: gradients equal those of one process, however the model goes about it."""
 
 import contextlib
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,6 +128,49 @@ class UnderOthersHooks(Layers):
         return x * self.gain
 
 
+class InOtherFormats(Layers):
+    """Has views of its parameters in other formats saved: complex ones, conjugates and their parts, and bits."""
+
+    def forward(self, x):
+        first, second, third, fourth = self.layers
+        weight = torch.view_as_complex(first.weight.view(WIDTH, WIDTH // 2, 2))
+        z = torch.view_as_complex(x.view(-1, WIDTH // 2, 2))
+        x = torch.tanh(torch.view_as_real(z @ weight.t()[:, : WIDTH // 2]).flatten(1))
+        x = torch.tanh(second(x) * torch.view_as_complex(third.bias.view(-1, 2)).conj().imag.repeat(2))
+        rotated = torch.view_as_complex(third.weight.view(WIDTH, WIDTH // 2, 2))[1:].conj()
+        z = torch.view_as_complex(x.view(-1, WIDTH // 2, 2)) @ rotated.t()
+        x = torch.tanh(torch.cat([z.real, z.imag[:, :1]], dim=1))
+        signs = Signed.apply(x, fourth.weight.detach().view(torch.int32))
+        return torch.tanh(fourth(signs)) * self.gain
+
+
+class Signed(torch.autograd.Function):
+    """Multiplies by the signs of numbers that are given as bits; backward takes the bits from what was saved."""
+
+    @staticmethod
+    def forward(ctx, x, bits):
+        ctx.save_for_backward(bits)
+        return x @ (1.0 - 2.0 * (bits < 0)).t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (bits,) = ctx.saved_tensors
+        return grad @ (1.0 - 2.0 * (bits < 0)), None
+
+
+class Sparse(Layers):
+    """Multiplies by a sparse matrix of constant places, whose values are a parameter."""
+
+    def forward(self, x):
+        places = torch.arange(WIDTH).repeat(2, 1)
+        matrix = torch.sparse_coo_tensor(places, self.gain * 1.5, (WIDTH, WIDTH), check_invariants=True)
+        constant = torch.eye(WIDTH).to_sparse()
+        for layer in self.layers:
+            x = torch.sparse.mm(matrix, torch.tanh(layer(x)).t()).t()
+            x = torch.tanh(torch.mm(constant, x.t()).t() + layer.bias)
+        return x
+
+
 MODELS = {
     "of others": OfOthers,
     "custom functions": InCustomFunctions,
@@ -136,6 +181,8 @@ MODELS = {
     "checkpointed": lambda: Checkpointed(reentrant=False),
     "checkpointed, reentrant": lambda: Checkpointed(reentrant=True),
     "under others' hooks": UnderOthersHooks,
+    "in other formats": InOtherFormats,
+    "sparse": Sparse,
 }
 
 
@@ -437,3 +484,40 @@ def compare_accumulation():
 
 def test_gradients_accumulate_in_shards():
     run_on_ranks(compare_accumulation, 2)
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def forward_without_backward():
+    """Return how many bytes twenty forwards leave behind, whose outputs nobody runs backward from."""
+    _, model, _ = boost(make("repeated"))
+    x = torch.randn(2**15, WIDTH)  # 1.5 MiB, and as much for each of twelve outputs that tanh saves
+    model(x)
+    before = resident_bytes()
+    for _ in range(20):
+        model(x)
+    return resident_bytes() - before
+
+
+def test_a_forward_without_a_backward_leaves_nothing_behind():
+    for left in run_on_ranks(forward_without_backward, 2):
+        assert left < 2 * 12 * 1.5 * 2**20, "less than two forwards keep"
+
+
+def differentiate_twice():
+    results = []
+    for is_boosted in (False, True):
+        model = make("repeated")
+        if is_boosted:
+            _, model, _ = boost(model)
+        x = batch(0, 1).requires_grad_()
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        results.append({"first": first.detach(), "second": second})
+    assert_same_tensors(results[1], results[0], CLOSE)
+
+
+def test_inputs_are_differentiated_twice():
+    run_on_ranks(differentiate_twice, 2)

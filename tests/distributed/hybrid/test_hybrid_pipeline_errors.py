@@ -211,3 +211,45 @@ def send_many_dimensions():
 def test_activations_that_cannot_be_sent_are_named_on_every_rank():
     message = r"can't send argument 'input' of layer 'blocks\.1': it is of torch\.float32 and has 10 dimensions"
     expect_on_ranks(ConfigError, message, send_many_dimensions, 2)
+
+
+def make_the_optimizer_later():
+    from booster_hybrid import HybridParallelPlugin
+
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
+    model = booster.boost(llama()).model
+    loss = booster.execute_pipeline(iter([batch()]), model, own_loss)["loss"]
+    if loss is not None:  # the stages evaluate
+        assert torch.isclose(loss, llama()(**batch()).loss)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(TypeError, match=r"needs the optimizer returned by `Booster\.boost`; got `AdamW`"):
+        booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
+    local = [parameter for parameter in model.unwrap().parameters() if parameter.numel()]
+    with pytest.raises(GradientError, match="the model was boosted without an optimizer"):
+        local[0].square().sum().backward()
+
+
+def test_a_pipeline_without_an_optimizer_evaluates_and_does_not_train():
+    run_on_ranks(make_the_optimizer_later, 2)
+
+
+def unfreeze(part, style):
+    from booster_hybrid import HybridParallelPlugin
+
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, pp_style=style))
+    model = llama()
+    frozen = model.get_submodule(part).requires_grad_(requires_grad=False)
+    held = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(held, lr=0.1))
+    booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    frozen.requires_grad_(requires_grad=True)
+    booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
+
+
+@pytest.mark.parametrize("style", ["1f1b", "zbv"])
+@pytest.mark.parametrize("part", ["model.layers.0.mlp", "model.layers.3.self_attn"])
+def test_what_was_frozen_when_the_stages_were_cut_raises_on_every_rank_once_it_is_unfrozen(part, style):
+    match = f"'{part}.*' got a gradient, but it was frozen at `boost`"
+    expect_on_ranks(GradientError, match, unfreeze, 2, part, style)

@@ -200,3 +200,32 @@ def test_optimizers_of_whole_matrices_are_refused_where_layers_are_split():
         2,
         2,
     )
+
+
+class Scaling(torch.optim.Optimizer):
+    """Scales updates by the norms of whole parameters, in the groups that ask for it."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "trust": False})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] * (p.norm() / p.grad.norm() if group["trust"] else 1.0))
+
+
+def add_a_group_of_whole_matrices(tp_size):
+    from booster_hybrid import HybridParallelPlugin
+
+    net = get_model("transformers/llama").seeded()
+    first, *others = net.parameters()
+    plugin = HybridParallelPlugin(tp_size=tp_size, zero=ZeroConfig(partition="parameter"))
+    _, optimizer, *_ = Booster(plugin=plugin).boost(net, Scaling(others))
+    optimizer.add_param_group({"params": [first], "trust": True})
+
+
+def test_a_further_group_of_whole_matrices_is_refused_where_layers_are_split():
+    run_on_ranks(add_a_group_of_whole_matrices, 2, 1)
+    match = "Scaling updates whole matrices, of which `tp_size=2` leaves each rank a part"
+    expect_on_ranks(ConfigError, match, add_a_group_of_whole_matrices, 2, 2)

@@ -114,14 +114,14 @@ class MySGD(torch.optim.SGD):
 def test_the_probe_agrees_with_the_declared_elementwise_optimizers(kind):
     optimizer = kind(parameters(), lr=0.1)
     assert partition_for(optimizer, "auto") == "flat"
-    assert _probed(optimizer) == "flat"
+    assert _probed(optimizer, optimizer.param_groups[0]) == "flat"
 
 
 @pytest.mark.parametrize("kind", sorted(WHOLE, key=lambda kind: kind.__name__))
 def test_the_probe_agrees_with_the_declared_matrix_optimizers(kind):
     optimizer = kind(parameters(), lr=0.1)
     assert partition_for(optimizer, "auto") == "parameter"
-    assert _probed(optimizer) == "parameter"
+    assert _probed(optimizer, optimizer.param_groups[0]) == "parameter"
 
 
 @pytest.mark.parametrize(
@@ -172,3 +172,94 @@ def test_what_cannot_be_sharded_is_refused(make, message):
 def test_a_choice_overrides_the_probe():
     assert partition_for(Lion(parameters()), "parameter") == "parameter"
     assert partition_for(Coupled(parameters()), "flat") == "flat"
+
+
+class TrustRatioOnDemand(Lion):
+    """Scales updates by norms of the whole parameter where its group asks for it, as LARS does."""
+
+    def __init__(self, params, lr=0.1, **defaults):
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "trust": False, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                ratio = p.norm() / p.grad.norm() if group["trust"] else 1.0
+                p.sub_(p.grad * group["lr"] * ratio)
+
+
+class MuonAndAdam(Lion):
+    """Orthogonalizes matrices in some groups, and treats elements in others."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = p.grad.sign()
+                if group.get("use_muon"):
+                    left, _, right = torch.linalg.svd(p.grad.view(len(p.grad), -1), full_matrices=False)
+                    update = (left @ right).view_as(p)
+                p.sub_(update, alpha=group["lr"])
+
+
+class Projected(Lion):
+    """Takes gradients of low rank where a group names one, as GaLore does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = p.grad
+                if "rank" in group and p.dim() == 2:
+                    left, values, right = torch.linalg.svd(p.grad, full_matrices=False)
+                    update = (left[:, : group["rank"]] * values[: group["rank"]]) @ right[: group["rank"]]
+                p.sub_(update, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(TrustRatioOnDemand, {"trust": True}), (MuonAndAdam, {"use_muon": True}), (Projected, {"rank": 1})],
+    ids=["lars", "muon", "galore"],
+)
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_each_group_with_settings_of_its_own_is_tried_out(kind, settings, position):
+    groups = [{"params": parameters()} for _ in range(3)]
+    assert partition_for(kind(groups), "auto") == "flat"
+    groups[position] = {**groups[position], **settings}
+    optimizer = kind(groups)
+    assert partition_for(optimizer, "auto") == "parameter"
+    assert partition_for(optimizer, "auto", optimizer.param_groups[position : position + 1]) == "parameter"
+
+
+def test_a_group_that_cannot_be_tried_out_is_named():
+    class Breaks(TrustRatioOnDemand):
+        def step(self, closure=None):
+            if self.param_groups[0]["trust"]:
+                raise NotImplementedError
+            super().step(closure)
+
+    groups = [{"params": parameters()}, {"params": parameters(), "trust": True}]
+    with pytest.raises(ConfigError, match="Breaks, with the settings of parameter group 1, could not be tried"):
+        partition_for(Breaks(groups), "auto")
+
+
+def test_groups_that_differ_in_learning_rate_and_parameters_alone_are_tried_out_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(
+        "booster_core.sharding.elementwise._probed", lambda _, group: tried.append(group["trust"]) or "flat"
+    )
+    groups = [{"params": [(f"{n}.{k}", p) for k, p in enumerate(parameters())], "lr": 0.1 * n} for n in range(8)]
+    optimizer = TrustRatioOnDemand([*groups, {"params": [("last", *parameters())], "trust": torch.tensor(1.0)}])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert partition_for(optimizer, "auto") == "flat"
+    assert tried == [False, torch.tensor(1.0)]
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+@pytest.mark.parametrize(("kind", "expected"), [(Lion, "flat"), (TrustRatio, "parameter")])
+def test_a_scheduler_may_begin_with_a_learning_rate_of_zero(kind, expected, lr):
+    optimizer = kind(parameters(), lr)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 10, 1))
+    assert float(optimizer.param_groups[0]["lr"]) == 0.0
+    assert partition_for(optimizer, "auto") == expected
+    assert float(optimizer.param_groups[0]["lr"]) == 0.0

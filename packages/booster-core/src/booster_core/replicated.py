@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from booster_core.precision import PrecisionPolicy
@@ -40,7 +41,8 @@ def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.dev
     """Bring a model, and the state that its optimizer may have already, to a device and to the policy's format.
 
     The optimizer keeps its hold on the parameters, also where a device asks for new objects. Under autocast only
-    parameters that are trained change their format: a frozen base in bf16 stays as small as it is.
+    parameters that are trained change their format: a frozen base in bf16 stays as small as it is. Expanded tensors,
+    which nothing can be written to, get memory for each element where they are not trained.
 
     Args:
         model: The user's model.
@@ -55,6 +57,9 @@ def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.dev
     after = dict(model.named_parameters())
     if optimizer is not None:
         rebind(optimizer, {before[name]: after[name] for name in before if before[name] is not after[name]})
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.requires_grad and _is_expanded(tensor):
+            tensor.data = tensor.data.contiguous()
     if policy.param_dtype is not None:
         tensors = [*model.parameters()] if policy.uses_autocast else [*model.parameters(), *model.buffers()]
         for tensor in tensors:
@@ -65,6 +70,12 @@ def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.dev
     if optimizer is not None and optimizer.state:
         # Loading its own state casts and moves every entry to its parameter's device and format.
         optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def rebind(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:

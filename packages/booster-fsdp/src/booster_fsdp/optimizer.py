@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_core.gradients.clip import clip_by_norm
-from booster_core.sharding.elementwise import partition_for
+from booster_core.sharding.elementwise import check_takes_parts, partition_for
 from booster_core.sharding.hosting import HostedOptimizer
 from booster_core.state.dtensor import local_of
 from booster_core.wrappers import OptimizerWrapper
@@ -109,7 +109,8 @@ class FSDPOptimizer(OptimizerWrapper):
         """Add a group of the model's parameters to the optimizer inside.
 
         Raises:
-            ConfigError: If a parameter is not the model's, or is in a group already.
+            ConfigError: If a parameter is not the model's, or is in a group already, or the optimizer takes this
+                group's parameters as wholes while those of the others are cut.
 
         Collective: none, but every rank must add the same, between a step and the next backward.
         """
@@ -132,6 +133,12 @@ class FSDPOptimizer(OptimizerWrapper):
                 raise ConfigError(msg)
             members.append(index)
         self.optim.add_param_group({**param_group, "params": listed})
+        if self._takes_rows:
+            try:
+                check_takes_parts(self.unwrap(), self._config.partition, self.optim.param_groups[-1])
+            except ConfigError:
+                self.optim.param_groups.pop()
+                raise
         self._adopt(members)
 
     def _held(self) -> list[tuple[int, nn.Parameter]]:

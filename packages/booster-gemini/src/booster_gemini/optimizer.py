@@ -59,9 +59,18 @@ class GeminiOptimizer(ShardedOptimizer):
             max_norm=config.max_norm,
             overlap=config.overlap_communication,
             unused=config.unused,
+            partition=config.partition,
             broadcast_buffers=config.broadcast_buffers,
             **kwargs,
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters to the optimizer inside; see `ShardedOptimizer.add_param_group`.
+
+        Collective: none, but every rank must add the same, between a step and the next backward.
+        """
+        super().add_param_group(param_group)
+        self._steps_in_parts = self._steps_in_parts and steps_in_parts(self.optim)
 
     def lay_out(self, parameters: Mapping[int, nn.Parameter]) -> None:
         """Do nothing: all parameters of the model lie in chunks already."""

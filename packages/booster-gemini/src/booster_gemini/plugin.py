@@ -20,6 +20,7 @@ from booster_core.sharding.bucket import Format
 from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.elementwise import partition_for
 from booster_core.sharding.ranks import ShardingRanks, make_ranks
+from booster_core.sharding.unreduced import refuse_all_gradients
 from booster_core.wrappers import unwrap_model
 from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
@@ -209,6 +210,8 @@ class GeminiPlugin(Plugin):
                 precision=context.precision,
                 after_step=context.after_step,
             )
+        else:
+            refuse_all_gradients(model)
         context.coordinator.raise_together(manager.home.problem())
         wrapped = GeminiModel(model, manager, precision=context.precision, optimizer=optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)

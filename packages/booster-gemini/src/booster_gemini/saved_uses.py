@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from booster_gemini.chunk.chunk import Chunk
     from booster_gemini.chunk.manager import ChunkManager
 
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -25,12 +26,15 @@ _CHECKPOINT = "torch.utils.checkpoint"
 
 @dataclass(frozen=True)
 class _Note:
-    """Where saved values lie: in which parameter, from which element, and with which strides."""
+    """Where saved values lie: in which parameter, from which of its bytes, and how they are to be read."""
 
     index: int
-    start: int | torch.SymInt
+    start_bytes: int | torch.SymInt
+    dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
+    is_conjugate: bool
+    is_negative: bool
     version: int
 
 
@@ -79,18 +83,33 @@ class SavedUses:
 
     def _pack(self, tensor: Tensor) -> Any:
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - as torch's own modes do
-            storage = tensor.untyped_storage()
-            chunk = self._manager.chunk_holding(storage.data_ptr()) if storage.nbytes() else None
+            chunk = self._chunk_of(tensor)
             if chunk is None:
                 others = self._others[-1]
                 if others is not None:
                     return _Kept(others[0](tensor), others[1])
-                return tensor, tensor._version  # noqa: SLF001 - autograd's own check, which hooks switch off
-            offset = tensor.storage_offset()
-            position = bisect_right(chunk.plan.slots, offset, key=lambda slot: slot.offset) - 1
+                # Detached: an output would keep its own graph alive, and that the output. It has the same version.
+                return tensor.detach(), tensor._version  # noqa: SLF001 - autograd's own check, which hooks switch off
+            itemsize, offset_bytes = chunk.format.working.itemsize, tensor.storage_offset() * tensor.itemsize
+            position = bisect_right(chunk.plan.slots, offset_bytes // itemsize, key=lambda slot: slot.offset) - 1
             slot = chunk.plan.slots[position]
-            parameter = chunk.parameters[position]
-            return _Note(slot.index, offset - slot.offset, tensor.shape, tensor.stride(), parameter._version)  # noqa: SLF001
+            return _Note(
+                slot.index,
+                offset_bytes - slot.offset * itemsize,
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+                tensor.is_conj(),
+                tensor.is_neg(),
+                chunk.parameters[position]._version,  # noqa: SLF001
+            )
+
+    def _chunk_of(self, tensor: Tensor) -> Chunk | None:
+        """Return the chunk in whose whole a tensor lies, if it does; a sparse one has no storage to ask."""
+        if tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        return self._manager.chunk_holding(storage.data_ptr()) if storage.nbytes() else None
 
     def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, _Note):
@@ -120,4 +139,11 @@ class SavedUses:
         manager.use(chunk)
         slot = next(slot for slot in chunk.plan.slots if slot.index == note.index)
         assert chunk.buffer is not None, "what is in use has been gathered"
-        return chunk.buffer.as_strided(note.shape, note.strides, slot.offset + note.start)
+        offset_bytes = slot.offset * chunk.format.working.itemsize + note.start_bytes
+        if note.dtype == chunk.buffer.dtype:
+            found = chunk.buffer.as_strided(note.shape, note.strides, offset_bytes // note.dtype.itemsize)
+        else:  # parameters begin at multiples of many elements, of whichever format
+            found = torch.empty(0, dtype=note.dtype, device=chunk.buffer.device)
+            found.set_(chunk.buffer.untyped_storage(), offset_bytes // note.dtype.itemsize, note.shape, note.strides)
+        found = torch._conj(found) if note.is_conjugate else found  # noqa: SLF001 - what sets the flag alone
+        return torch._neg_view(found) if note.is_negative else found  # noqa: SLF001 - the same

@@ -17,6 +17,7 @@ from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_core.gradients.clip import clip_by_norm
 from booster_core.wrappers import check_loss
+from booster_hybrid.user_optimizer import check_elementwise
 from booster_zero.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
@@ -106,6 +107,17 @@ class HybridOptimizer(ZeroOptimizer):
         self.reduces_each = config.stage == _IN_SHARDS
         self._joined = False
         super().__init__(*args, config=config, **kwargs)
+
+    def check_settings(self, group: Mapping[str, Any]) -> None:
+        """Check that the optimizer inside can step on the parts of a group's parameters that lie here.
+
+        Raises:
+            ConfigError: If it can't.
+
+        Collective: none.
+        """
+        check_elementwise(self.unwrap(), self.place.tensor_group.size, [group])
+        super().check_settings(group)
 
     # ---- backward of a pipeline
 

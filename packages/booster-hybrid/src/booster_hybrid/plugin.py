@@ -220,8 +220,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         tensor = axes["tp",]
         group = TensorGroup(tensor.group, tensor.index, tensor.size)
         policy = None
-        if tensor.size > 1:
-            check_elementwise(objects.optimizer, tensor.size)
+        check_elementwise(objects.optimizer, tensor.size)
         if tensor.size > 1 or self.config.pipeline.size > 1:
             policy = policy_for(model, self.custom_policy, context.hooks)
         # The dry run sees the whole model: nothing is communicated in it.

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
 from booster_core.sharding.elementwise import partition_for
 from booster_core.state.naming import NamedTensors
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import nn
     from torch.optim import Optimizer
 
     from booster_hybrid.tensor_parallel.apply import TensorParallelModel
 
 
-def check_elementwise(optimizer: Optimizer | None, tp_size: int) -> None:
+def check_elementwise(
+    optimizer: Optimizer | None, tp_size: int, groups: Sequence[Mapping[str, Any]] | None = None
+) -> None:
     """Refuse what would take a part of a matrix for the whole.
+
+    Args:
+        optimizer: The user's optimizer.
+        tp_size: Number of tensor parallel ranks.
+        groups: The groups whose settings are looked at; all of the optimizer's by default.
 
     Raises:
         ConfigError: If the optimizer does not treat every element alike.
 
     Collective: none.
     """
-    if optimizer is not None and partition_for(optimizer, "auto") != "flat":
+    if optimizer is not None and tp_size > 1 and partition_for(optimizer, "auto", groups) != "flat":
         msg = (
             f"{type(optimizer).__qualname__} updates whole matrices, of which `tp_size={tp_size}` leaves each rank a "
             "part. Use an optimizer that treats every element alike, such as AdamW, or `tp_size=1`."

@@ -20,6 +20,7 @@ from booster_core.sharding.agreement import agree_on_values
 from booster_core.sharding.bucket import Format
 from booster_core.sharding.distinct import check_distinct_memory
 from booster_core.sharding.ranks import ShardingRanks, make_ranks
+from booster_core.sharding.unreduced import refuse_all_gradients
 from booster_core.wrappers import unscaled_gradient, unwrap_model
 from booster_zero.config import ZeroConfig
 from booster_zero.model import ZeroModel
@@ -215,6 +216,8 @@ class LowLevelZeroPlugin(Plugin):
                 after_step=context.after_step,
             )
             room.check_together("Nothing is lost: what found no room lies in RAM.")
+        else:
+            refuse_all_gradients(model)
         for parameter in model.parameters():  # those that the optimizer does not hold
             parameter.data = parameter.data.to(format_of(parameter).working)
         if self.config.overlap_allgather and optimizer is not None:

@@ -77,6 +77,8 @@ def global_norm(
     if not groups:
         return total.to(dtype)
     if math.isinf(norm_type):
+        # Backends' largest of NaN and a number may be the number; infinity is as bad a norm, and is not lost.
+        total = total.nan_to_num(nan=math.inf, posinf=math.inf)
         for group in groups:
             dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
         return total.to(dtype)

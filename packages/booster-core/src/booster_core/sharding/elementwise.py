@@ -2,8 +2,9 @@
 
 torch's own optimizers are declared. Of any other class a probe steps small tensors in both ways: a matrix, and the same
 numbers flattened and cut in two, must agree bit for bit after several steps; so must one of a hundred rows and columns,
-as some factor their state from some size on, and one of four dimensions. Where they do not, parameters stay whole: that
-is right for every optimizer whose parameters don't influence each other, which is tried out as well.
+as some factor their state from some size on, and one of four dimensions. Each parameter group with settings of its own
+is tried: some classes treat matrices in one group, and elements in another. Where they do not agree, parameters stay
+whole: that is right for every optimizer whose parameters don't influence each other, which is tried out as well.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn, optim
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -41,16 +42,21 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 WHOLE: frozenset[type[Optimizer]] = frozenset({optim.Adafactor, *([optim.Muon] if hasattr(optim, "Muon") else [])})
 _SHAPE, _STEPS = (6, 5), 4
 _FURTHER_SHAPES = ((130, 129), (4, 3, 2, 2))
+_LEARNING_RATE = 1e-2
+"""What a probe takes in place of none: schedulers that warm up begin with zero, which updates nothing."""
+_OF_GROUP = frozenset({"params", "param_names", "lr", "initial_lr"})
+"""What tells nothing of how a group is treated."""
 _RUN_STATE = ("state", "param_groups", "step")
 """What a probe gets of its own. ``step`` is there where a scheduler has wrapped the optimizer's method."""
 
 
-def partition_for(optimizer: Optimizer, asked: str) -> str:
+def partition_for(optimizer: Optimizer, asked: str, groups: Sequence[Mapping[str, Any]] | None = None) -> str:
     """Return ``"flat"`` where an optimizer may step on slices, else ``"parameter"``.
 
     Args:
         optimizer: The user's optimizer.
         asked: ``"flat"`` or ``"parameter"`` is returned as it is; ``"auto"`` looks.
+        groups: The groups whose settings are looked at; all of the optimizer's by default.
 
     Raises:
         ConfigError: If the optimizer can't step on a part of the parameters at all.
@@ -73,57 +79,117 @@ def partition_for(optimizer: Optimizer, asked: str) -> str:
         return "flat"
     if kind in WHOLE:
         return "parameter"
-    return _probed(optimizer)
+    found = [
+        _probed(optimizer, group) for group in distinct_groups(optimizer.param_groups if groups is None else groups)
+    ]
+    return "flat" if all(partition == "flat" for partition in found) else "parameter"
 
 
-def _probed(optimizer: Optimizer) -> str:
+def check_takes_parts(optimizer: Optimizer, asked: str, group: Mapping[str, Any]) -> None:
+    """Check that an optimizer whose parameters are cut may step on parts of a further group's.
+
+    Args:
+        optimizer: The user's optimizer.
+        asked: As for `partition_for`.
+        group: The group, with all settings.
+
+    Raises:
+        ConfigError: If it can't.
+
+    Collective: none; the answer is the same on every rank.
+    """
+    if partition_for(optimizer, asked, [group]) != "flat":
+        msg = (
+            f"{type(optimizer).__qualname__} takes the parameters of the new group as wholes, and `boost` has cut "
+            "them, as the other groups allow. Add the group before `boost`, or pass `partition='parameter'` to the "
+            "plugin."
+        )
+        raise ConfigError(msg)
+
+
+def distinct_groups(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return one parameter group of each set of settings, whatever parameters and learning rate it has.
+
+    Collective: none.
+    """
+    distinct: list[Mapping[str, Any]] = []
+    for group in groups:
+        if not any(_has_same_settings(group, other) for other in distinct):
+            distinct.append(group)
+    return distinct
+
+
+def _has_same_settings(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    names = group.keys() - _OF_GROUP
+    return names == other.keys() - _OF_GROUP and all(_is_same(group[name], other[name]) for name in names)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(value, other)
+    try:
+        return bool(value == other)
+    except Exception:  # noqa: BLE001 - what can't be compared may differ
+        return False
+
+
+def _probed(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         first, second = torch.randn(_SHAPE), torch.randn(_SHAPE)
         gradients = [(torch.randn(_SHAPE), 100 * torch.randn(_SHAPE)) for _ in range(_STEPS)]
     ones, others = [grads[0] for grads in gradients], [grads[1] for grads in gradients]
+    name = f"The optimizer {type(optimizer).__qualname__}{_position(optimizer, group)}"
     try:
-        alone = probed_steps(optimizer, [first], [[grad] for grad in ones])[0]
-        also_alone = probed_steps(optimizer, [second], [[grad] for grad in others])[0]
-        together = probed_steps(optimizer, [first, second], [list(grads) for grads in gradients])
+        alone = probed_steps(optimizer, group, [first], [[grad] for grad in ones])[0]
+        also_alone = probed_steps(optimizer, group, [second], [[grad] for grad in others])[0]
+        together = probed_steps(optimizer, group, [first, second], [list(grads) for grads in gradients])
     except Exception as cause:
         msg = (
-            f"The optimizer {type(optimizer).__qualname__} could not be tried on a parameter of shape {_SHAPE}: "
-            f"{cause}. "
+            f"{name} could not be tried on a parameter of shape {_SHAPE}: {cause}. "
             "Say whether it treats every element alike: `partition='flat'` if so, else `partition='parameter'`."
         )
         raise ConfigError(msg) from cause
     if torch.equal(alone, first):
         msg = (
-            f"The optimizer {type(optimizer).__qualname__} does not update parameters that its `param_groups` list, so "
+            f"{name} does not update parameters that its `param_groups` list, so "
             "it can't be given shards. Let its `step` read `self.param_groups`, or use plugin='ddp'."
         )
         raise ConfigError(msg)
     if not (torch.equal(together[0], alone) and torch.equal(together[1], also_alone)):
         msg = (
-            f"The optimizer {type(optimizer).__qualname__} lets one parameter influence the update of another, "
+            f"{name} lets one parameter influence the update of another, "
             "which needs all of them on every rank. If that is a clipping of its own, switch it off and let the plugin "
             "clip (`max_norm`); else use plugin='ddp'."
         )
         raise ConfigError(msg)
-    if not _is_same_in_halves(optimizer, first, ones, alone):
+    if not _is_same_in_halves(optimizer, group, first, ones, alone):
         return "parameter"
     for shape in _FURTHER_SHAPES:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             value, grads = torch.randn(shape), [torch.randn(shape) for _ in range(_STEPS)]
         try:
-            whole = probed_steps(optimizer, [value], [[grad] for grad in grads])[0]
+            whole = probed_steps(optimizer, group, [value], [[grad] for grad in grads])[0]
         except Exception:  # noqa: BLE001, S112 - it takes no such tensor, so the model has none
             continue
-        if not _is_same_in_halves(optimizer, value, grads, whole):
+        if not _is_same_in_halves(optimizer, group, value, grads, whole):
             return "parameter"
     return "flat"
 
 
-def _is_same_in_halves(optimizer: Optimizer, value: Tensor, gradients: Sequence[Tensor], expected: Tensor) -> bool:
+def _position(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
+    """Return which of several groups is meant, for a message."""
+    groups = optimizer.param_groups
+    number = next((number for number, other in enumerate(groups) if other is group), 0)
+    return f", with the settings of parameter group {number}," if len(groups) > 1 else ""
+
+
+def _is_same_in_halves(
+    optimizer: Optimizer, group: Mapping[str, Any], value: Tensor, gradients: Sequence[Tensor], expected: Tensor
+) -> bool:
     try:
-        halves = probed_steps(optimizer, _halves(value), [_halves(grad) for grad in gradients])
+        halves = probed_steps(optimizer, group, _halves(value), [_halves(grad) for grad in gradients])
     except Exception:  # noqa: BLE001 - whatever it minds about vectors, it can have matrices
         return False
     return torch.equal(torch.cat(halves), expected.flatten())
@@ -136,12 +202,18 @@ def _halves(tensor: Tensor) -> list[Tensor]:
 
 
 def probed_steps(
-    optimizer: Optimizer, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], *, in_parts: bool = False
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    values: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+    *,
+    in_parts: bool = False,
 ) -> list[Tensor]:
-    """Return what some values become in steps of an optimizer like the user's, with the settings of its first group.
+    """Return what some values become in steps of an optimizer like the user's, with the settings of a group of it.
 
     Args:
         optimizer: The user's optimizer; left alone.
+        group: The group.
         values: What to start from.
         gradients: For each step, one gradient for each value.
         in_parts: Call ``step`` for one value after the other, instead of once.
@@ -158,11 +230,9 @@ def probed_steps(
             probe.__dict__[name] = copy.deepcopy(value, dict(known))
     probe.state = defaultdict(dict)
     parameters = [nn.Parameter(value.clone()) for value in values]
-    settings = {
-        name: copy.deepcopy(value)
-        for name, value in optimizer.param_groups[0].items()
-        if name not in ("params", "param_names")
-    }
+    settings = {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
+    if "lr" in settings and settings["lr"] is not None and not settings["lr"]:
+        settings["lr"] += _LEARNING_RATE
     probe.param_groups = [{**settings, "params": parameters}]
     for grads in gradients:
         for parameter, grad in zip(parameters, grads, strict=True):

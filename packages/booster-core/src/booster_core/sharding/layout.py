@@ -38,6 +38,7 @@ class Layout(Generic[BucketT]):
 
     Attributes:
         buckets: In the order in which they are reduced.
+        kind: As given.
         parameters: The model's parameters by number.
     """
 
@@ -55,7 +56,7 @@ class Layout(Generic[BucketT]):
         self._formats: dict[int, Format] = {}
         self._owners: dict[int, int] = {}
         self._ranks = ranks
-        self._kind = kind
+        self.kind = kind
         self._bucket_bytes = bucket_bytes
 
     def add(self, parameters: Mapping[int, nn.Parameter], formats: Mapping[int, Format]) -> None:
@@ -105,7 +106,7 @@ class Layout(Generic[BucketT]):
         new_pieces = self.pieces()
         homes = {slot.index: bucket for bucket in self.buckets for slot in bucket.plan.slots}
         kinds, moved = self._described_states(old_pieces, new_pieces, states)
-        if self._kind == "parameter":  # owners stay; memory may be another
+        if self.kind == "parameter":  # owners stay; memory may be another
             moved = dict(states)
         for bucket in old:
             with bucket.at_hand(changes=False):
@@ -123,11 +124,11 @@ class Layout(Generic[BucketT]):
                         new_pieces,
                         homes,
                     )
-                if self._kind == "flat":
+                if self.kind == "flat":
                     self._move_states(bucket, new_pieces, states, kinds, homes, moved)
             bucket.gradient = None
             bucket.leave()
-        if self._kind == "parameter":
+        if self.kind == "parameter":
             for bucket in self.buckets:
                 bucket.house(moved)
         return moved
@@ -144,7 +145,7 @@ class Layout(Generic[BucketT]):
             # Copies are laid out alike at places whose other parameters may ask for buckets of other sizes.
             bucket_bytes = _COPIED_BYTES if format_.copies else self._bucket_bytes
             most = max(bucket_bytes // format_.wire.itemsize, 1)
-            made = plan_flat(sizes, size, most) if self._kind == "flat" else plan_whole(sizes, self._owners, size, most)
+            made = plan_flat(sizes, size, most) if self.kind == "flat" else plan_whole(sizes, self._owners, size, most)
             plans += [(max(place[slot.index] for slot in plan.slots), format_, plan) for plan in made]
         homes = {slot.index: bucket for bucket in left for slot in bucket.plan.slots}
         staying = {bucket: len(bucket.plan.slots) for bucket in left}

@@ -17,8 +17,10 @@ from booster_core.gradients.clip import clip_by_norm
 from booster_core.liveness import naming_missing_ranks
 from booster_core.sharding.agreement import send_first
 from booster_core.sharding.buffers import BufferWatch
+from booster_core.sharding.elementwise import check_takes_parts
 from booster_core.sharding.hosting import HostedOptimizer
 from booster_core.sharding.reducer import Reducer
+from booster_core.sharding.unreduced import refuse_gradient
 from booster_core.state.naming import NamedTensors
 from booster_core.wrappers import OptimizerWrapper
 
@@ -45,6 +47,7 @@ class ShardedOptimizer(OptimizerWrapper):
         max_norm: Clip by this norm in each step before which nobody clipped; 0 does not.
         overlap: Go on with backward while buckets are being reduced.
         unused: ``"zero"`` or ``"raise"``: what to do about parameters that took no part in backward.
+        partition: What the user asked of the layout: ``"flat"``, ``"parameter"`` or ``"auto"``.
         broadcast_buffers: Give every rank, after each step, rank 0's values of buffers that forward changes.
         **kwargs: As for `OptimizerWrapper`.
 
@@ -64,6 +67,7 @@ class ShardedOptimizer(OptimizerWrapper):
         max_norm: float,
         overlap: bool,
         unused: str,
+        partition: str,
         broadcast_buffers: bool,
         **kwargs: Any,
     ) -> None:
@@ -79,6 +83,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self.layout = layout
         self._max_norm = max_norm
         self._unused = unused
+        self._partition = partition
         self._broadcast_buffers = broadcast_buffers
         self._agreed: dict[int, bool] = {}
         self._agreed_rounds = 0
@@ -87,6 +92,13 @@ class ShardedOptimizer(OptimizerWrapper):
         self.hosted = HostedOptimizer(optim, self.names)
         self.reducer = Reducer((), self.names, overlap=overlap, agree_on_record=self.agree_on_record)
         self._adopt_groups(optim.param_groups)
+        # What is trained may be left out of the optimizer, to stay as it is. What is unfrozen later is meant to train.
+        held = {index for members in self.hosted.groups for index in members}
+        self._refused = {
+            index: refuse_gradient(parameter, self.names[index])
+            for index, parameter in enumerate(parameters.values())
+            if not parameter.requires_grad and index not in held
+        }
 
     # ---- parameters and groups
 
@@ -134,7 +146,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """Add a group of the model's parameters to the optimizer inside.
 
         Raises:
-            ConfigError: If a parameter is not the model's, or is in a group already.
+            ConfigError: If a parameter is not the model's, or is in a group already, or the optimizer takes this
+                group's parameters as wholes while those of the others are cut.
 
         Collective: none, but every rank must add the same, between a step and the next backward.
         """
@@ -157,7 +170,27 @@ class ShardedOptimizer(OptimizerWrapper):
                 msg = f"Parameter '{self.names[index]}' is in a parameter group already. Leave it out of the new one."
                 raise ConfigError(msg)
         self.optim.add_param_group({**param_group, "params": given if isinstance(given, torch.Tensor) else list(given)})
+        try:
+            self.check_settings(self.optim.param_groups[-1])
+        except ConfigError:
+            self.optim.param_groups.pop()
+            raise
         self._adopt_groups(self.optim.param_groups[-1:])
+        for index in self.hosted.groups[-1]:
+            handle = self._refused.pop(index, None)
+            if handle is not None:
+                handle.remove()
+
+    def check_settings(self, group: Mapping[str, Any]) -> None:
+        """Check that the optimizer inside can step on parts of the parameters of a group, as they are laid out.
+
+        Raises:
+            ConfigError: If it can't.
+
+        Collective: none.
+        """
+        if self.layout.kind == "flat":
+            check_takes_parts(self.unwrap(), self._partition, group)
 
     def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
         """Return which parameters' gradients came again too late on any rank, at the end of the first round.
@@ -168,8 +201,12 @@ class ShardedOptimizer(OptimizerWrapper):
 
         Collective: every rank that holds the same parameters.
         """
-        del order
-        return {index for of_rank in collectives.all_gather_object(late, self.ranks.holders) for index in of_rank}
+        came = set(order)
+        parameters = self.layout.parameters.items()
+        unused = {index for index, parameter in parameters if parameter.requires_grad and index not in came}
+        every = collectives.all_gather_object((late, unused), self.ranks.holders)
+        self.reducer.unused_somewhere = {index for _, of_rank in every for index in of_rank}
+        return {index for of_rank, _ in every for index in of_rank}
 
     def lay_out_anew(self, order: Sequence[int]) -> None:
         """Move everything to the places that it has when parameters lie in another order.
@@ -210,6 +247,7 @@ class ShardedOptimizer(OptimizerWrapper):
             self._average_over_replicas(self.ranks.replica_group)
         flagged.wait()
         anywhere = flags.bool().tolist()
+        self.reducer.unused_anywhere = {index for index, is_used in zip(indices, anywhere, strict=False) if not is_used}
         self._agreed = self.join_copies(dict(zip(indices, anywhere[: len(indices)], strict=True)))
         self._changed_buffers = anywhere[len(indices) :]
         for bucket in self.layout.buckets:

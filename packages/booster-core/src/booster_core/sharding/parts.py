@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.sharding.elementwise import ELEMENTWISE, WHOLE, probed_steps
+from booster_core.sharding.elementwise import ELEMENTWISE, WHOLE, distinct_groups, probed_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,11 +40,14 @@ def steps_in_parts(optimizer: Optimizer) -> bool:
         values = [torch.randn(6, 5), torch.randn(6, 5)]
         gradients = [[torch.randn(6, 5), torch.randn(6, 5)] for _ in range(_STEPS)]
     try:
-        at_once = probed_steps(optimizer, values, gradients)
-        in_parts = probed_steps(optimizer, values, gradients, in_parts=True)
+        for group in distinct_groups(optimizer.param_groups):
+            at_once = probed_steps(optimizer, group, values, gradients)
+            in_parts = probed_steps(optimizer, group, values, gradients, in_parts=True)
+            if not all(torch.equal(one, other) for one, other in zip(at_once, in_parts, strict=True)):
+                return False
     except Exception:  # noqa: BLE001 - whatever it minds about probes, a step on everything is right
         return False
-    return all(torch.equal(one, other) for one, other in zip(at_once, in_parts, strict=True))
+    return True
 
 
 @contextlib.contextmanager

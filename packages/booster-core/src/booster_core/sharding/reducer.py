@@ -3,7 +3,8 @@
 A *round* is one backward whose gradients are reduced. In it every active bucket is reduced once, in an order that is
 fixed and the same on every rank, however the ranks' backward passes go: a bucket is started when its gradients are
 complete and all buckets before it have been started, and whatever is left is started at the end of the round, with
-zeros for parameters that took no part. Rounds add up until `Reducer.clear`.
+zeros for parameters that took no part. Buckets that are not expected to be complete come last, so that no other waits
+for them. Rounds add up until `Reducer.clear`.
 
 Where a rank holds all of a bucket's gradient, each parameter's is added to it as soon as it comes, paused or not: to
 keep it until the bucket is complete, or the pause is over, would only take memory.
@@ -55,6 +56,11 @@ class Reducer:
             their gradients came and those whose gradients came again too late; returns the latter over all ranks.
 
     Parameters get a hook each; `close` takes the hooks off again.
+
+    Attributes:
+        repeated: Parameters whose gradients come several times in one backward, on any rank.
+        unused_somewhere: Parameters that took no part in the first round on some rank.
+        unused_anywhere: Parameters that took no part on any rank when that was last agreed on.
     """
 
     def __init__(
@@ -70,6 +76,8 @@ class Reducer:
         self.used: set[int] = set()
         self.order: list[int] = []
         self.repeated: set[int] = set()
+        self.unused_somewhere: set[int] = set()
+        self.unused_anywhere: set[int] = set()
         self.num_rounds = 0
         self.is_recording = True
         self._agree_on_record = agree_on_record
@@ -177,9 +185,23 @@ class Reducer:
         self._has_local = False
         self._filling = {
             bucket: _Filling(missing=sum(parameter.requires_grad for parameter in bucket.parameters))
-            for bucket in self.buckets
+            for bucket in self._in_order()
             if bucket.is_active
         }
+
+    def _in_order(self) -> list[ShardedBucket]:
+        """Return the buckets in the order of the next round: those that others would wait for come last."""
+        unsure = self.repeated | self.unused_somewhere | self.unused_anywhere
+        if not unsure:
+            return self.buckets
+
+        def comes_last(bucket: ShardedBucket) -> bool:
+            return any(
+                slot.index in unsure and parameter.requires_grad
+                for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
+            )
+
+        return sorted(self.buckets, key=comes_last)
 
     def finish(self) -> None:
         """End the round: start what is left, and wait for all of it.

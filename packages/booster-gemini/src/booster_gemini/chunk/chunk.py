@@ -81,7 +81,7 @@ class Chunk(HousedBucket):
         filler = math.nan if format.working.is_floating_point else 0
         # One element of memory each: tied parameters are told by their addresses.
         self._placeholders = [
-            torch.full((1,), filler, dtype=format.working, device=format.device).expand(shape)
+            torch.full((), filler, dtype=format.working, device=format.device).expand(shape)
             for shape, _ in self._shapes
         ]
         self._show_placeholders()

@@ -1,0 +1,127 @@
+"""A parameter that takes no part in backward does not keep the gradients of others from being reduced as they come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster
+from booster_core.testing import run_on_ranks
+from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_zero import LowLevelZeroPlugin, ZeroConfig
+
+WIDTH, DEPTH, STEPS = 32, 12, 4
+LAYER = WIDTH * WIDTH
+CLOSE = tolerance_for(torch.float32)
+PLUGINS = {
+    "zero": lambda: LowLevelZeroPlugin(bucket_bytes=4 * LAYER),
+    "gemini": lambda: GeminiPlugin(min_chunk_bytes=4 * LAYER),
+    "hybrid": lambda: HybridParallelPlugin(tp_size=1, pp_size=1, zero=ZeroConfig(stage=2, bucket_bytes=4 * LAYER)),
+}
+UNUSED = {
+    "nowhere": lambda layer, step, rank: layer == 5,
+    "nowhere, several": lambda layer, step, rank: layer in (2, 5, 11),
+    "on one rank": lambda layer, step, rank: layer == 5 and rank == 1,
+    "from a step on": lambda layer, step, rank: layer == 5 and step > 0,
+    "until a step": lambda layer, step, rank: layer == 5 and step < 2,
+    "now and then": lambda layer, step, rank: layer == 5 and (step + rank) % 2 == 1,
+}
+
+APART = ("on one rank", "now and then")
+
+
+class Skipping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+        self.skipped = set()
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            if index not in self.skipped:
+                x = torch.tanh(layer(x))
+        return x
+
+    def skip(self, case, step, rank):
+        self.skipped = {layer for layer in range(DEPTH) if UNUSED[case](layer, step, rank)}
+        return self
+
+
+def batch(step, rank):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train_plainly(case, size):
+    model = Skipping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = []
+    for step in range(STEPS):
+        for rank in range(size):
+            (model.skip(case, step, rank)(batch(step, rank)).square().mean() / size).backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients
+
+
+def train(name, case):
+    """Return each step's gradients, and how many elements of whole gradients were held at most in backward."""
+    rank = dist.get_rank()
+    booster = Booster("cpu", plugin=PLUGINS[name]())
+    net = Skipping()
+    names = [key for key, _ in net.named_parameters()]
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    gradients, most, held, count = [], [], 0, 0
+
+    def produced(parameter):
+        nonlocal held, count
+        held, count = held + parameter.numel(), count + 1
+        most[-1] = max(most[-1], held)
+
+    bucket_class = type(optimizer.layout.buckets[0])
+    start = bucket_class.start_reduction
+
+    def starting(self, gradients, scratch):
+        nonlocal held
+        held -= sum(gradient.numel() for gradient in gradients.values())
+        return start(self, gradients, scratch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_class, "start_reduction", starting)
+        for step in range(STEPS):
+            if step == 1:  # from where the order of gradients is known
+                for parameter in net.parameters():
+                    parameter.register_post_accumulate_grad_hook(produced)
+            held = 0
+            most.append(0)
+            booster.backward(net_loss(model, net, case, step, rank), optimizer)
+            whole = {key: booster.full_gradient(model, key) for key in names}
+            gradients.append({key: gradient for key, gradient in whole.items() if gradient is not None})
+            optimizer.step()
+            optimizer.zero_grad()
+    assert count >= (STEPS - 1) * (DEPTH - 3)
+    return gradients, most
+
+
+def net_loss(model, net, case, step, rank):
+    net.skip(case, step, rank)
+    return model(batch(step, rank)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    # Gemini's ranks gather a parameter together, so that all must use the same.
+    [(name, case) for name in PLUGINS for case in UNUSED if name != "gemini" or case not in APART],
+)
+def test_gradients_are_reduced_as_backward_goes(name, case):
+    expected = train_plainly(case, 2)
+    results = run_on_ranks(train, 2, name, case)
+    for gradients, most in results:
+        for actual, plain in zip(gradients, expected, strict=True):
+            assert_same_tensors(actual, plain, CLOSE)
+        assert max(most[2:]) <= LAYER, "what shares a bucket with unused ones is kept, and no more"
