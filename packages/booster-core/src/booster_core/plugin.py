@@ -74,7 +74,7 @@ class BoostContext:
         precision: The resolved precision of the run.
         timeout_seconds: How long a collective call waits for a missing rank.
         hooks: The pluggy hook relay of `booster_core.hookspecs`.
-        after_step: To be called with the optimizer and its metrics after each step; ``None`` where nobody listens.
+        after_step: To be called with the optimizer and its metrics after each step; ``None`` where nobody can.
     """
 
     device: torch.device
@@ -93,7 +93,8 @@ class Plugin(ABC):
 
     Attributes:
         name: The name of its entry point, as in ``Booster(plugin=name)``.
-        api_version: The version of this interface that the plugin was written for.
+        api_version: The version of this interface that the plugin was written for, as a literal: ``api_version = 1``.
+            Not ``API_VERSION``, which would claim to fit whatever core is installed.
         available: Whether this version of the plugin trains. ``False`` marks a package whose interface is settled and
             whose engine is not there yet: ``booster plugins`` says so, and ``configure`` raises.
         capabilities: What the plugin can do.
@@ -103,7 +104,7 @@ class Plugin(ABC):
     """
 
     name: ClassVar[str]
-    api_version: ClassVar[int] = API_VERSION
+    api_version: ClassVar[int]
     available: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.CPU, Capability.FP32, Capability.DATA_PARALLEL}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.liveness import naming_missing_ranks
+from booster_core.originals import through_door
 from booster_core.wrappers import ModelWrapper
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class FSDPModel(ModelWrapper):
             return functools.partial(self._run, value)
         return value
 
+    @through_door
     def _run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         precision = self.precision
         enabled = precision is not None and precision.uses_autocast

@@ -105,6 +105,7 @@ class HybridParallelPlugin(PipelinePlugin):
     """
 
     name: ClassVar[str] = "hybrid"
+    api_version: ClassVar[int] = 1
     handles_lazy: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
