@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader, Dataset
+    from typing_extensions import TypeVar
+
+    _ModelT = TypeVar("_ModelT", bound=nn.Module)
+    _CriterionT = TypeVar("_CriterionT", bound="Callable[..., Any] | None", default=None)
+    _DataLoaderT = TypeVar("_DataLoaderT", bound="DataLoader[Any] | None", default=None)
+    _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
 class Booster(BoosterIO):
@@ -131,6 +137,26 @@ class Booster(BoosterIO):
             )
         return self._context
 
+    @overload
+    def boost(
+        self,
+        model: _ModelT,
+        optimizer: Optimizer,
+        criterion: _CriterionT = ...,
+        dataloader: _DataLoaderT = ...,
+        lr_scheduler: _LRSchedulerT = ...,
+    ) -> Boosted[_ModelT, OptimizerWrapper, _CriterionT, _DataLoaderT, _LRSchedulerT]: ...
+
+    @overload
+    def boost(
+        self,
+        model: _ModelT,
+        optimizer: None = None,
+        criterion: _CriterionT = ...,
+        dataloader: _DataLoaderT = ...,
+        lr_scheduler: _LRSchedulerT = ...,
+    ) -> Boosted[_ModelT, None, _CriterionT, _DataLoaderT, _LRSchedulerT]: ...
+
     def boost(
         self,
         model: nn.Module,
@@ -138,7 +164,7 @@ class Booster(BoosterIO):
         criterion: Callable[..., Any] | None = None,
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
-    ) -> Boosted:
+    ) -> Boosted[Any, Any, Any, Any, Any]:
         """Make model, optimizer, criterion, data loader and scheduler ready for the plugin's strategy.
 
         A plain data loader is split between ranks (its batch size counts samples per rank); one that was made by
@@ -152,7 +178,9 @@ class Booster(BoosterIO):
             lr_scheduler: A scheduler over ``optimizer``; keeps working after the call.
 
         Returns:
-            The five things in the same order; those not passed are ``None``.
+            The five things in the same order; those not passed are ``None``. The model is a `ModelWrapper`, which type
+            checkers take for the type of the user's model, whose attributes it has; the optimizer is an
+            `OptimizerWrapper`.
 
         Raises:
             TypeError: If an argument is of another type.

@@ -1,8 +1,8 @@
 """``save_pretrained`` of a boosted model: the last line of most scripts for Hugging Face models, made right.
 
 The libraries' own method writes what this process holds, which is a part of the model under strategies that shard. On
-the model that `boost` returned it becomes `Booster.save_model`, or `Booster.save_lora_as_pretrained` for adapters. On the
-user's own model it raises wherever that does not hold the values.
+the model that `boost` returned it becomes `Booster.save_model`, or `Booster.save_lora_as_pretrained` for adapters. On
+the user's own model it raises wherever that does not hold the values.
 """
 
 from __future__ import annotations
