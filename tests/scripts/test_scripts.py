@@ -135,7 +135,7 @@ def start(script, plugin, out, *launcher):
     path = os.pathsep.join([str(SHARED), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, *launcher, str(HERE / f"{script}.py"), plugin, str(out)],
-        check=False, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+        check=False, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

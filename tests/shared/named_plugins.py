@@ -20,8 +20,10 @@ def plugin_named(name: str) -> Plugin | str | None:
 
 
 def make_model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return tiny_llama()
+    """Return the same model everywhere; the script stays as it was seeded, or not."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return tiny_llama()
 
 
 def samples() -> torch.Tensor:
