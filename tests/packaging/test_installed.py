@@ -46,6 +46,7 @@ def stranger(folder, name, distribution, *, hooks=None, body="pass"):
 
         class {class_name}(Plugin):
             name = "{name}"
+            api_version = 1
             {body}
 
             def configure(self, objects, context):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -40,6 +41,51 @@ def test_an_example_runs_as_it_stands(text, tmp_path):
     assert done.returncode == 0, done.stderr
     if "save_model" in text:
         assert any(tmp_path.glob("out*"))
+
+
+TYPED = """
+from booster_core import Booster
+from booster_core.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+import torch
+
+for plugin in (LowLevelZeroPlugin(stage=2), GeminiPlugin(max_norm=1.0), TorchFSDPPlugin(max_norm=1.0)):
+    print(plugin.describe())
+
+
+class Mine(TorchDDPPlugin):
+    pass
+
+
+net = torch.nn.Linear(8, 1)
+sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(sgd, 1)
+model, optimizer, _, _, lr_scheduler = Booster(plugin=Mine()).boost(net, sgd, lr_scheduler=scheduler)
+optimizer.clip_grad_by_norm(1.0)
+lr_scheduler.step()
+LowLevelZeroPlugin(stages=2)  # type: ignore[call-arg]
+frozen = Booster().boost(net)
+frozen.optimizer.step()  # type: ignore[attr-defined]
+"""
+"""What a user's type checker accepts, and what it must not: an ignored error that is none is an error."""
+
+
+def test_scripts_of_users_type_check(tmp_path):
+    pytest.importorskip("mypy", reason="needs the type checker that the lint session installs")
+    # transformers and peft have their own opinions about types.
+    apart = re.compile("import peft|transformers|^def |^class |^ +def ", re.MULTILINE)
+    every = [text for param in _examples() if "README" in str(param.id) for text in param.values]
+    texts = [text for text in every if "Booster(" in text and not apart.search(text)]
+    assert len(texts) >= 7, "the pages' scripts are found"
+    for index, text in enumerate([TYPED, *texts]):
+        (tmp_path / f"script_{index}.py").write_text(text)
+    sources = [str(path) for path in (*ROOT.glob("packages/*/src"), ROOT / "examples/minimal_plugin/src")]
+    scripts = sorted(map(str, tmp_path.glob("*.py")))
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file=", "--strict", "--cache-dir=cache", *scripts],
+        check=False, capture_output=True, text=True, timeout=600, cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": os.pathsep.join(sources)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

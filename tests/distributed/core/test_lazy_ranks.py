@@ -26,6 +26,7 @@ class Rows(Plugin):
     """Keeps of each parameter the flat part that is this rank's, in `kept`."""
 
     name: ClassVar[str] = "rows"
+    api_version: ClassVar[int] = 1
     handles_lazy: ClassVar[bool] = True
 
     def __init__(self) -> None:

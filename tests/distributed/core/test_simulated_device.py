@@ -158,6 +158,7 @@ def test_booster_trains_on_the_device(simulated_device):
 
 class _OnlyCpu(Plugin):
     name = "only-cpu"
+    api_version = 1
     capabilities = frozenset({Capability.CPU, Capability.FP32})
 
     def configure(self, objects, context):

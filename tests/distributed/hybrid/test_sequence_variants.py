@@ -219,7 +219,7 @@ def compiled(name, options, how):
     }[how]
     torch.compiler.reset()
     model = boost_zoo(zoo, options, before)
-    run = model if after is None else after(model.unwrap())
+    run = model if after is None else after(model)
     loss = zoo.loss_of(run, batch)
     loss.backward()
     torch.testing.assert_close(loss, truth)

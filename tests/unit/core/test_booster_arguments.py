@@ -8,6 +8,7 @@ from booster_core import Booster, Plugin
 from booster_core.errors import ConfigError, PluginError
 from booster_core.launch import shutdown
 from booster_core.plugin import Capability
+from booster_core.single import SingleDevicePlugin
 from booster_core.testing.models import TinyMLP
 
 
@@ -26,6 +27,7 @@ class Halves(Plugin):
     """Supports fp32 on the CPU only, and returns what it is told to."""
 
     name = "halves"
+    api_version = 1
     capabilities = frozenset({Capability.CPU, Capability.FP32})
 
     def __init__(self, change=lambda objects: objects):
@@ -46,6 +48,77 @@ class Halves(Plugin):
 def test_plugin_that_is_none(plugin, error, match):
     with pytest.raises(error, match=match):
         Booster("cpu", plugin=plugin)
+
+
+class WithoutVersion(Plugin):
+    name = "without"
+
+    def configure(self, objects, context):
+        return objects
+
+
+class OfTheFuture(Halves):
+    api_version = 999
+
+
+class Extends(SingleDevicePlugin):
+    """Inherits the version of the plugin that it extends, whose methods it calls."""
+
+
+def test_plugin_object_of_another_interface_version():
+    with pytest.raises(PluginError, match=r"Plugin 'without' \(WithoutVersion\) does not say which version"):
+        Booster("cpu", plugin=WithoutVersion())
+    with pytest.raises(PluginError, match=r"Plugin 'halves' \(OfTheFuture\) was written for version 999"):
+        Booster("cpu", plugin=OfTheFuture())
+    Booster("cpu", plugin=Extends()).boost(*model_and_optimizer())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ("ddp", ConfigError, r"`device='ddp'` is the name of a plugin.*`Booster\(plugin='ddp'\)`"),
+        ("gemini", ConfigError, r"`Booster\(plugin='gemini'\)`"),
+        (Halves(), TypeError, r"`device` is a `Halves`, a plugin.*`Booster\(plugin=Halves\(...\)\)`"),
+        (Halves, TypeError, r"`device` is the class `Halves`.*`Booster\(plugin=Halves\(...\)\)`"),
+        (torch.nn.Linear(1, 1), TypeError, "`device` is a device or its name, such as 'cpu'; got `Linear`"),
+    ],
+)
+def test_plugin_in_the_place_of_the_device(given, error, match):
+    with pytest.raises(error, match=match):
+        Booster(given)
+
+
+class _Cuda:
+    """What torch says of CUDA devices, of which this machine has none."""
+
+    def __init__(self, monkeypatch):
+        self.current = 0
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+
+
+@pytest.mark.parametrize("asked", [None, "cuda"])
+def test_device_of_a_booster_made_before_the_launch_is_that_of_the_local_rank(asked, monkeypatch):
+    cuda = _Cuda(monkeypatch)
+    booster = Booster(asked)
+    cuda.current = 3  # as the launch sets it
+    assert booster.device == torch.device("cuda", 3)
+    cuda.current = 1
+    assert booster.device == torch.device("cuda", 3), "fixed at the first use"
+
+
+@pytest.mark.parametrize("asked", [None, "cuda"])
+def test_device_asked_for_before_the_launch_of_several_processes(asked, monkeypatch):
+    _Cuda(monkeypatch)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    booster = Booster(asked)
+    with pytest.raises(ConfigError, match=r"Call `launch_from_torch\(\)` before the device is used"):
+        _ = booster.device
+    assert Booster("cuda:1").device == torch.device("cuda", 1), "what was said holds"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Booster().device == torch.device("cpu")
 
 
 def test_precision_that_the_plugin_does_not_support():

@@ -169,7 +169,14 @@ def test_an_unknown_name_lists_what_is_installed_and_the_closest(install):
         ({}, "api_version = 999", "was written for version 999 of the plugin interface"),
         ({}, "name = 'other'", "lists 0 classes whose `name` is 'acme'; the names there are 'other'"),
         (
-            {"plugin.py": "from booster_core import Plugin\nclass AcmePlugin(Plugin):\n    name = 'acme'\n"},
+            {
+                "plugin.py": """
+                    from booster_core import Plugin
+                    class AcmePlugin(Plugin):
+                        name = 'acme'
+                        api_version = 1
+                """
+            },
             "pass",
             "AcmePlugin does not implement `configure`",
         ),
@@ -194,6 +201,38 @@ def test_a_broken_plugin_is_refused_by_name_distribution_and_cause(install, file
         discovery.load("acme")
     assert "Plugin 'acme' (booster-acme 1.2)" in str(caught.value)
     assert message in str(caught.value)
+
+
+INHERITS = """
+    from booster_core.plugin import Plugin
+
+    class Base(Plugin):
+        api_version = 1
+
+        def configure(self, objects, context):
+            return objects
+
+    class AcmePlugin(Base):
+        name = "acme"
+"""
+STATES_NOTHING = """
+    from booster_core.plugin import Plugin
+
+    class AcmePlugin(Plugin):
+        name = "acme"
+
+        def configure(self, objects, context):
+            return objects
+"""
+
+
+@pytest.mark.parametrize("text", [STATES_NOTHING, INHERITS], ids=["nowhere", "in a base class"])
+def test_a_plugin_that_does_not_state_its_interface_version_itself_is_refused(install, text):
+    install(files={"plugin.py": text})
+    message = "does not say which version of the plugin interface it was written for"
+    assert listed("acme")[0].problem.startswith(message)
+    with pytest.raises(PluginError, match=rf"Plugin 'acme' \(booster-acme 1.2\) {message}: .*`api_version = 1`"):
+        discovery.load("acme")
 
 
 def test_a_broken_plugin_disturbs_no_other(install):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from booster_core import hooks, hookspecs
 from booster_core.discovery import hook_relay, register_hooks, unregister_hooks
@@ -40,6 +41,27 @@ def test_whether_a_hook_is_implemented_follows_registration(fresh):
     assert not is_implemented(hook_relay().after_save)
     unregister_hooks(recorder)
     assert not is_implemented(hook_relay().after_step)
+
+
+def test_hooks_registered_after_boost_hear_of_steps(fresh):
+    from booster_core import Booster
+
+    model = torch.nn.Linear(2, 1)
+    model, optimizer, *_ = Booster().boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step():
+        optimizer.backward(model(torch.ones(1, 2)).sum())
+        optimizer.clip_grad_by_norm(1.0)
+        optimizer.step()
+
+    step()
+    recorder = Recorder()
+    register_hooks(recorder)
+    step()
+    assert [set(metrics) for metrics in recorder.seen] == [{"skipped", "grad_norm"}]
+    unregister_hooks(recorder)
+    step()
+    assert len(recorder.seen) == 1
 
 
 def test_the_first_answer_wins_where_one_is_wanted(fresh):

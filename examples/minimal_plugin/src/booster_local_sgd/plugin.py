@@ -35,6 +35,7 @@ class LocalSGDPlugin(Plugin):
     """
 
     name: ClassVar[str] = "local_sgd"
+    api_version: ClassVar[int] = 1
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.CPU, Capability.CUDA, Capability.FP32, Capability.BF16, Capability.DATA_PARALLEL}
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -19,10 +19,12 @@ from booster_core.coordinator import DistCoordinator
 from booster_core.data import deal_dataloader
 from booster_core.data.first_batch import watch_first_batch
 from booster_core.data.metrics import gather_samples
-from booster_core.discovery import load
+from booster_core.discovery import check_api_version, load, names_of_plugins
 from booster_core.errors import ConfigError
 from booster_core.frozen import FrozenParameters, untrained_names
 from booster_core.hooks import hook_relay
+from booster_core.hookspecs import is_implemented
+from booster_core.launch import launched_world_size
 from booster_core.lazy.boosting import agree_on_seeds, materialize_objects
 from booster_core.lazy.model import Recording, is_lazy
 from booster_core.lora import add_adapters, prepare_adapters
@@ -41,6 +43,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader, Dataset
+    from typing_extensions import TypeVar
+
+    _ModelT = TypeVar("_ModelT", bound=nn.Module)
+    _CriterionT = TypeVar("_CriterionT", bound="Callable[..., Any] | None", default=None)
+    _DataLoaderT = TypeVar("_DataLoaderT", bound="DataLoader[Any] | None", default=None)
+    _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
 class Booster(BoosterIO):
@@ -48,15 +56,16 @@ class Booster(BoosterIO):
 
     Args:
         device: Where the model runs: a device, its name, or ``None`` for this process's CUDA device where there is one
-            and the plugin supports it, else the CPU.
+            and the plugin supports it, else the CPU. Which CUDA device that is, is found out at the first use.
         mixed_precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, or a `PrecisionPolicy`. Nothing asked, here or through
             the plugin, means fp32: the model runs as it is, without autocast.
         plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
         timeout_seconds: How long collective calls wait for a missing rank; the time limit of the launch by default.
 
     Raises:
-        TypeError: If ``plugin`` is neither a name nor a `Plugin`.
-        PluginError: If no plugin of that name is installed, or it cannot be loaded.
+        TypeError: If ``plugin`` is neither a name nor a `Plugin`, or ``device`` no device.
+        PluginError: If no plugin of that name is installed, or it cannot be loaded, or was written for another version
+            of the plugin interface.
         ConfigError: If precision is asked for twice with two answers, or plugin, precision and device don't fit.
 
     Collective: none.
@@ -79,14 +88,32 @@ class Booster(BoosterIO):
             got = f"the class `{plugin.__name__}`" if isinstance(plugin, type) else f"`{type(plugin).__name__}`"
             msg = f"`plugin` is the name of an installed plugin, such as 'ddp', or a Plugin object; got {got}."
             raise TypeError(msg)
+        else:
+            check_api_version(type(plugin), f"Plugin '{plugin.name}' ({type(plugin).__name__})", inherits=True)
         self.plugin = plugin
         self.precision = _resolve_precision(mixed_precision, plugin)
-        self.device = _resolve_device(device, plugin)
+        self._asked_device = _check_device(device, plugin)
+        self._device: torch.device | None = None
+        if self._asked_device is None and not torch.cuda.is_available():
+            self._device = _own_device(None, plugin)  # there is nothing to wait for
         self._timeout_seconds = timeout_seconds
         self._context: BoostContext | None = None
         # Operations that lazy models' construction could not record.
         self._run_eagerly: Counter[str] = Counter()
         self._were_lazy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs, fixed at the first use.
+
+        Of several CUDA devices it is this process's own only once the run is launched: use it after the launch.
+
+        Raises:
+            ConfigError: If a launcher started several processes and the run is not launched yet.
+        """
+        if self._device is None:
+            self._device = _own_device(self._asked_device, self.plugin)
+        return self._device
 
     @property
     def context(self) -> BoostContext:
@@ -97,7 +124,11 @@ class Booster(BoosterIO):
 
                 ensure_process_group()
             relay = hook_relay()
-            listens = bool(relay.after_step.get_hookimpls())
+
+            def after_step(optimizer: Optimizer, metrics: dict[str, Any]) -> None:
+                if is_implemented(relay.after_step):  # whoever registers late is heard too
+                    relay.after_step(optimizer=optimizer, metrics=metrics)
+
             coordinator = DistCoordinator()
             self._context = BoostContext(
                 device=self.device,
@@ -105,11 +136,29 @@ class Booster(BoosterIO):
                 precision=self.precision,
                 timeout_seconds=self._timeout_seconds or coordinator.timeout_seconds,
                 hooks=relay,
-                after_step=(lambda optimizer, metrics: relay.after_step(optimizer=optimizer, metrics=metrics))
-                if listens
-                else None,
+                after_step=after_step,
             )
         return self._context
+
+    @overload
+    def boost(
+        self,
+        model: _ModelT,
+        optimizer: Optimizer,
+        criterion: _CriterionT = ...,
+        dataloader: _DataLoaderT = ...,
+        lr_scheduler: _LRSchedulerT = ...,
+    ) -> Boosted[_ModelT, OptimizerWrapper, _CriterionT, _DataLoaderT, _LRSchedulerT]: ...
+
+    @overload
+    def boost(
+        self,
+        model: _ModelT,
+        optimizer: None = None,
+        criterion: _CriterionT = ...,
+        dataloader: _DataLoaderT = ...,
+        lr_scheduler: _LRSchedulerT = ...,
+    ) -> Boosted[_ModelT, None, _CriterionT, _DataLoaderT, _LRSchedulerT]: ...
 
     def boost(
         self,
@@ -118,7 +167,7 @@ class Booster(BoosterIO):
         criterion: Callable[..., Any] | None = None,
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
-    ) -> Boosted:
+    ) -> Boosted[Any, Any, Any, Any, Any]:
         """Make model, optimizer, criterion, data loader and scheduler ready for the plugin's strategy.
 
         A data loader is split between ranks (its batch size counts samples per rank): what its sampler draws is dealt
@@ -133,7 +182,9 @@ class Booster(BoosterIO):
             lr_scheduler: A scheduler over ``optimizer``; keeps working after the call.
 
         Returns:
-            The five things in the same order; those not passed are ``None``.
+            The five things in the same order; those not passed are ``None``. The model is a `ModelWrapper`, which type
+            checkers take for the type of the user's model, whose attributes it has; the optimizer is an
+            `OptimizerWrapper`.
 
         Raises:
             TypeError: If an argument is of another type.
@@ -168,6 +219,7 @@ class Booster(BoosterIO):
         self._optimizers[boosted.model] = boosted.optimizer
         index, size = self.plugin.data_parallel_coordinates(coordinator)
         watch_first_batch(boosted.model, index=index, size=size)
+        self._take_over_saving(boosted.model)
         context.hooks.after_configure(plugin=self.plugin, boosted=boosted, context=context)
         return boosted
 
@@ -417,16 +469,31 @@ def _resolve_precision(asked: PrecisionPolicy | str | None, plugin: Plugin) -> P
     return plugin.resolve_precision(policy)
 
 
-def _resolve_device(asked: torch.device | str | None, plugin: Plugin) -> torch.device:
-    """Return the device of this process."""
+def _check_device(asked: object, plugin: Plugin) -> torch.device | None:
+    """Return the device that was asked for; ``None`` where none was.
+
+    Raises:
+        TypeError: If it is no device.
+        ConfigError: If torch does not know it or does not have it, or the plugin does not run there.
+    """
     if asked is None:
-        if torch.cuda.is_available() and plugin.supports_device("cuda"):
-            return torch.device("cuda", torch.cuda.current_device())
-        asked = "cpu"
+        return None
+    is_class = isinstance(asked, type) and issubclass(asked, Plugin)
+    if is_class or isinstance(asked, Plugin):
+        kind = asked.__name__ if isinstance(asked, type) else type(asked).__name__
+        what = f"the class `{kind}`, a plugin" if is_class else f"a `{kind}`, a plugin"
+        msg = f"`device` is {what}. Did you mean `Booster(plugin={kind}(...))`? The device is the first argument."
+        raise TypeError(msg)
+    if not isinstance(asked, (str, int, torch.device)):
+        msg = f"`device` is a device or its name, such as 'cpu'; got `{type(asked).__name__}`."
+        raise TypeError(msg)
     try:
         device = torch.device(asked)
     except RuntimeError as cause:
-        msg = f"`device={asked!r}` is not a device that torch knows. Use for example 'cpu' or 'cuda'."
+        if asked in names_of_plugins():
+            msg = f"`device={asked!r}` is the name of a plugin, not a device. Did you mean `Booster(plugin={asked!r})`?"
+        else:
+            msg = f"`device={asked!r}` is not a device that torch knows. Use for example 'cpu' or 'cuda'."
         raise ConfigError(msg) from cause
     if device.type == "cuda" and not torch.cuda.is_available():
         msg = (
@@ -436,6 +503,27 @@ def _resolve_device(asked: torch.device | str | None, plugin: Plugin) -> torch.d
     if not plugin.supports_device(device.type):
         msg = f"Plugin '{plugin.name}' does not run on device type '{device.type}'."
         raise ConfigError(msg)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _own_device(asked: torch.device | None, plugin: Plugin) -> torch.device:
+    """Return the device of this process; of several CUDA devices that of its local rank, current since the launch.
+
+    Raises:
+        ConfigError: If that is not known yet, or the plugin does not run on the CPU and there is nothing else.
+    """
+    if asked is None:
+        asked = torch.device("cuda" if torch.cuda.is_available() and plugin.supports_device("cuda") else "cpu")
+        if not plugin.supports_device(asked.type):
+            msg = f"Plugin '{plugin.name}' does not run on device type '{asked.type}'."
+            raise ConfigError(msg)
+    if asked.type != "cuda" or asked.index is not None:
+        return asked
+    num_started, call = launched_world_size()
+    if num_started > 1 and not torch.distributed.is_initialized():
+        msg = (
+            f"A launcher started {num_started} processes, and which CUDA device is this one's is not known yet. Call "
+            f"`{call}` before the device is used."
+        )
+        raise ConfigError(msg)
+    return torch.device("cuda", torch.cuda.current_device())

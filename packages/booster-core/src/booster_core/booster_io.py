@@ -45,6 +45,13 @@ class BoosterIO(ABC):
         """Device, ranks, precision and hooks of this run."""
 
     @property
+    def keeps_whole_values(self) -> bool:
+        """Whether each rank's own model holds the values of the whole model, as the plugin's view of it says."""
+        from booster_core.plugin import Plugin
+
+        return type(self.plugin).state_adapter is Plugin.state_adapter
+
+    @property
     def checkpoint_io(self) -> CheckpointIO:
         """The reader and writer of this run's checkpoints."""
         if self._io is None:
@@ -458,6 +465,15 @@ class BoosterIO(ABC):
         Collective: every rank of the world.
         """
         self.checkpoint_io.wait()
+
+    def _take_over_saving(self, model: nn.Module) -> None:
+        """Let ``save_pretrained`` of a boosted model, where it has one, save by this Booster."""
+        assert isinstance(model, ModelWrapper), "checked by `boost`"
+        if hasattr(unwrap_model(model), "save_pretrained"):
+            from booster_core.checkpoint.save_pretrained import refuse_on_own_model
+
+            refuse_on_own_model(unwrap_model(model), self)
+            model.belongs_to(self)
 
     def _boosted_model(self, model: nn.Module) -> ModelWrapper | None:
         """Return the boosted model that ``model`` is, or is the inside of; ``None`` for a plain one."""

@@ -39,6 +39,11 @@ __all__ = [
 
 PLUGIN_GROUP = "booster.plugins"
 
+WITHOUT_VERSION = (
+    "does not say which version of the plugin interface it was written for: its class needs a line such as "
+    f"`api_version = {API_VERSION}`, with a number of its own"
+)
+
 _OURS = {
     "TorchDDPPlugin": ("ddp", "booster-ddp"),
     "TorchFSDPPlugin": ("fsdp", "booster-fsdp"),
@@ -93,6 +98,14 @@ def installed() -> list[PluginListing]:
     return [_listing(entry, by_name[name], source) for name in sorted(by_name) for entry in by_name[name]]
 
 
+def names_of_plugins() -> set[str]:
+    """Return the names of installed plugins and of our own, installed or not.
+
+    Collective: none.
+    """
+    return {*_entry_points_by_name(), *(name for name, _ in _OURS.values())}
+
+
 def load(name: str) -> type[Plugin]:
     """Import the plugin of a name, and no other, and return its class.
 
@@ -101,7 +114,8 @@ def load(name: str) -> type[Plugin]:
 
     Raises:
         PluginError: If no plugin or more than one has that name, if importing it fails (the cause is chained), if its
-            module has no class of that name, or if it was written for another version of the plugin interface.
+            module has no class of that name, or if that was written for another version of the plugin interface, or
+            does not itself say for which.
 
     Collective: none; every rank loads for itself.
     """
@@ -193,6 +207,8 @@ def _listing(entry: EntryPoint, namesakes: list[EntryPoint], source: PluginSourc
             facts = named[0]
     if facts is not None and problem is None and facts.api_version not in (API_VERSION, None):
         problem = _wrong_version(facts.api_version)
+    if facts is not None and problem is None and not facts.states_api_version:
+        problem = WITHOUT_VERSION
     missing = _missing_requirements(entry)
     if problem is None and missing:
         problem = f"needs {', '.join(missing)}, not installed"
@@ -242,14 +258,35 @@ def _checked(name: str, plugin: str, value: str, classes: Iterable[object]) -> t
         )
         raise PluginError(msg)
     chosen: type[Plugin] = named[0]  # type: ignore[assignment]
-    if chosen.api_version != API_VERSION:
-        msg = f"{plugin} {_wrong_version(chosen.api_version)}. Install a version of it that matches."
-        raise PluginError(msg)
+    check_api_version(chosen, plugin, inherits=False)
     if inspect.isabstract(chosen):
         missing = ", ".join(f"`{method}`" for method in sorted(chosen.__abstractmethods__))
         msg = f"{plugin}: {chosen.__name__} does not implement {missing}."
         raise PluginError(msg)
     return chosen
+
+
+def check_api_version(plugin_class: type[Plugin], plugin: str, *, inherits: bool) -> None:
+    """Raise unless a plugin class was written for this version of the interface.
+
+    Args:
+        plugin_class: The class.
+        plugin: What messages call it.
+        inherits: Whether the version may be that of a plugin that the class extends. Installed classes state their own:
+            what they inherit would be right whichever version they were written for.
+
+    Raises:
+        PluginError: If the version is another one, or is not stated.
+
+    Collective: none.
+    """
+    stated: int | None = getattr(plugin_class, "api_version", None)
+    if stated not in (API_VERSION, None):
+        msg = f"{plugin} {_wrong_version(stated)}. Install a version of it that matches."
+        raise PluginError(msg)
+    if stated is None or not (inherits or "api_version" in vars(plugin_class)):
+        msg = f"{plugin} {WITHOUT_VERSION}."
+        raise PluginError(msg)
 
 
 def _wrong_version(api_version: int | None) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,10 +22,30 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader, Dataset, Sampler
+    from typing_extensions import TypeVar
 
     from booster_core.coordinator import DistCoordinator
     from booster_core.precision import PrecisionPolicy
     from booster_core.state.adapter import StateAdapter
+
+    # The classes that `__getattr__` below finds, for whoever has them installed.
+    from booster_ddp import TorchDDPPlugin as TorchDDPPlugin  # noqa: PLC0414 - re-exported
+    from booster_fsdp import TorchFSDPPlugin as TorchFSDPPlugin  # noqa: PLC0414 - re-exported
+    from booster_gemini import GeminiPlugin as GeminiPlugin  # noqa: PLC0414 - re-exported
+    from booster_hybrid import HybridParallelPlugin as HybridParallelPlugin  # noqa: PLC0414 - re-exported
+    from booster_zero import LowLevelZeroPlugin as LowLevelZeroPlugin  # noqa: PLC0414 - re-exported
+
+    _ModelT_co = TypeVar("_ModelT_co", bound=nn.Module, default=nn.Module, covariant=True)
+    _OptimizerT_co = TypeVar("_OptimizerT_co", bound="Optimizer | None", default="Optimizer | None", covariant=True)
+    _CriterionT_co = TypeVar(
+        "_CriterionT_co", bound="Callable[..., Any] | None", default="Callable[..., Any] | None", covariant=True
+    )
+    _DataLoaderT_co = TypeVar(
+        "_DataLoaderT_co", bound="DataLoader[Any] | None", default="DataLoader[Any] | None", covariant=True
+    )
+    _LRSchedulerT_co = TypeVar(
+        "_LRSchedulerT_co", bound="LRScheduler | None", default="LRScheduler | None", covariant=True
+    )
 
 API_VERSION = 1
 """Version of this interface. A plugin made for another one is refused when it is loaded."""
@@ -54,14 +74,26 @@ class Capability(enum.Enum):
     """Every step equals that of one process with the global batch, up to rounding."""
 
 
-class Boosted(NamedTuple):
-    """The five things that `Booster.boost` takes and returns, in their order."""
+if TYPE_CHECKING:
+    # What was passed keeps its type, and what was left out is `None`: a script that unpacks the five type-checks.
+    class Boosted(NamedTuple, Generic[_ModelT_co, _OptimizerT_co, _CriterionT_co, _DataLoaderT_co, _LRSchedulerT_co]):
+        """The five things that `Booster.boost` takes and returns, in their order."""
 
-    model: nn.Module
-    optimizer: Optimizer | None = None
-    criterion: Callable[..., Any] | None = None
-    dataloader: DataLoader[Any] | None = None
-    lr_scheduler: LRScheduler | None = None
+        model: _ModelT_co
+        optimizer: _OptimizerT_co = None  # type: ignore[assignment]
+        criterion: _CriterionT_co = None  # type: ignore[assignment]
+        dataloader: _DataLoaderT_co = None  # type: ignore[assignment]
+        lr_scheduler: _LRSchedulerT_co = None  # type: ignore[assignment]
+else:
+
+    class Boosted(NamedTuple):
+        """The five things that `Booster.boost` takes and returns, in their order."""
+
+        model: nn.Module
+        optimizer: Optimizer | None = None
+        criterion: Callable[..., Any] | None = None
+        dataloader: DataLoader[Any] | None = None
+        lr_scheduler: LRScheduler | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +106,7 @@ class BoostContext:
         precision: The resolved precision of the run.
         timeout_seconds: How long a collective call waits for a missing rank.
         hooks: The pluggy hook relay of `booster_core.hookspecs`.
-        after_step: To be called with the optimizer and its metrics after each step; ``None`` where nobody listens.
+        after_step: To be called with the optimizer and its metrics after each step; ``None`` where nobody can.
     """
 
     device: torch.device
@@ -93,7 +125,8 @@ class Plugin(ABC):
 
     Attributes:
         name: The name of its entry point, as in ``Booster(plugin=name)``.
-        api_version: The version of this interface that the plugin was written for.
+        api_version: The version of this interface that the plugin was written for, as a literal: ``api_version = 1``.
+            Not ``API_VERSION``, which would claim to fit whatever core is installed.
         available: Whether this version of the plugin trains. ``False`` marks a package whose interface is settled and
             whose engine is not there yet: ``booster plugins`` says so, and ``configure`` raises.
         capabilities: What the plugin can do.
@@ -103,7 +136,7 @@ class Plugin(ABC):
     """
 
     name: ClassVar[str]
-    api_version: ClassVar[int] = API_VERSION
+    api_version: ClassVar[int]
     available: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.CPU, Capability.FP32, Capability.DATA_PARALLEL}
@@ -280,7 +313,7 @@ class PipelinePlugin(Plugin):
         """
 
 
-def __getattr__(name: str) -> type[Plugin]:
+def __getattr__(name: str) -> Any:
     """Import the class of an installed plugin, or say which distribution brings it."""
     if name.startswith("_"):
         msg = f"module 'booster_core.plugin' has no attribute '{name}'"

@@ -39,6 +39,7 @@ class ClassFacts:
         class_name: Name of the class.
         name: The plugin's name.
         api_version: The version of the plugin interface it was written for.
+        states_api_version: Whether the class itself says so, and not a class that it extends.
         available: Whether it trains in this version.
         capabilities: Values of its `Capability` set, sorted.
     """
@@ -46,6 +47,7 @@ class ClassFacts:
     class_name: str
     name: str | None
     api_version: int | None
+    states_api_version: bool
     available: bool | None
     capabilities: tuple[str, ...] | None
 
@@ -128,6 +130,7 @@ class PluginSource:
             class_name=definition.name,
             name=name if isinstance(name, str) else None,
             api_version=api_version if isinstance(api_version, int) else None,
+            states_api_version=_assigned(definition.body, "api_version") is not None,
             available=available if isinstance(available, bool) else None,
             capabilities=tuple(sorted(map(str, capabilities))) if isinstance(capabilities, frozenset) else None,
         )

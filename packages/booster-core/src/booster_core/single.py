@@ -27,6 +27,7 @@ class SingleDevicePlugin(Plugin):
     """
 
     name: ClassVar[str] = "single"
+    api_version: ClassVar[int] = 1
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.CPU,

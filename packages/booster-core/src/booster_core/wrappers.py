@@ -17,6 +17,7 @@ from booster_core.errors import GradientError
 from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import check_norm_arguments
 from booster_core.liveness import naming_missing_ranks
+from booster_core.originals import guard_forward, guard_step, through_door
 from booster_core.precision.casting import cast_floating
 from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
 from booster_core.state.naming import compiled_module
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from booster_core.booster_io import BoosterIO
     from booster_core.frozen import FrozenParameters
     from booster_core.precision.policy import PrecisionPolicy
 
@@ -40,8 +42,15 @@ class ModelWrapper(nn.Module):
             where the strategy applies it itself.
 
     ``state_dict``, ``load_state_dict`` and attributes are those of the user's model, under its own names. Methods other
-    than ``forward`` (``generate``) run on the user's model directly.
+    than ``forward`` (``generate``) run on the user's model directly. One that calls the model itself raises in training
+    (`booster_core.originals`), because that forward would bypass the strategy.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a strategy's own forward run the user's model."""
+        super().__init_subclass__(**kwargs)
+        if "forward" in vars(cls):
+            cls.forward = through_door(cls.forward)  # type: ignore[method-assign]
 
     def __init__(
         self, module: nn.Module, original: nn.Module | None = None, *, precision: PrecisionPolicy | None = None
@@ -50,6 +59,7 @@ class ModelWrapper(nn.Module):
         self.module = module
         # Kept out of the module tree: registered a second time, every parameter would be listed twice.
         self.__dict__["_original"] = module if original is None else original
+        self.__dict__["_door"] = guard_forward(self.__dict__["_original"])
         device = model_device(module)
         self._device_type = "cpu" if device is None else device.type
         self.precision = precision
@@ -62,6 +72,7 @@ class ModelWrapper(nn.Module):
         original: nn.Module = self.__dict__["_original"]
         return original
 
+    @through_door
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; under autocast, floating outputs come back in the policy's ``output_dtype``.
 
@@ -100,7 +111,30 @@ class ModelWrapper(nn.Module):
         except AttributeError:
             if "_original" not in self.__dict__:  # while copying or unpickling
                 raise
-            return getattr(self.unwrap(), name)
+            value = getattr(self.unwrap(), name)
+        owner: _Owner | None = self.__dict__.get("_owner") if name == "save_pretrained" else None
+        if owner is None or owner.booster is None:
+            return value
+        from booster_core.checkpoint.save_pretrained import saver_of
+
+        return saver_of(self, owner.booster, value)
+
+    def belongs_to(self, booster: BoosterIO) -> None:
+        """Let ``save_pretrained`` write what this Booster saves.
+
+        Collective: none.
+        """
+        self.__dict__["_owner"] = _Owner(booster)
+
+
+class _Owner:
+    """Who boosted a model; nobody has boosted a copy of it."""
+
+    def __init__(self, booster: BoosterIO | None = None) -> None:
+        self.booster = booster
+
+    def __reduce__(self) -> Any:
+        return _Owner, ()
 
 
 class OptimizerWrapper(Optimizer):
@@ -130,6 +164,7 @@ class OptimizerWrapper(Optimizer):
         # Optimizer.__init__ is not called on purpose: it would build groups and state of its own, while
         # everything that it sets up is forwarded to the optimizer inside.
         self.optim = optim
+        self._door = guard_step(optim)
         scaled = precision is not None and precision.loss_scale is not None
         self.loss_scaler = DynamicLossScaler(precision.loss_scale) if precision is not None and scaled else None
         self._after_step = after_step
@@ -339,13 +374,22 @@ class OptimizerWrapper(Optimizer):
             raise GradientError(msg)
         with naming_missing_ranks("step"):
             self.unscale_gradients()
-            result = None if self._found_overflow else self.update_parameters(closure)
+            result = None if self._found_overflow else self._update(closure)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow=self._found_overflow)
         if self._after_step is not None:
             self._after_step(self, self._metrics())
         self._grad_norm = None
         return result
+
+    def _update(self, closure: Callable[[], float] | None) -> Any:
+        """Update the parameters; meanwhile alone the optimizer inside may step."""
+        before = self._door.is_open
+        self._door.is_open = True
+        try:
+            return self.update_parameters(closure)
+        finally:
+            self._door.is_open = before
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
         """Step the optimizer inside; sharded strategies make gradients ready before and share parameters after."""

@@ -54,6 +54,7 @@ class TorchDDPPlugin(Plugin):
     """
 
     name: ClassVar[str] = "ddp"
+    api_version: ClassVar[int] = 1
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.CPU,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.liveness import naming_missing_ranks
+from booster_core.originals import through_door
 from booster_core.wrappers import ModelWrapper
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class FSDPModel(ModelWrapper):
         if self.optimizer is None and not torch.compiler.is_compiling():
             self.units.notice_updates()
 
+    @through_door
     def _run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._notice_updates()
         precision = self.precision

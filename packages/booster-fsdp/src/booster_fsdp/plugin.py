@@ -75,6 +75,7 @@ class TorchFSDPPlugin(Plugin):
     """
 
     name: ClassVar[str] = "fsdp"
+    api_version: ClassVar[int] = 1
     handles_lazy: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {

@@ -78,6 +78,7 @@ class GeminiPlugin(Plugin):
     """
 
     name: ClassVar[str] = "gemini"
+    api_version: ClassVar[int] = 1
     handles_lazy: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from booster_core.errors import ConfigError
+from booster_core.originals import through_door
 from booster_hybrid.same_batch import check_same_batch
 from booster_hybrid.tensor_parallel.group import refuse_copy
 from booster_zero.model import ZeroModel
@@ -62,6 +63,7 @@ class HybridModel(ZeroModel):
             self._has_compared = True
         return super().forward(*args, **kwargs)
 
+    @through_door
     def run_stage(self, *args: Any, **kwargs: Any) -> Any:
         """Run the active stage in the run's number formats.
 

@@ -107,6 +107,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
     """
 
     name: ClassVar[str] = "hybrid"
+    api_version: ClassVar[int] = 1
     handles_lazy: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {

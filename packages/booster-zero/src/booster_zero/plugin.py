@@ -71,6 +71,7 @@ class LowLevelZeroPlugin(Plugin):
     """
 
     name: ClassVar[str] = "zero"
+    api_version: ClassVar[int] = 1
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.CPU,

@@ -11,14 +11,14 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from booster_core.checkpoint.naming import SAFETENSORS, TORCH, FileNames
 from booster_core.checkpoint.parts import ModelPart
 from booster_core.errors import ConfigError
-from booster_core.state.naming import NamedTensors
+from booster_core.state.naming import NamedTensors, own_class
 from booster_core.state.view import ModelView
 
 if TYPE_CHECKING:
@@ -35,6 +35,18 @@ _FILE = "adapter_model"
 _CONFIG = "adapter_config.json"
 
 
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a user's own model is one of peft's.
+
+    Collective: none.
+    """
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
 def adapted_model(model: nn.Module) -> PeftModel:
     """Return the user's own model as peft's.
 
@@ -43,11 +55,8 @@ def adapted_model(model: nn.Module) -> PeftModel:
 
     Collective: none.
     """
-    if "peft" in sys.modules:
-        from peft import PeftModel
-
-        if isinstance(model, PeftModel):
-            return model
+    if is_adapted(model):
+        return cast("PeftModel", model)
     msg = f"The model (`{type(model).__name__}`) has no adapters to save. Call `enable_lora` before `boost`."
     raise ConfigError(msg)
 
@@ -146,7 +155,7 @@ def _config_text(model: PeftModel, adapter: str) -> str:
     config.inference_mode = True
     auto_mapping = None
     if config.task_type is None:
-        auto_mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+        auto_mapping = {"base_model_class": own_class(base).__name__, "parent_library": own_class(base).__module__}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
         return (Path(folder) / _CONFIG).read_text()

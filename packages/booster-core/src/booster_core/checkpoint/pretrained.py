@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from booster_core.state.adapted import without_adapters
+from booster_core.state.naming import own_class
 
 if TYPE_CHECKING:
     import torch
@@ -28,14 +29,14 @@ def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict
     if hasattr(config, "to_json_string"):
         config = copy.deepcopy(config)
         if hasattr(config, "architectures"):
-            config.architectures = [type(model).__name__]
+            config.architectures = [own_class(model).__name__]
             floating = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
             kept = dtype or (floating[0] if floating else None)
             if kept is not None:
                 config.dtype = str(kept).removeprefix("torch.")
         files["config.json"] = config.to_json_string()
     elif isinstance(config, dict) and hasattr(model, "save_config"):  # diffusers
-        content = {**config, "_class_name": type(model).__name__}
+        content = {**config, "_class_name": own_class(model).__name__}
         files["config.json"] = json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string") and getattr(model, "can_generate", lambda: False)():

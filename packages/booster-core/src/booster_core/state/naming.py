@@ -67,6 +67,17 @@ def compiled_module(model: nn.Module) -> nn.Module | None:
     return model._modules.get(_COMPILED)  # noqa: SLF001 - torch's class costs the import of its compiler
 
 
+def own_class(model: nn.Module) -> type[nn.Module]:
+    """Return the class of a user's model; ``fully_shard`` gives modules a class of its own that extends theirs.
+
+    Collective: none.
+    """
+    kind = type(model)
+    while len(kind.__bases__) > 1 and kind.__bases__[0].__name__ == "FSDPModule":
+        kind = kind.__bases__[1]
+    return kind
+
+
 def _join(name: str, attribute: str) -> str:
     return f"{name}.{attribute}" if name else attribute
 

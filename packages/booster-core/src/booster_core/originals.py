@@ -1,0 +1,143 @@
+"""What a script still holds from before `boost`: its own model and optimizer, refused where they would train wrongly.
+
+The user's optimizer has other parameters than before under some strategies, and knows nothing of loss scales and of
+gradients that wait to be averaged. The user's model runs past the strategy's forward and the run's precision. Either
+would go wrong in silence, so hooks on them tell calls of the boosted objects from those of a script.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import ConfigError
+from booster_core.state.adapted import without_adapters
+from booster_core.state.naming import compiled_module, own_class
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+class Door:
+    """Whether a call of the user's own object comes from the boosted one.
+
+    Attributes:
+        is_open: True while the boosted object calls.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+
+class _Forwards:
+    """A forward pre-hook on a user's model that lets training forwards through an open door only."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+
+    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
+        # In this order, so that compiled code depends on the door only where it decides.
+        if module.training and torch.is_grad_enabled() and not self.door.is_open:
+            name = own_class(module).__name__
+            msg = (
+                f"`{name}` was called in training, but not through the model that `boost` returned: its gradients "
+                "would not be those of the run. Call the boosted model itself, also in place of methods of the model "
+                "that call `self(...)`. To evaluate, call it under `torch.no_grad()` or after `.eval()`."
+            )
+            raise ConfigError(msg)
+
+    def __reduce__(self) -> Any:
+        # A copy of the model is not boosted, and a pickle of it must load without this package: `{}.get(module, args)`
+        # returns the arguments as they are.
+        return getattr, ({}, "get")
+
+
+class _Steps:
+    """A step pre-hook on a user's optimizer that lets steps through an open door only."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
+        if not self.door.is_open:
+            name = type(optimizer).__name__
+            msg = (
+                f"`{name}.step` was called on the optimizer that was passed to `boost`, which does not see the run's "
+                "gradients as they are to be stepped with. Call `step` of the optimizer that `boost` returned: "
+                "`model, optimizer, *_ = booster.boost(model, optimizer)`."
+            )
+            raise ConfigError(msg)
+
+
+def guard_forward(model: nn.Module) -> Door:
+    """Let a user's model run in training through the boosted model only.
+
+    Evaluation, generation and whatever else runs without gradients stays possible, as does a frozen model's forward.
+
+    Args:
+        model: The user's model; one that was compiled, or given adapters, is guarded with the model inside of it.
+
+    Returns:
+        The door that the boosted model's forward opens; the same for a model that is boosted twice.
+
+    Collective: none.
+    """
+    found = [hook.door for hook in model._forward_pre_hooks.values() if isinstance(hook, _Forwards)]  # noqa: SLF001 - torch has no public way to ask
+    if found:
+        return found[0]
+    door = Door()
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        inner = compiled_module(model) or model
+        for module in {id(each): each for each in (model, inner, without_adapters(inner))}.values():
+            module.register_forward_pre_hook(_Forwards(door), prepend=True)
+    return door
+
+
+def guard_step(optimizer: Optimizer) -> Door:
+    """Let a user's optimizer step through the boosted optimizer only.
+
+    Schedulers that count its steps work on, and copies of the optimizer are free.
+
+    Returns:
+        The door that the boosted optimizer opens; the same for an optimizer that is boosted twice.
+
+    Collective: none.
+    """
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    if hooks is None:  # an optimizer that never called `Optimizer.__init__` has none
+        return Door()
+    found = [hook.door for hook in hooks.values() if isinstance(hook, _Steps)]
+    if found:
+        return found[0]
+    door = Door()
+    optimizer.register_step_pre_hook(_Steps(door))
+    return door
+
+
+def through_door(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of a boosted model run the user's model; the method's object holds the `Door` as ``_door``.
+
+    Collective: as the method.
+    """
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        door = self.__dict__["_door"]
+        before = door.is_open
+        door.is_open = True
+        if torch.compiler.is_compiling():
+            # Graphs can't break inside of a `try`. An error leaves the door open, which can hide a later mistake only.
+            outputs = method(self, *args, **kwargs)
+            door.is_open = before
+            return outputs
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            door.is_open = before
+
+    return run

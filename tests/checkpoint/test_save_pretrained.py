@@ -1,0 +1,253 @@
+"""``save_pretrained`` under every plugin: stock ``from_pretrained`` loads what was trained, or an error says why."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError, MissingRanksError
+from booster_core.single import SingleDevicePlugin
+from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_core.testing.compare import EXACT, assert_same_tensors, tolerance_for
+from booster_core.testing.models import tiny_llama
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_zero import LowLevelZeroPlugin
+
+transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+RUNS = {
+    "single": (SingleDevicePlugin, {}, 1),
+    "ddp": (TorchDDPPlugin, {}, 2),
+    "fsdp": (TorchFSDPPlugin, {}, 2),
+    "zero1": (LowLevelZeroPlugin, {"stage": 1, "overlap_allgather": True}, 2),
+    "zero2": (LowLevelZeroPlugin, {"stage": 2}, 2),
+    "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}, 2),
+    "hybrid-tp": (HybridParallelPlugin, {"tp_size": 2}, 2),
+    "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}, 2),
+}
+SHARDED = [name for name in RUNS if name not in ("single", "ddp")]
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing_behind(monkeypatch, tmp_path):
+    """Keep transformers from leaving its loading threads, and torch from setting a variable for good."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def tokens():
+    return torch.arange(24).view(4, 6) % 16
+
+
+def make_model():
+    torch.manual_seed(0)
+    model = tiny_llama()
+    model.generation_config.max_length = 7
+    return model
+
+
+def boost(run, precision=None, lora=None):
+    plugin_class, options, _ = RUNS[run]
+    booster = Booster(plugin=plugin_class(**options), mixed_precision=precision)
+    model = make_model()
+    if lora is not None:
+        model = booster.enable_lora(model, lora_config=lora)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    return booster, *booster.boost(model, optimizer)[:2]
+
+
+def train(booster, model, optimizer):
+    """Take a step; every rank sees the same batch, so that the run equals one process'."""
+    if isinstance(booster.plugin, HybridParallelPlugin) and booster.plugin.config.pipeline.size > 1:
+        batch = {"input_ids": tokens(), "labels": tokens()}
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+    else:
+        booster.backward(model(input_ids=tokens(), labels=tokens()).loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_and_save(run, folder, precision=None, **options):
+    booster, model, optimizer = boost(run, precision)
+    train(booster, model, optimizer)
+    model.save_pretrained(folder, **options)
+
+
+def trained_in_one_process():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    return model
+
+
+def load(folder, **options):
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[kind], kind
+    return model
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_from_pretrained_loads_what_was_trained(run, tmp_path):
+    run_on_ranks(train_and_save, RUNS[run][2], run, str(tmp_path / "ours"))
+    expected = trained_in_one_process()
+    loaded = load(tmp_path / "ours")
+    assert_same_tensors(loaded.state_dict(), expected.state_dict(), tolerance_for(torch.float32))
+    assert not torch.equal(loaded.lm_head.weight, make_model().lm_head.weight), "the step is in it"
+    expected.save_pretrained(tmp_path / "theirs")
+    for name in ("config.json", "generation_config.json"):
+        ours, theirs = (json.loads((tmp_path / who / name).read_text()) for who in ("ours", "theirs"))
+        assert ours == theirs, name
+
+
+def save_both_ways(run, folder):
+    booster, model, optimizer = boost(run, "bf16")
+    train(booster, model, optimizer)
+    model.save_pretrained(f"{folder}/pretrained")
+    booster.save_model(model, f"{folder}/model", shard=True)
+
+
+@pytest.mark.parametrize("run", ["zero1", "gemini", "fsdp"])
+def test_narrow_runs_save_as_save_model_does(run, tmp_path):
+    run_on_ranks(save_both_ways, 2, run, str(tmp_path))
+    assert_same_tensors(load(tmp_path / "pretrained").state_dict(), load(tmp_path / "model").state_dict(), EXACT)
+
+
+def test_options_of_transformers_are_followed(tmp_path):
+    options = {"is_main_process": True, "variant": "ema", "safe_serialization": False, "max_shard_size": "2MB"}
+    run_on_ranks(train_and_save, 2, "gemini", str(tmp_path), **options)
+    assert list(tmp_path.glob("pytorch_model.ema*.bin"))
+    assert not list(tmp_path.glob("*.safetensors"))
+    loaded = load(tmp_path, variant="ema", use_safetensors=False)
+    assert_same_tensors(loaded.state_dict(), trained_in_one_process().state_dict(), tolerance_for(torch.float32))
+
+
+def save_with(options):
+    _, model, _ = boost("ddp")
+    given = {name: model.state_dict() if value == "state" else value for name, value in options.items()}
+    model.save_pretrained("never", **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"state_dict": "state"}, ConfigError, "leave `state_dict` out"),
+        ({"push_to_hub": True}, ConfigError, r"`push_to_hub=True` .*upload_folder"),
+        ({"max_shard_size": "10KB"}, ConfigError, "below 1 MiB"),
+        ({"max_shard_size": "many"}, ConfigError, r"`max_shard_size='many'` is not a size"),
+        ({"is_main_process": False}, ConfigError, "`is_main_process=False` on rank 0"),
+        ({"save_original_format": False}, ConfigError, "can't be followed"),
+        ({"shard_size": 3}, TypeError, "unexpected keyword argument 'shard_size'"),
+    ],
+)
+def test_what_cannot_be_followed_raises(options, error, match):
+    expect_on_ranks(error, match, save_with, 2, options)
+
+
+def test_a_large_maximum_size_is_whole_mebibytes():
+    from booster_core.checkpoint.save_pretrained import _mebibytes
+
+    assert [_mebibytes(size) for size in ("5GB", "1GiB", "3.5MiB", 2**21, "200MB")] == [4768, 1024, 3, 2, 190]
+
+
+def save_on_rank_0(folder):
+    _, model, _ = boost("zero1")
+    if torch.distributed.get_rank() == 0:
+        with pytest.raises(MissingRanksError, match=r"`save_pretrained`.*rank 1"):
+            model.save_pretrained(folder)
+
+
+def test_saving_on_rank_0_alone_names_who_is_missing(tmp_path):
+    run_on_ranks(save_on_rank_0, 2, str(tmp_path), group_timeout_seconds=3)
+
+
+def save_own_model(run, folder, lora):
+    booster, model, optimizer = boost(run, lora=lora)
+    own = model.unwrap()
+    train(booster, model, optimizer)
+    for each in (own, own.get_base_model()) if lora else (own,):
+        with pytest.raises(ConfigError, match=r"`save_pretrained` of the model that `boost` returned, on every rank"):
+            each.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("run", SHARDED)
+def test_saving_the_own_model_of_a_sharded_run_raises(run, tmp_path):
+    run_on_ranks(save_own_model, 2, run, str(tmp_path), None)
+    assert not list(tmp_path.iterdir())
+
+
+def save_replica(folder):
+    booster, model, optimizer = boost("ddp")
+    train(booster, model, optimizer)
+    if torch.distributed.get_rank() == 0:
+        model.unwrap().save_pretrained(folder)
+
+
+def test_a_replica_may_be_saved_by_itself(tmp_path):
+    run_on_ranks(save_replica, 2, str(tmp_path))
+    assert_same_tensors(
+        load(tmp_path).state_dict(), trained_in_one_process().state_dict(), tolerance_for(torch.float32)
+    )
+
+
+def lora_config():
+    peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+
+
+def train_and_save_adapters(run, folder, lora):
+    torch.manual_seed(1)
+    booster, model, optimizer = boost(run, lora=lora)
+    train(booster, model, optimizer)
+    model.save_pretrained(f"{folder}/pretrained")
+    booster.save_lora_as_pretrained(model, f"{folder}/lora")
+
+
+@pytest.mark.parametrize("run", ["single", "ddp", "fsdp", "zero1", "gemini", "hybrid-tp"])
+def test_adapters_are_saved_as_peft_loads_them(run, tmp_path):
+    lora = lora_config()
+    import peft
+
+    run_on_ranks(train_and_save_adapters, RUNS[run][2], run, str(tmp_path), lora)
+    ours, theirs = (peft.PeftModel.from_pretrained(make_model(), tmp_path / name) for name in ("pretrained", "lora"))
+    assert_same_tensors(ours.state_dict(), theirs.state_dict(), EXACT)
+    trained = [value for name, value in ours.state_dict().items() if "lora_B" in name]
+    assert trained
+    assert all(value.any() for value in trained), "lora_B begins as zeros"
+
+
+def test_saving_the_own_model_with_adapters_raises(tmp_path):
+    run_on_ranks(save_own_model, 2, "gemini", str(tmp_path), lora_config())
+
+
+class Saves(nn.Linear):
+    """A model of another library, with a method of that name of its own."""
+
+    def save_pretrained(self, folder):
+        torch.save(self.state_dict(), f"{folder}/own.pt")
+
+
+def save_other(run, folder):
+    plugin_class, options, _ = RUNS[run]
+    model, *_ = Booster(plugin=plugin_class(**options)).boost(Saves(4, 2))
+    model.save_pretrained(folder)
+
+
+def test_a_model_of_another_library_saves_itself_where_it_is_whole(tmp_path):
+    run_on_ranks(save_other, 1, "single", str(tmp_path))
+    assert (tmp_path / "own.pt").exists()
+    match = r"`\w*Saves.save_pretrained` would write what this rank holds.* `booster.save_model"
+    expect_on_ranks(ConfigError, match, save_other, 2, "gemini", str(tmp_path))
+
+
+def test_a_model_without_save_pretrained_has_none():
+    model, *_ = Booster().boost(nn.Linear(2, 1))
+    assert not hasattr(model, "save_pretrained")

@@ -1,0 +1,165 @@
+"""Scripts as people write them, under each plugin: what they train is what plain PyTorch trains, or a clear error.
+
+Most run on ranks that are kept warm, where only the launch is replaced by the group that is there. Some are started as
+a user starts them.
+"""
+
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from named_plugins import make_model, samples
+
+import booster_core
+from booster_core import DistCoordinator
+from booster_core.testing import run_on_ranks
+from booster_core.testing.compare import assert_same_tensors, tolerance_for
+
+HERE = Path(__file__).parent
+SHARED = HERE.parent / "shared"
+TWO_RANKS = ["ddp", "fsdp", "zero", "gemini", "hybrid-tp"]
+REPLICAS = {"hybrid-tp": 1, "hybrid-pp": 1}
+"""Data parallel ranks of two, where not both are."""
+OWN_SAMPLES = ["plainest", "save_pretrained"]
+SAME_SAMPLES = ["same_batch", "loader_left_out"]
+REFUSED = {
+    "old_optimizer": ("ConfigError", "`SGD.step` was called on the optimizer that was passed to `boost`"),
+    "old_model": ("ConfigError", "was called in training, but not through the model that `boost` returned"),
+}
+
+
+def run(script, plugin, out):
+    """Run a script on a rank whose process group is there; return the error that it ends by."""
+    arguments = [script, plugin, out]
+    with (
+        mock.patch.object(sys, "argv", arguments),
+        mock.patch.object(booster_core, "launch_from_torch", DistCoordinator),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("default")  # as in a script
+        try:
+            runpy.run_path(str(HERE / f"{script}.py"), run_name="__main__")
+        except Exception as error:  # noqa: BLE001 - whatever a script ends by
+            return type(error).__name__, str(error)
+    return None
+
+
+def trained_by_torch(global_batch):
+    """Return what plain PyTorch trains with so many samples in each of three steps."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for tokens in samples()[: 3 * global_batch].split(global_batch):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def assert_trained(folder, global_batch):
+    loaded = type(make_model()).from_pretrained(folder)
+    assert_same_tensors(loaded.state_dict(), trained_by_torch(global_batch), tolerance_for(torch.float32))
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing_behind(monkeypatch, tmp_path):
+    """Keep transformers from leaving its loading threads, and torch from setting a variable for good."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("plugin", TWO_RANKS)
+@pytest.mark.parametrize("script", [*OWN_SAMPLES, *SAME_SAMPLES])
+def test_two_ranks_train_what_torch_trains(script, plugin, tmp_path):
+    out = tmp_path / "out"
+    assert run_on_ranks(run, 2, script, plugin, str(out)) == [None, None]
+    replicas = 1 if script in SAME_SAMPLES else REPLICAS.get(plugin, 2)
+    assert_trained(out, 2 * replicas)
+
+
+@pytest.mark.parametrize("plugin", ["single", "ddp", "fsdp", "zero", "gemini", "hybrid"])
+def test_one_rank_trains_what_torch_trains(plugin, tmp_path):
+    out = tmp_path / "out"
+    assert run_on_ranks(run, 1, "save_pretrained", plugin, str(out)) == [None]
+    assert_trained(out, 2)
+
+
+def test_a_pipeline_trains_what_torch_trains(tmp_path):
+    out = tmp_path / "out"
+    assert run_on_ranks(run, 2, "pipeline", "hybrid-pp", str(out)) == [None, None]
+    assert_trained(out, 2)
+
+
+@pytest.mark.parametrize("plugin", ["single", *TWO_RANKS])
+@pytest.mark.parametrize("script", REFUSED)
+def test_what_is_from_before_boost_is_refused(script, plugin, tmp_path):
+    kind, text = REFUSED[script]
+    world_size = 1 if plugin == "single" else 2
+    for error in run_on_ranks(run, world_size, script, plugin, str(tmp_path / "out")):
+        assert error is not None
+        assert error[0] == kind
+        assert text in error[1]
+
+
+@pytest.mark.parametrize("plugin", ["single", "ddp", "fsdp"])
+def test_a_late_optimizer_trains_what_torch_trains(plugin, tmp_path):
+    out = tmp_path / "out"
+    world_size = 1 if plugin == "single" else 2
+    assert run_on_ranks(run, world_size, "late_optimizer", plugin, str(out)) == [None] * world_size
+    assert_trained(out, 2 * world_size)
+
+
+@pytest.mark.parametrize("plugin", ["zero", "gemini", "hybrid-tp"])
+def test_a_late_optimizer_is_refused_where_it_would_not_see_the_run(plugin, tmp_path):
+    for error in run_on_ranks(run, 2, "late_optimizer", plugin, str(tmp_path / "out")):
+        assert error is not None, "parameters are trained that no boosted optimizer averages"
+        assert "boost" in error[1]
+        assert "optimizer" in error[1]
+
+
+@pytest.mark.parametrize("plugin", TWO_RANKS)
+def test_saving_on_rank_0_alone_names_the_others(plugin, tmp_path):
+    errors = run_on_ranks(run, 2, "saved_on_rank_0", plugin, str(tmp_path / "out"))
+    assert errors[1] is None
+    assert errors[0][0] == "MissingRanksError"
+    assert "`save_model`" in errors[0][1]
+    assert "rank 1" in errors[0][1]
+
+
+def start(script, plugin, out, *launcher):
+    path = os.pathsep.join([str(SHARED), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *launcher, str(HERE / f"{script}.py"), plugin, str(out)],
+        check=False, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_the_plainest_script_started_by_python(tmp_path):
+    done = start("plainest", "single", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert_trained(tmp_path / "out", 2)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.mark.parametrize(
+    "plugin", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in (*TWO_RANKS[1:], "hybrid-pp"))]
+)
+def test_a_script_started_by_torchrun(plugin, tmp_path):
+    script = "pipeline" if plugin == "hybrid-pp" else "save_pretrained"
+    done = start(script, plugin, tmp_path / "out", *TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert_trained(tmp_path / "out", 2 * REPLICAS.get(plugin, 2))
+
+
+def test_a_script_that_fails_says_why_last(tmp_path):
+    done = start("old_model", "ddp", tmp_path / "out", *TORCHRUN)
+    assert done.returncode != 0
+    assert REFUSED["old_model"][1] in done.stderr
