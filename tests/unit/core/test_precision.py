@@ -140,8 +140,9 @@ def test_optimizer_state_follows_the_parameters_format():
     model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    Booster("cpu", "fp32").boost(model, optimizer)
+    booster = Booster("cpu", "fp32")
+    boosted, stepped, *_ = booster.boost(model, optimizer)
     assert optimizer.state[model.first.weight]["exp_avg"].dtype == torch.float32
-    optimizer.zero_grad()
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
+    stepped.zero_grad()
+    booster.backward(boosted(torch.ones(1, 8)).sum(), stepped)
+    stepped.step()
