@@ -110,10 +110,9 @@ _slow = pytest.mark.slow
         ("fsdp", "a step more while others wait", 2),
         *[
             pytest.param(plugin, case, num_ranks, marks=_slow)
-            for plugin, num_ranks in (("ddp", 3), ("zero", 2), ("zero", 3), ("gemini", 2), ("fsdp", 3))
+            for plugin, num_ranks in (("ddp", 3), ("zero", 2), ("zero", 3), ("gemini", 2), ("fsdp", 3), ("hybrid", 2))
             for case in NAMED
         ],
-        *[pytest.param("hybrid", case, 2, marks=_slow) for case in ("save", "a step more")],
     ],
 )
 def test_the_call_and_the_ranks_are_named_soon(tmp_path, plugin, case, num_ranks):
