@@ -88,6 +88,15 @@ elif case == "a step more while others wait":
         step()
     else:
         c.block_all()
+elif case == "replicas evaluate unevenly":
+    model.eval()
+    with torch.no_grad():
+        for _ in range(2 if c.rank < 2 else 1):
+            if c.rank == 1:
+                time.sleep(9)
+            torch.manual_seed(1)
+            loss_of(model)
+    c.block_all()
 os.write(1, f"END {c.rank}\\n".encode())
 """
 
@@ -101,22 +110,8 @@ NAMED = {
 _slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("plugin", "case", "num_ranks"),
-    [
-        ("ddp", "save", 2),
-        ("ddp", "a step more", 3),
-        ("zero", "save while others train", 3),
-        ("fsdp", "a step more while others wait", 2),
-        *[
-            pytest.param(plugin, case, num_ranks, marks=_slow)
-            for plugin, num_ranks in (("ddp", 3), ("zero", 2), ("zero", 3), ("gemini", 2), ("fsdp", 3))
-            for case in NAMED
-        ],
-        *[pytest.param("hybrid", case, 2, marks=_slow) for case in ("save", "a step more")],
-    ],
-)
-def test_the_call_and_the_ranks_are_named_soon(tmp_path, plugin, case, num_ranks):
+def run_script(tmp_path, plugin, case, num_ranks):
+    """Run the script; return its exit code, its output, and when it ended."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
@@ -133,8 +128,25 @@ def test_the_call_and_the_ranks_are_named_soon(tmp_path, plugin, case, num_ranks
         finally:
             run.kill()
             run.wait()
-    end = time.time()
-    output = screen.read_text(errors="replace")
+    return code, screen.read_text(errors="replace"), time.time()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "case", "num_ranks"),
+    [
+        ("ddp", "save", 2),
+        ("ddp", "a step more", 3),
+        ("zero", "save while others train", 3),
+        ("fsdp", "a step more while others wait", 2),
+        *[
+            pytest.param(plugin, case, num_ranks, marks=_slow)
+            for plugin, num_ranks in (("ddp", 3), ("zero", 2), ("zero", 3), ("gemini", 2), ("fsdp", 3), ("hybrid", 2))
+            for case in NAMED
+        ],
+    ],
+)
+def test_the_call_and_the_ranks_are_named_soon(tmp_path, plugin, case, num_ranks):
+    code, output, end = run_script(tmp_path, plugin, case, num_ranks)
     starts = [float(line.split()[1]) for line in output.splitlines() if line.startswith("AT ")]
     assert len(starts) == num_ranks, output
     assert code == 1, output
@@ -150,3 +162,10 @@ def test_the_call_and_the_ranks_are_named_soon(tmp_path, plugin, case, num_ranks
         assert f"{named} ended normally while rank {alone} waits in" in output, output
         assert f"END {alone}" not in output
     assert call in output, output
+
+
+@pytest.mark.slow
+def test_replicas_that_evaluate_unevenly_are_let_be(tmp_path):
+    code, output, _ = run_script(tmp_path, "hybrid", "replicas evaluate unevenly", 4)
+    assert code == 0, output
+    assert output.count("END") == 4, output

@@ -27,6 +27,7 @@ def test_calls_are_counted():
         "last": ("backward", 1),
         "finished": False,
         "call": ("step", 1),
+        "ranks": None,
     }
     progress.finish("step")
     assert progress.record()["last"] == ("step", 2)
@@ -40,6 +41,7 @@ def test_a_context_notes_beginning_and_end():
             "last": ("step", 1),
             "finished": False,
             "call": ("step", 1),
+            "ranks": None,
         }
         with naming_missing_ranks("reduction"):
             assert PROGRESS.call == ("step", 1)
@@ -48,8 +50,17 @@ def test_a_context_notes_beginning_and_end():
     assert PROGRESS.call is None
 
 
-def fail_in_step(error):
+def test_the_ranks_of_the_outermost_call_are_noted():
+    with naming_missing_ranks("forward", (2, 3)):
+        with naming_missing_ranks("gather of parameters"):
+            assert PROGRESS.record()["ranks"] == [2, 3]
+        assert PROGRESS.record()["ranks"] == [2, 3]
     with naming_missing_ranks("step"):
+        assert PROGRESS.record()["ranks"] is None
+
+
+def fail_in_step(error, ranks=None):
+    with naming_missing_ranks("step", ranks):
         raise error
 
 
@@ -83,6 +94,15 @@ def test_a_peer_that_has_ended_normally_is_named(monkeypatch, text):
     monkeypatch.setattr(current_world(), "monitor", _Monitor({0: gone, 1: {"counts": {"step": 1}}, 2: gone}))
     with pytest.raises(MissingRanksError, match="ranks 0 and 2 ended normally while rank 0 waits in `step` #1"):
         fail_in_step(RuntimeError(text))
+
+
+def test_ranks_that_take_no_part_in_a_call_are_not_missing_in_it(monkeypatch):
+    gone = {"gone": "has ended normally", "counts": {"step": 0}}
+    monkeypatch.setattr(current_world(), "monitor", _Monitor({0: {"counts": {"step": 2}}, 1: gone, 2: gone}))
+    with pytest.raises(MissingRanksError, match="rank 1 ended normally while rank 0 waits in `step` #1"):
+        fail_in_step(RuntimeError("Connection closed by peer"), [0, 1])
+    with pytest.raises(MissingRanksError, match="rank 2 has not reached it; it has ended normally"):
+        fail_in_step(RuntimeError("Timed out"), [0, 2])
 
 
 def test_a_peer_that_has_died_is_left_to_the_monitor(monkeypatch):

@@ -133,9 +133,9 @@ def test_who_comes_after_the_failure_is_told_of_it(late):
     assert turns(messages) == ([0] if late == 0 else [])
 
 
-def at(name, count, **counts):
+def at(name, count, ranks=None, **counts):
     """The record of a rank that waits in a call."""
-    return {"call": [name, count], "counts": {**counts, name: count}}
+    return {"call": [name, count], "ranks": ranks, "counts": {**counts, name: count}}
 
 
 def told(messages):
@@ -172,12 +172,29 @@ def test_ranks_that_wait_for_each_other_in_different_calls():
         (at("save_model", 1), at("backward", 6), 4.0, 100.5),  # not for long
         (at("save_model", 1), at("backward", 6), 60.0, 104.0),  # rank 0 has not said so again
         (at("save_model", 1), {"call": None, "counts": {"backward": 6}}, 60.0, 100.5),
+        (at("save_model", 1), at("forward", 6, [1, 2]), 60.0, 100.5),  # rank 1 waits for rank 2 alone
     ],
 )
 def test_ranks_that_may_still_come_are_waited_for(first, second, seconds, at_seconds):
     run = verdicts()
     assert run.waits(0, first, 60.0, 100.0) == []
     assert run.waits(1, second, seconds, at_seconds) == []
+
+
+def test_ranks_that_wait_for_each_other_within_a_group():
+    run = verdicts()
+    assert run.waits(0, at("save_model", 1), 6.0, 100.0) == []
+    messages = run.waits(1, at("forward", 6, [0, 1]), 6.0, 100.5)
+    assert "rank 0 waits in `save_model` #1, and rank 1 waits in `forward` #6" in told(messages)
+
+
+def test_a_rank_that_has_ended_and_takes_no_part_is_not_waited_for():
+    run = verdicts()
+    run.ending(2, {"call": None, "counts": {"forward": 5}})
+    assert run.waits(0, at("forward", 6, [0, 1]), 100.0, 100.0) == []
+    run.ending(1, {"call": None, "counts": {"forward": 5}})
+    messages = run.waits(0, at("forward", 6, [0, 1]), 100.0, 101.0)
+    assert told(messages).startswith("rank 1 ended normally while rank 0 waits in `forward` #6")
 
 
 def test_a_rank_that_ends_normally_is_not_told_to_end():

@@ -17,7 +17,7 @@ from booster_core.arguments import check_boost_arguments, check_boosted
 from booster_core.booster_io import BoosterIO
 from booster_core.coordinator import DistCoordinator
 from booster_core.data import deal_dataloader
-from booster_core.data.first_batch import watch_first_batch
+from booster_core.data.first_batch import show_first_batch, watch_first_batch
 from booster_core.data.metrics import gather_samples
 from booster_core.discovery import check_api_version, load, names_of_plugins
 from booster_core.errors import ConfigError
@@ -355,6 +355,9 @@ class Booster(BoosterIO):
                 "`optimizer.step`, or choose a plugin with pipeline parallelism, such as 'hybrid'."
             )
             raise ConfigError(msg)
+        boosted = boosted_inside(model)
+        if optimizer is not None and isinstance(boosted, ModelWrapper):
+            data_iter = show_first_batch(data_iter, boosted)
         return self.plugin.execute_pipeline(
             data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
         )

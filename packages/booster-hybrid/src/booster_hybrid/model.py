@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from booster_core.errors import ConfigError
+from booster_core.liveness import naming_missing_ranks
 from booster_core.originals import through_door
 from booster_hybrid.same_batch import check_same_batch
 from booster_hybrid.tensor_parallel.group import refuse_copy
@@ -49,6 +50,7 @@ class HybridModel(ZeroModel):
         Raises:
             ConfigError: If the model is cut into pipeline stages, or the ranks that work on one batch together are
                 given different ones in the first call.
+            MissingRanksError: If some of these ranks do not make the call.
 
         Collective: the tensor and sequence parallel ranks.
         """
@@ -58,10 +60,14 @@ class HybridModel(ZeroModel):
                 "`booster.execute_pipeline(data_iter, model, criterion, optimizer)`; without an optimizer it evaluates."
             )
             raise ConfigError(msg)
-        if not self._has_compared and self.replica.size > 1 and not torch.compiler.is_compiling():
-            check_same_batch((args, kwargs), self.replica.group, list(self.replica.ranks))
-            self._has_compared = True
-        return super().forward(*args, **kwargs)
+        if self.replica.size == 1 or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        # Replicas may evaluate on more or fewer batches than others: only these ranks wait for each other.
+        with naming_missing_ranks("forward", self.replica.ranks):
+            if not self._has_compared:
+                check_same_batch((args, kwargs), self.replica.group, list(self.replica.ranks))
+                self._has_compared = True
+            return super().forward(*args, **kwargs)
 
     @through_door
     def run_stage(self, *args: Any, **kwargs: Any) -> Any:

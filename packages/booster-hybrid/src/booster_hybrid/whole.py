@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -166,7 +167,8 @@ def on_whole(
     Collective: the group.
     """
     name = name_of(func)
-    with naming_missing_ranks(_MEETING):
+    ranks = None if group is None else dist.get_process_group_ranks(group)
+    with naming_missing_ranks(_MEETING, ranks):
         meet(name, group)
         whole_args, whole_named = pytree.tree_map_only(kind, gather, (tuple(args), dict(named)))
     return func(*whole_args, **whole_named)

@@ -19,6 +19,8 @@ from booster_core.rendezvous import name_ranks
 from booster_core.world import current_world
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
     from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
     from torch.utils.hooks import RemovableHandle
@@ -48,6 +50,36 @@ def watch_first_batch(model: nn.Module, *, index: int, size: int) -> None:
         number = world.store.add(f"first_batch/boosts/{world.rank}", 1)
         check = FirstBatch(world.store, f"first_batch/{number}", index=index, size=size, compares=world.rank == 0)
         check.handle = model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def show_first_batch(batches: Iterator[Any], model: nn.Module) -> Iterator[Any]:
+    """Return an iterator over the same batches, which looks at them as forwards of the model would.
+
+    Args:
+        batches: Yields batches to train on, of which the model's forward gets parts only, or none on this rank.
+        model: The boosted model.
+
+    Collective: none.
+    """
+    for hook in model._forward_pre_hooks.values():  # noqa: SLF001 - no public name
+        if isinstance(hook, FirstBatch):
+            return _Shown(batches, hook, model)
+    return batches
+
+
+class _Shown:
+    """An iterator that shows each batch to a hook."""
+
+    def __init__(self, batches: Iterator[Any], hook: FirstBatch, model: nn.Module) -> None:
+        self._batches, self._hook, self._model = batches, hook, model
+
+    def __iter__(self) -> _Shown:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._hook(self._model, (batch,), {})
+        return batch
 
 
 class FirstBatch:

@@ -34,23 +34,29 @@ _REMEDY = (
 class Progress:
     """The calls that this process has entered and finished."""
 
-    __slots__ = ("call", "counts", "is_finished", "is_waiting", "last")
+    __slots__ = ("call", "counts", "is_finished", "is_waiting", "last", "ranks")
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.call: tuple[str, int] | None = None
+        self.ranks: Sequence[int] | None = None
         self.is_waiting = False
         self.last: tuple[str, int] | None = None
         self.is_finished = True
 
-    def enter(self, name: str) -> int:
-        """Note that the call ``name`` begins, and return how often it has begun."""
+    def enter(self, name: str, ranks: Sequence[int] | None = None) -> int:
+        """Note that the call ``name`` begins, and return how often it has begun.
+
+        Args:
+            name: The call.
+            ranks: The ranks that it may wait for; by default, all.
+        """
         count = self.counts.get(name, 0) + 1
         self.counts[name] = count
         self.last = (name, count)
         self.is_finished = False
         if self.call is None:
-            self.call = self.last
+            self.call, self.ranks = self.last, ranks
         return count
 
     def finish(self, name: str) -> None:
@@ -62,7 +68,7 @@ class Progress:
     def leave(self, name: str) -> None:
         """Note that the last call ``name`` is not waited in any more, however it went."""
         if self.call is not None and self.call[0] == name:
-            self.call = None
+            self.call = self.ranks = None
 
     def clear(self) -> None:
         """Forget everything: a new process group begins."""
@@ -75,6 +81,7 @@ class Progress:
             "last": self.last,
             "finished": self.is_finished,
             "call": self.call,
+            "ranks": None if self.ranks is None else list(self.ranks),
         }
 
 
@@ -87,6 +94,7 @@ class naming_missing_ranks:  # noqa: N801 - reads as what a with statement does
 
     Args:
         name: The call as the user knows it, such as ``"step"``.
+        ranks: The ranks that take part, where others need not make the call as often; by default, all.
 
     Raises:
         MissingRanksError: In place of torch's timeout.
@@ -94,13 +102,14 @@ class naming_missing_ranks:  # noqa: N801 - reads as what a with statement does
     Collective: none of its own.
     """
 
-    __slots__ = ("_count", "_name", "_start")
+    __slots__ = ("_count", "_name", "_ranks", "_start")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, ranks: Sequence[int] | None = None) -> None:
         self._name = name
+        self._ranks = ranks
 
     def __enter__(self) -> None:
-        self._count = PROGRESS.enter(self._name)
+        self._count = PROGRESS.enter(self._name, self._ranks)
         self._start = time.monotonic()
 
     def __exit__(
@@ -114,14 +123,14 @@ class naming_missing_ranks:  # noqa: N801 - reads as what a with statement does
             return
         if _TIMEOUT.search(str(error)):
             seconds = time.monotonic() - self._start
-            raise MissingRanksError(_explain(self._name, self._count, seconds)) from error
+            raise MissingRanksError(_explain(self._name, self._count, self._ranks, seconds)) from error
         if LOST_PEER.search(str(error)):
-            ended = _ended_before(self._name, self._count)
+            ended = _ended_before(self._name, self._count, self._ranks)
             if ended:
                 raise MissingRanksError(describe_ended(ended, [current_rank()], self._name, self._count)) from error
 
 
-def _explain(name: str, count: int, seconds: float) -> str:
+def _explain(name: str, count: int, ranks: Sequence[int] | None, seconds: float) -> str:
     from booster_core.world import current_world
 
     world = current_world()
@@ -132,7 +141,12 @@ def _explain(name: str, count: int, seconds: float) -> str:
             f"{start}: some ranks of {world.world_size} did not reach it, or are too slow; which ones is not known, "
             "because this run was not started by `booster_core.launch`, or rank 0 has ended."
         )
-    return describe_progress(start, name, count, records)
+    return describe_progress(start, name, count, _of(ranks, records))
+
+
+def _of(ranks: Sequence[int] | None, records: Mapping[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """Return the records of some ranks."""
+    return {rank: record for rank, record in records.items() if ranks is None or rank in ranks}
 
 
 def current_rank() -> int:
@@ -145,7 +159,7 @@ def current_rank() -> int:
     return current_world().rank
 
 
-def _ended_before(name: str, count: int) -> list[int]:
+def _ended_before(name: str, count: int, ranks: Sequence[int] | None) -> list[int]:
     """Return the ranks that have ended normally without having come to a call."""
     from booster_core.world import current_world
 
@@ -153,7 +167,7 @@ def _ended_before(name: str, count: int) -> list[int]:
     records = (None if monitor is None else monitor.ask_progress()) or {}
     return sorted(
         rank
-        for rank, record in records.items()
+        for rank, record in _of(ranks, records).items()
         if record.get("gone") == ENDED and record.get("counts", {}).get(name, 0) < count
     )
 

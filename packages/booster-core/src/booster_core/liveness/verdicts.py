@@ -36,9 +36,16 @@ class _Wait:
     """A rank that does nothing in a call, as it said at a time, and how far it had come through all calls."""
 
     call: tuple[str, int]
+    ranks: frozenset[int] | None
+    """The ranks that make this call together; ``None`` for all."""
     counts: dict[str, int]
     seconds: float
     at: float
+
+    def needs(self, rank: int, counts: dict[str, int]) -> bool:
+        """Return whether a rank that has come so far is still to make this call."""
+        name, count = self.call
+        return (self.ranks is None or rank in self.ranks) and counts.get(name, 0) < count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,29 +139,34 @@ class Verdicts:
         """A rank has been idle in a call for so long, and says so again as long as it is.
 
         Ranks make the same calls in the same order. So one that has ended without a call never comes to it; and of
-        two that wait in calls that the other has not come to, neither ever does.
+        two that wait in calls that the other has not come to, neither ever does. Ranks that take no part in a call may
+        make it more or less often.
         """
         call = record.get("call")
         if self._primary is not None or rank in self._gone or not isinstance(call, (list, tuple)) or len(call) != 2:
             return []
-        self._waits[rank] = _Wait(call=(str(call[0]), int(call[1])), counts=_counts_in(record), seconds=seconds, at=now)
+        mine = self._waits[rank] = _Wait(
+            call=(str(call[0]), int(call[1])),
+            ranks=_ranks_in(record),
+            counts=_counts_in(record),
+            seconds=seconds,
+            at=now,
+        )
         fresh = {
             other: wait
             for other, wait in sorted(self._waits.items())
             if now - wait.at <= _FRESH_SECONDS and other in self._alive and other not in self._gone
         }
-        name, count = self._waits[rank].call
-        ended = sorted(r for r, counts in self._final_counts.items() if counts.get(name, 0) < count)
+        ended = sorted(r for r, counts in self._final_counts.items() if mine.needs(r, counts))
         if ended:
-            waiting = [other for other, wait in fresh.items() if wait.call == (name, count)]
-            return self._disagree(describe_ended(ended, waiting, name, count), rank)
+            waiting = [other for other, wait in fresh.items() if (wait.call, wait.ranks) == (mine.call, mine.ranks)]
+            return self._disagree(describe_ended(ended, waiting, *mine.call), rank)
         calls: dict[tuple[str, int], list[int]] = defaultdict(list)
         for other, wait in fresh.items():
             calls[wait.call].append(other)
-        mine = self._waits[rank]
-        for wait in fresh.values():
-            is_ahead = wait.counts.get(name, 0) < count and mine.counts.get(wait.call[0], 0) < wait.call[1]
-            if is_ahead and min(wait.seconds, seconds) >= _MISMATCH_SECONDS:
+        for other, wait in fresh.items():
+            is_mutual = mine.needs(other, wait.counts) and wait.needs(rank, mine.counts)
+            if is_mutual and min(wait.seconds, seconds) >= _MISMATCH_SECONDS:
                 return self._disagree(describe_mismatch(calls), rank)
         return []
 
@@ -214,6 +226,11 @@ class Verdicts:
         ready = {r for r in self._waiting if not first - {r}}
         self._waiting -= ready
         return [(r, {"type": "go"}) for r in sorted(ready)]
+
+
+def _ranks_in(record: Message) -> frozenset[int] | None:
+    ranks = record.get("ranks")
+    return frozenset(int(rank) for rank in ranks) if isinstance(ranks, (list, tuple)) else None
 
 
 def _counts_in(record: Message) -> dict[str, int]:
