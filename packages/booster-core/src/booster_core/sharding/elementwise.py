@@ -179,10 +179,10 @@ def _probed(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
 
 
 def _position(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
-    """Return which of several groups is meant, for a message."""
+    """Return which of several groups is meant, for a message; nothing where all have the same settings."""
     groups = optimizer.param_groups
     number = next((number for number, other in enumerate(groups) if other is group), 0)
-    return f", with the settings of parameter group {number}," if len(groups) > 1 else ""
+    return f", with the settings of parameter group {number}," if len(distinct_groups(groups)) > 1 else ""
 
 
 def _is_same_in_halves(
