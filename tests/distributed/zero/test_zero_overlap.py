@@ -301,6 +301,11 @@ def test_albert_with_its_repeated_layers_and_tied_head():
 # ---- everything that is not forward
 
 
+def without_grad(module, *args):
+    with torch.no_grad():
+        return module(*args)
+
+
 READS = {
     "parameters": lambda booster, model, optimizer: [p.detach().clone() for p in model.parameters()],
     "attribute": lambda booster, model, optimizer: [model.second.weight.detach().clone()],
@@ -312,7 +317,7 @@ READS = {
     "eval": lambda booster, model, optimizer: [model.eval()(torch.ones(2, WIDTH)).detach()],
     "ema": lambda booster, model, optimizer: [shard.data for shard in booster.ema(model, 0.5).shards()],
     "own state_dict": lambda booster, model, optimizer: [*model._modules["module"].state_dict().values()],
-    "own forward": lambda booster, model, optimizer: [model._modules["module"](torch.ones(2, WIDTH)).detach()],
+    "own forward": lambda booster, model, optimizer: [without_grad(model._modules["module"], torch.ones(2, WIDTH))],
     "own layer": lambda booster, model, optimizer: [model._modules["module"]._modules["second"](torch.ones(2, WIDTH))],
 }
 
