@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from booster_core.wrappers import OptimizerWrapper
+
 
 def untrained_names(model: nn.Module, optimizer: Optimizer) -> set[str]:
     """Return the names of a model's frozen parameters that its optimizer does not list.
@@ -40,7 +42,7 @@ class FrozenParameters:
         tensors = NamedTensors.of(model).tensors
         self._tensors: dict[str, Tensor] = {name: tensors[name] for name in sorted(names) if name in tensors}
 
-    def check(self, optimizer: Optimizer) -> None:
+    def check(self, optimizer: OptimizerWrapper) -> None:
         """Check that none requires gradients.
 
         Raises:
@@ -50,8 +52,8 @@ class FrozenParameters:
         """
         if not any(tensor.requires_grad for tensor in self._tensors.values()):
             return
-        added = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        names = [name for name, tensor in self._tensors.items() if tensor.requires_grad and id(tensor) not in added]
+        listed = optimizer.listed_parameters()
+        names = [name for name, tensor in self._tensors.items() if tensor.requires_grad and id(tensor) not in listed]
         if names:
             msg = (
                 f"{len(names)} parameters that were frozen at `boost` require gradients now, such as '{names[0]}', and "

@@ -230,6 +230,13 @@ class OptimizerWrapper(Optimizer):
         """
         self.optim.add_param_group(param_group)
 
+    def listed_parameters(self) -> set[int]:
+        """Return the ids of the model's parameters that the groups list; strategies that step on others say which.
+
+        Collective: none.
+        """
+        return {id(parameter) for group in self.param_groups for parameter in group["params"]}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer inside as this rank holds it; see `Booster.save_optimizer` for files."""
         return self.optim.state_dict()

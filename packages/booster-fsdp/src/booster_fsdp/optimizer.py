@@ -105,6 +105,10 @@ class FSDPOptimizer(OptimizerWrapper):
         self.pieces.update(pieces)
         self.hosted.adopt(len(self.hosted.groups), members, pieces)
 
+    def listed_parameters(self) -> set[int]:
+        listed = {index for members in self.hosted.groups for index in members}
+        return {key for key, index in self._index_of.items() if index in listed}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters to the optimizer inside.
 
