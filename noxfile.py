@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent
 CONSTRAINTS = str(ROOT / "constraints.txt")
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+TESTING = "booster-testing"
 EXAMPLE = ROOT / "examples" / "minimal_plugin"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 WHEELS = ROOT / "build" / "wheels"
@@ -92,8 +93,9 @@ def gpu(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("name", PACKAGES, ids=PACKAGES)
 def package(session: nox.Session, name: str) -> None:
-    """Run a package's own tests against its wheel, alone beside core's, in an environment of its own."""
-    wheels = _wheels(session, [ROOT / "packages" / each for each in _with_dependencies(name)])
+    """Run a package's own tests against its wheel in an environment that has nothing of ours but what it needs."""
+    needed = {*_with_dependencies(name), *_with_dependencies(TESTING)}
+    wheels = _wheels(session, [ROOT / "packages" / each for each in sorted(needed)])
     session.install("-c", CONSTRAINTS, *wheels, *_group("test"))
     session.run("python", "-m", "pip", "check")
     short = name.removeprefix("booster-")
@@ -105,7 +107,7 @@ def package(session: nox.Session, name: str) -> None:
 @nox.session
 def minimal_plugin(session: nox.Session) -> None:
     """Put a stranger's plugin, built into a wheel, through the conformance kit against this core."""
-    wheels = _wheels(session, [ROOT / "packages" / "booster-core", EXAMPLE])
+    wheels = _wheels(session, [*(ROOT / "packages" / each for each in _with_dependencies(TESTING)), EXAMPLE])
     session.install("-c", CONSTRAINTS, *wheels, *_group("test"))
     session.run("booster", "plugins", "--load")
     _pytest(session, "python", str(EXAMPLE / "tests"), *session.posargs)
@@ -197,6 +199,7 @@ def _lint(session: nox.Session, python: str) -> None:
     _run(session, python, "-m", "ruff", "check", ".")
     _run(session, python, "-m", "ruff", "format", "--check", ".")
     _run(session, python, "-m", "codespell_lib")
+    _run(session, str(Path(python).with_name("lint-imports")))
 
 
 def _types(session: nox.Session, python: str) -> None:

@@ -30,12 +30,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from booster_core.checkpoint import CheckpointIO, ModelPart, OptimizerPart
-from booster_core.checkpoint.naming import MODEL, OPTIMIZER, FileNames
-from booster_core.checkpoint.raw import as_bytes, pread_into, pwrite_from
 from booster_core.coordinator import DistCoordinator
 from booster_core.state.replicated import ReplicatedStateAdapter
-from booster_core.testing import run_on_ranks
+from booster_runtime.checkpoint import CheckpointIO, ModelPart, OptimizerPart
+from booster_runtime.checkpoint.naming import MODEL, OPTIMIZER, FileNames
+from booster_runtime.checkpoint.raw import as_bytes, pread_into, pwrite_from
+from booster_testing import run_on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,8 +13,8 @@ from _side_by_side import llama, report, take_turns, tokens
 from torch.nn.parallel import DistributedDataParallel
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
 from booster_ddp import TorchDDPPlugin
+from booster_testing import run_on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ from _side_by_side import llama, report, take_turns, tokens
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
 from booster_fsdp import TorchFSDPPlugin
+from booster_testing import run_on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

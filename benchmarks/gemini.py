@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from booster_core import Booster
-from booster_core.testing import close_ranks, peak_memory, run_on_ranks
 from booster_gemini import GeminiPlugin
+from booster_testing import close_ranks, peak_memory, run_on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

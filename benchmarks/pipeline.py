@@ -23,10 +23,10 @@ from _side_by_side import LENGTH, SIZES, llama
 from torch import Tensor, nn
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.policy.base import ShardingPolicy
+from booster_testing import run_on_ranks
 
 if TYPE_CHECKING:
     from booster_hybrid.pipeline.weight_gradients import SplitBackward

@@ -25,11 +25,11 @@ from _side_by_side import report, take_turns
 from torch import nn
 
 from booster_core import Booster
-from booster_core.testing import close_ranks, peak_memory, run_on_ranks
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.tensor_parallel.apply import parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_testing import close_ranks, peak_memory, run_on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from booster_core import Booster
-from booster_core.testing import close_ranks, run_on_ranks
+from booster_testing import close_ranks, run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def peak_bytes(kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]
     Collective: every rank of the world.
     """
     warnings.filterwarnings("ignore")
-    from booster_core.testing import peak_memory
+    from booster_testing import peak_memory
 
     with peak_memory() as used:
         step, _, _ = make_step(kind, size, dtype, options)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from booster_core.testing import close_ranks
-from booster_core.testing.rank_pool import worker_pids
+from booster_testing import close_ranks
+from booster_testing.rank_pool import worker_pids
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from booster_core import Booster
-from booster_core.checkpoint.manifest import verify_folder
 from booster_core.world import close_world, open_world
+from booster_runtime.checkpoint.manifest import verify_folder
 
 WIDTH = 40_000
 LAST = 1_000_000

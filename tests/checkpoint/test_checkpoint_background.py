@@ -12,20 +12,20 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from booster_core.checkpoint import CheckpointIO, ModelPart
-from booster_core.checkpoint import saver as saver_module
-from booster_core.checkpoint.naming import MODEL, FileNames
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError
 from booster_core.state.replicated import ReplicatedStateAdapter
-from booster_core.testing import run_on_ranks
+from booster_runtime.checkpoint import CheckpointFiles, ModelPart
+from booster_runtime.checkpoint import saver as saver_module
+from booster_runtime.checkpoint.naming import MODEL, FileNames
+from booster_testing import run_on_ranks
 
 
 def make(**options):
     coordinator = DistCoordinator()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    return CheckpointIO(coordinator, **options), ReplicatedStateAdapter(model, None, coordinator), model
+    return CheckpointFiles(coordinator, **options), ReplicatedStateAdapter(model, None, coordinator), model
 
 
 class Gate:
@@ -193,7 +193,7 @@ def test_a_commit_that_fails_is_an_error_on_every_rank(use_async, tmp_path):
 SCRIPT = """
 import sys
 from torch import nn
-from booster_core.checkpoint import CheckpointIO, saver as saver_module
+from booster_runtime.checkpoint import CheckpointFiles, saver as saver_module
 from booster_core.coordinator import DistCoordinator
 from booster_core.state.replicated import ReplicatedStateAdapter
 if sys.argv[2] == "fail":
@@ -201,7 +201,7 @@ if sys.argv[2] == "fail":
         raise OSError(28, "No space left on device")
     saver_module.write_directly = fail
 c = DistCoordinator()
-CheckpointIO(c).save_model(ReplicatedStateAdapter(nn.Linear(2, 2), None, c), sys.argv[1], use_async=True)
+CheckpointFiles(c).save_model(ReplicatedStateAdapter(nn.Linear(2, 2), None, c), sys.argv[1], use_async=True)
 """
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core.checkpoint import CheckpointIO, raw
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
 from booster_core.state.replicated import ReplicatedStateAdapter
-from booster_core.testing import run_on_ranks
+from booster_runtime.checkpoint import CheckpointFiles, raw
+from booster_testing import run_on_ranks
 
 
 def make(seed=0, width=16):
@@ -31,7 +31,7 @@ def make(seed=0, width=16):
 def parts(seed=0, width=16, **options):
     coordinator = DistCoordinator()
     model, optimizer = make(seed, width)
-    return CheckpointIO(coordinator, **options), ReplicatedStateAdapter(model, optimizer, coordinator), model
+    return CheckpointFiles(coordinator, **options), ReplicatedStateAdapter(model, optimizer, coordinator), model
 
 
 def values(model):
@@ -325,7 +325,7 @@ def load_other_optimizer(path, width):
         model.append(nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     try:
-        CheckpointIO(coordinator).load_optimizer(ReplicatedStateAdapter(model, optimizer, coordinator), path)
+        CheckpointFiles(coordinator).load_optimizer(ReplicatedStateAdapter(model, optimizer, coordinator), path)
     except CheckpointError as error:
         return str(error), optimizer.param_groups[0]["lr"], len(optimizer.state)
     return "", 0, 0
@@ -374,7 +374,7 @@ def save_what_has_no_json(path):
     coordinator = DistCoordinator()
     adapter = ReplicatedStateAdapter(nn.Sequential(nn.Linear(2, 2), Odd()), None, coordinator)
     with pytest.raises(CheckpointError, match=r"'1\._extra_state/thing' is a builtins\.object"):
-        CheckpointIO(coordinator).save_model(adapter, path)
+        CheckpointFiles(coordinator).save_model(adapter, path)
 
 
 def test_extra_state_that_has_no_json_form_is_named(tmp_path):

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core.checkpoint import CheckpointIO
 from booster_core.coordinator import DistCoordinator
 from booster_core.state.replicated import ReplicatedStateAdapter
-from booster_core.testing import peak_memory, run_on_ranks
-from booster_core.testing.synthetic_state import SyntheticAdapter
+from booster_runtime.checkpoint import CheckpointFiles
+from booster_testing import peak_memory, run_on_ranks
+from booster_testing.synthetic_state import SyntheticAdapter
 
 MIB = 1 << 20
 BUCKET = 8 * MIB
@@ -28,7 +28,7 @@ def peaks(folder, suffix, shared, file_dtype):
     coordinator = DistCoordinator()
     model = Model()
     adapter = ReplicatedStateAdapter(model, None, coordinator)
-    io = CheckpointIO(coordinator, bucket_bytes=BUCKET, shared_filesystem=shared)
+    io = CheckpointFiles(coordinator, bucket_bytes=BUCKET, shared_filesystem=shared)
     path = folder / f"m.{suffix}"
     small = nn.Linear(2, 2)
     warm = ReplicatedStateAdapter(small, None, coordinator)
@@ -55,7 +55,7 @@ def peaks_of_columns(folder):
     tensors = [(f"t{index}", (2048, 2048), torch.float32) for index in range(3)]
     adapter = SyntheticAdapter(tensors, "columns", coordinator.rank, coordinator.world_size, states=())
     adapter.extra = {}
-    io = CheckpointIO(coordinator, bucket_bytes=BUCKET)
+    io = CheckpointFiles(coordinator, bucket_bytes=BUCKET)
     with peak_memory() as saving:
         io.save_model(adapter, folder / "m.safetensors")
     with peak_memory() as loading:
@@ -73,7 +73,7 @@ def peaks_in_background(folder):
     coordinator = DistCoordinator()
     model = Model()
     adapter = ReplicatedStateAdapter(model, None, coordinator)
-    io = CheckpointIO(coordinator, bucket_bytes=BUCKET)
+    io = CheckpointFiles(coordinator, bucket_bytes=BUCKET)
     io.save_model(ReplicatedStateAdapter(nn.Linear(2, 2), None, coordinator), folder / "w.safetensors", use_async=True)
     io.wait()
     with peak_memory() as saving:

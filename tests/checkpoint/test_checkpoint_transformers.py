@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from booster_core.checkpoint import CheckpointIO
 from booster_core.coordinator import DistCoordinator
 from booster_core.state.replicated import ReplicatedStateAdapter
-from booster_core.testing import run_on_ranks
+from booster_runtime.checkpoint import CheckpointFiles
+from booster_testing import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
 
@@ -88,7 +88,7 @@ def save_on_ranks(factory_name, folder, shard, use_safetensors, dtype):
     c = DistCoordinator()
     model = build(globals()[factory_name])
     adapter = ReplicatedStateAdapter(model, None, c)
-    io = CheckpointIO(c)
+    io = CheckpointFiles(c)
     io.save_model(
         adapter, folder, shard=shard, use_safetensors=use_safetensors, size_per_shard=1, module=model, dtype=dtype
     )
@@ -123,7 +123,7 @@ def test_from_pretrained_reads_another_dtype(tmp_path):
 def test_from_pretrained_reads_a_variant(tmp_path):
     model = build(llama)
     adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
-    CheckpointIO(DistCoordinator()).save_model(adapter, tmp_path, shard=True, prefix="ema", module=model)
+    CheckpointFiles(DistCoordinator()).save_model(adapter, tmp_path, shard=True, prefix="ema", module=model)
     loaded = type(model).from_pretrained(tmp_path, variant="ema")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
@@ -144,7 +144,7 @@ def test_we_read_what_save_pretrained_writes(factory, max_shard_size, tmp_path):
     model = build(factory)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     other = build(factory, seed=1)
-    report = CheckpointIO(DistCoordinator()).load_model(
+    report = CheckpointFiles(DistCoordinator()).load_model(
         ReplicatedStateAdapter(other, None, DistCoordinator()), tmp_path, module=other
     )
     assert report.is_complete
@@ -164,7 +164,7 @@ def test_a_tied_tensor_is_found_under_either_name(kept, tmp_path):
     save_file({**tensors, kept: model.lm_head.weight.detach().clone()}, tmp_path / "model.safetensors")
     other = build(tied_llama, seed=1)
     adapter = ReplicatedStateAdapter(other, None, DistCoordinator())
-    assert CheckpointIO(DistCoordinator()).load_model(adapter, tmp_path).is_complete
+    assert CheckpointFiles(DistCoordinator()).load_model(adapter, tmp_path).is_complete
     assert torch.equal(other.lm_head.weight, model.lm_head.weight)
     assert torch.equal(other.model.embed_tokens.weight, model.lm_head.weight)
 
@@ -172,7 +172,7 @@ def test_a_tied_tensor_is_found_under_either_name(kept, tmp_path):
 def test_config_files_are_as_save_pretrained_writes_them(tmp_path):
     model = build(gpt2)
     adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
-    CheckpointIO(DistCoordinator()).save_model(adapter, tmp_path / "ours", shard=True, module=model)
+    CheckpointFiles(DistCoordinator()).save_model(adapter, tmp_path / "ours", shard=True, module=model)
     assert model.config.architectures is None, "the user's configuration is left alone"
     model.save_pretrained(tmp_path / "theirs")
     for name in ("config.json", "generation_config.json"):

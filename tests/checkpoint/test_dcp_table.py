@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from booster_core.checkpoint.index import read_json
-from booster_core.checkpoint.source import Source
 from booster_core.errors import CheckpointError
 from booster_core.state.jsonable import decode, encode
+from booster_runtime.checkpoint.index import read_json
+from booster_runtime.checkpoint.source import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of `no_dist=True`
 

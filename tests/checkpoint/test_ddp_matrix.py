@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from booster_core.single import SingleDevicePlugin
-from booster_core.testing import conformance_runs as runs
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import tolerance_for
-from booster_core.testing.training import Training
 from booster_ddp import TorchDDPPlugin
+from booster_testing import conformance_runs as runs
+from booster_testing import run_on_ranks
+from booster_testing.compare import tolerance_for
+from booster_testing.training import Training
 
 DDP, SINGLE = Training(plugin_class=TorchDDPPlugin), Training(plugin_class=SingleDevicePlugin)
 

@@ -6,8 +6,8 @@ from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from booster_core.errors import CheckpointError, ConfigError
-from booster_core.testing import run_on_ranks
-from booster_core.testing.resumable import ResumableRun as Run
+from booster_testing import run_on_ranks
+from booster_testing.resumable import ResumableRun as Run
 
 
 def averages_beside_torch(decay):
@@ -107,7 +107,7 @@ def test_bf16_weights_are_averaged_in_fp32():
 
 
 def test_a_tied_weight_is_averaged_once():
-    from booster_core.testing.models import TinyMixedBag
+    from booster_testing.models import TinyMixedBag
 
     run = Run()
     model = TinyMixedBag()

@@ -13,14 +13,14 @@ from unittest import mock
 import pytest
 import torch
 
-from booster_core.checkpoint import CheckpointIO, raw, session
-from booster_core.checkpoint.manifest import verify_folder
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError
 from booster_core.host import Host
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.resumable import ResumableRun as Run
-from booster_core.testing.synthetic_state import SyntheticAdapter
+from booster_runtime.checkpoint import CheckpointFiles, raw, session
+from booster_runtime.checkpoint.manifest import verify_folder
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.resumable import ResumableRun as Run
+from booster_testing.synthetic_state import SyntheticAdapter
 
 TENSORS = [
     ("embed.weight", (33, 20), torch.float32),
@@ -44,7 +44,7 @@ def without_fallocate(tmp_path):
 
 def save_every_form(folder, use_async=False):
     c = DistCoordinator()
-    io = CheckpointIO(c, bucket_bytes=1024)
+    io = CheckpointFiles(c, bucket_bytes=1024)
     adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size)
     folder = Path(folder)
     io.save_model(adapter, folder / "sharded", shard=True, use_async=use_async)
@@ -57,7 +57,7 @@ def save_every_form(folder, use_async=False):
 
 def wrong_values(folder):
     c = DistCoordinator()
-    io = CheckpointIO(c)
+    io = CheckpointFiles(c)
     wrong = []
     for model, optimizer in (
         ("sharded", "sharded"),
@@ -135,7 +135,7 @@ def test_without_reserved_space_nothing_is_written_through_mappings(code, tmp_pa
 
 def save_over_on_full_disk(folder):
     c = DistCoordinator()
-    io = CheckpointIO(c)
+    io = CheckpointFiles(c)
     adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size)
     with refuse_reservation(errno.ENOSPC):
         io.save_model(adapter, Path(folder) / "sharded", shard=True)

@@ -11,8 +11,8 @@ from model_zoo import get_model
 from safetensors.torch import load_file
 
 from booster_core import Booster, discovery
-from booster_core.testing import run_on_ranks
-from booster_core.testing.training import whole_model
+from booster_testing import run_on_ranks
+from booster_testing.training import whole_model
 
 NAME = "transformers/llama_tied"
 SAMPLES = 4

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from booster_core import Booster, discovery
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import EXACT, assert_same_tensors, tolerance_for
-from booster_core.testing.training import whole_model
+from booster_testing import run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
 
-peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 pytestmark = pytest.mark.filterwarnings(

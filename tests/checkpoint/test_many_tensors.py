@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from booster_core.checkpoint import CheckpointIO
-from booster_core.checkpoint.optimizer_check import check_same_parameters, states_by_parameter
-from booster_core.checkpoint.parts import OptimizerInfo
 from booster_core.coordinator import DistCoordinator
 from booster_core.state.adapter import ParamGroup, TensorMeta
 from booster_core.state.replicated import ReplicatedStateAdapter
+from booster_runtime.checkpoint import CheckpointFiles
+from booster_runtime.checkpoint.optimizer_check import check_same_parameters, states_by_parameter
+from booster_runtime.checkpoint.parts import OptimizerInfo
 
 
 class CountedName(str):
@@ -53,7 +53,7 @@ def calls(num_params, folder):
     for parameter in model:
         parameter.grad = torch.ones(2)
     optimizer.step()
-    io, adapter = CheckpointIO(DistCoordinator()), ReplicatedStateAdapter(model, optimizer, DistCoordinator())
+    io, adapter = CheckpointFiles(DistCoordinator()), ReplicatedStateAdapter(model, optimizer, DistCoordinator())
     counted = {}
     for action in ACTIONS:
         profile = cProfile.Profile()

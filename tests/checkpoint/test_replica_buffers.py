@@ -9,11 +9,11 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.coordinator import DistCoordinator
-from booster_core.testing import run_on_ranks
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {

@@ -9,13 +9,13 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError, MissingRanksError
 from booster_core.single import SingleDevicePlugin
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.compare import EXACT, assert_same_tensors, tolerance_for
-from booster_core.testing.models import tiny_llama
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
+from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
@@ -153,7 +153,7 @@ def test_what_cannot_be_followed_raises(options, error, match):
 
 
 def test_a_large_maximum_size_is_whole_mebibytes():
-    from booster_core.checkpoint.save_pretrained import _mebibytes
+    from booster_core.save_pretrained import _mebibytes
 
     assert [_mebibytes(size) for size in ("5GB", "1GiB", "3.5MiB", 2**21, "200MB")] == [4768, 1024, 3, 2, 190]
 
@@ -199,7 +199,7 @@ def test_a_replica_may_be_saved_by_itself(tmp_path):
 
 
 def lora_config():
-    peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+    peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
 
 

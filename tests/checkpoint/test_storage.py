@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from booster_core import hookimpl
-from booster_core.checkpoint.manifest import FileEntry, Manifest
-from booster_core.checkpoint.steps_remote import download, open_steps
+from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.hooks import register_hooks, unregister_hooks
-from booster_core.storage import FsspecStorage, local_path, scheme_of, storage_for
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.resumable import ResumableRun as Run
+from booster_runtime.checkpoint.manifest import FileEntry, Manifest
+from booster_runtime.checkpoint.steps_remote import download, open_steps
+from booster_runtime.storage import FsspecStorage, storage_for
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.resumable import ResumableRun as Run
 
 
 class FolderStorage:
@@ -206,7 +207,7 @@ def test_an_unknown_scheme_is_an_error_on_every_rank():
 
 def test_without_fsspec_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(CheckpointError, match=r"pip install fsspec.*booster-core\[storage\]"):
+    with pytest.raises(CheckpointError, match=r"pip install fsspec.*booster-runtime\[storage\]"):
         FsspecStorage("memory")
 
 

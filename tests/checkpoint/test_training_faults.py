@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 import torch
 
-from booster_core.checkpoint import manifest, steps, writer
-from booster_core.checkpoint.manifest import verify_folder
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, MissingRanksError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.resumable import ResumableRun as Run
+from booster_runtime.checkpoint import manifest, steps, writer
+from booster_runtime.checkpoint.manifest import verify_folder
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.resumable import ResumableRun as Run
 
 FILES = [
     "model/model-00001-of-00001.safetensors",

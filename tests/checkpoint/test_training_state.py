@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from booster_core.checkpoint.io import CheckpointIO
-from booster_core.checkpoint.manifest import verify_folder
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.resumable import ResumableRun as Run
+from booster_runtime.checkpoint.files import CheckpointFiles
+from booster_runtime.checkpoint.manifest import verify_folder
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.resumable import ResumableRun as Run
 
 
 def uninterrupted(options, steps):
@@ -288,10 +288,11 @@ def test_what_was_not_saved_is_not_loaded(kind, message, tmp_path):
 def save_through_rank_0(root, use_async):
     run = Run()
     run.train(3)
-    run.booster._io = CheckpointIO(DistCoordinator(), shared_filesystem=False)
+    engine = run.booster.checkpoint_io
+    engine.files = CheckpointFiles(DistCoordinator(), shared_filesystem=False)
     run.save(root, use_async=use_async)
     run.booster.wait()
-    run.booster._io.close()
+    engine.close()
     return run.tensors()
 
 

@@ -5,11 +5,11 @@ import torch
 
 from booster_core.coordinator import DistCoordinator
 from booster_core.single import SingleDevicePlugin
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import tolerance_for
-from booster_core.testing.conformance_runs import load_and_train, train_and_save
-from booster_core.testing.training import Training
 from booster_ddp import TorchDDPPlugin
+from booster_testing import run_on_ranks
+from booster_testing.compare import tolerance_for
+from booster_testing.conformance_runs import load_and_train, train_and_save
+from booster_testing.training import Training
 from booster_zero import LowLevelZeroPlugin
 
 RUNS = {

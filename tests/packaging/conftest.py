@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import venv
@@ -29,8 +30,15 @@ class Environment:
         subprocess.run([sys.executable, "-m", "pip", *target, *map(str, wheels)], check=True, timeout=120)
 
     def run(self, *arguments, check=True, **options):
+        # A developer's PYTHONPATH would show what is not installed.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
-            [self.python, *arguments], check=False, capture_output=True, text=True, timeout=120, **options
+            [self.python, *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            **{"env": environment, **options},
         )
         assert not check or done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         return done
@@ -87,4 +95,4 @@ def new_environment(tmp_path, third_parties):
 
 @pytest.fixture(scope="session")
 def core_and_ddp(build_wheel):
-    return [build_wheel(ROOT / "packages" / name) for name in ("booster-core", "booster-ddp")]
+    return [build_wheel(ROOT / "packages" / name) for name in ("booster-core", "booster-runtime", "booster-ddp")]

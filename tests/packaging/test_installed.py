@@ -153,7 +153,7 @@ def test_listing_plugins_does_not_import_torch(core_and_ddp, new_environment):
     ],
 )
 def test_each_plugin_trains_from_its_wheel(build_wheel, core_and_ddp, new_environment, name, class_name):
-    needed = ["booster-zero"] if name == "hybrid" else []
+    needed = ["booster-zero"] if name in ("gemini", "hybrid") else []
     wheels = [build_wheel(ROOT / "packages" / each) for each in (*needed, f"booster-{name}")]
     environment = new_environment(*core_and_ddp, *wheels)
     rows = {line.split()[0]: line for line in environment.booster("plugins").stdout.splitlines()}

@@ -7,7 +7,8 @@ EXAMPLE = ROOT / "examples" / "minimal_plugin"
 
 
 def test_a_stranger_passes_the_conformance_kit_from_its_wheel(build_wheel, new_environment):
-    environment = new_environment(build_wheel(ROOT / "packages" / "booster-core"), build_wheel(EXAMPLE))
+    ours = [build_wheel(ROOT / "packages" / name) for name in ("booster-core", "booster-runtime", "booster-testing")]
+    environment = new_environment(*ours, build_wheel(EXAMPLE))
     assert "LocalSGDPlugin" in environment.booster("plugins", "--load").stdout
     done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLE / "tests"), cwd=ROOT)
     assert " passed" in done.stdout

@@ -14,8 +14,14 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 PROJECTS = {package.name: nox.project.load_toml(package / "pyproject.toml")["project"] for package in PACKAGES}
-NEEDED = {"booster-core": set(), "booster-hybrid": {"booster-core", "booster-zero"}}
-"""Packages of ours that each needs; those not listed need core alone."""
+_TOOLKIT = {"booster-core", "booster-runtime"}
+NEEDED = {
+    "booster-core": set(),
+    "booster-runtime": {"booster-core"},
+    "booster-gemini": {*_TOOLKIT, "booster-zero"},
+    "booster-hybrid": {*_TOOLKIT, "booster-zero"},
+}
+"""Packages of ours that each needs; those not listed need core and the toolkit."""
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 
 
@@ -45,7 +51,7 @@ def test_metadata_is_what_an_index_shows(build_wheel, package):
     requires = metadata.get_all("Requires-Dist")
     assert "torch>=2.10" in requires
     ours = {each.name: each.specifier for each in map(Requirement, requires) if each.name in PROJECTS}
-    assert ours.keys() == NEEDED.get(package.name, {"booster-core"})
+    assert ours.keys() == NEEDED.get(package.name, _TOOLKIT)
     for name, specifier in ours.items():
         assert specifier.contains(PROJECTS[name]["version"]), f"{package.name} refuses the {name} of this checkout"
         # A range, not one release: a fix of what is needed reaches users without a release of what needs it.

@@ -18,8 +18,8 @@ from named_plugins import make_model, samples
 
 import booster_core
 from booster_core import DistCoordinator
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_testing import run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
 
 HERE = Path(__file__).parent
 SHARED = HERE.parent / "shared"

@@ -17,7 +17,7 @@ from apart import import_quietly
 from model_zoo import ZOO
 from model_zoo.transformers_heads import HEADS
 
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.compare import assert_same_tensors, tolerance_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -3,7 +3,7 @@
 import torch
 
 from booster_core.plugin import Plugin
-from booster_core.testing.models import tiny_llama
+from booster_testing.models import tiny_llama
 
 NAMES = ["single", "ddp", "fsdp", "zero", "gemini", "hybrid", "hybrid-tp", "hybrid-pp"]
 

@@ -12,9 +12,9 @@ from apart import FOLDER, missing_libraries
 from model_zoo import ZOO, get_model
 
 from booster_core import Booster, LazyInitContext
-from booster_core.lazy import is_lazy, materialize
-from booster_core.testing import close_ranks, run_on_ranks
-from booster_core.testing.training import whole_model
+from booster_runtime.lazy import is_lazy, materialize
+from booster_testing import close_ranks, run_on_ranks
+from booster_testing.training import whole_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

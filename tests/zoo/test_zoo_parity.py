@@ -17,9 +17,9 @@ from model_zoo import ZOO, ZooModel, get_model
 from torch import Tensor, nn
 
 from booster_core import Booster, DistCoordinator
-from booster_core.testing import close_ranks, run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
-from booster_core.testing.training import whole_model
+from booster_testing import close_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
 
 WORLD_SIZE = 2
 SAMPLES = 4

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from booster_core.testing.conformance import PluginConformance
 from booster_local_sgd import LocalSGDPlugin
+from booster_testing.conformance import PluginConformance
 
 
 class TestConformance(PluginConformance):

@@ -7,8 +7,8 @@ import torch
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.testing import run_on_ranks
 from booster_local_sgd import LocalSGDPlugin
+from booster_testing import run_on_ranks
 
 SAMPLES = torch.linspace(-1, 1, 8 * 3, dtype=torch.float64).reshape(8, 3)
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError, RankFailedError
-from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_core.world import current_world
+from booster_testing import expect_on_ranks, run_on_ranks
 
 
 def _outcome(function):

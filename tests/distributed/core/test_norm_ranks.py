@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.gradients.norm import global_norm
-from booster_core.testing import run_on_ranks
+from booster_testing import run_on_ranks
 
 
 def norms_with_nan():

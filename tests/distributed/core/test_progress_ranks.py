@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import MissingRanksError
-from booster_core.liveness import naming_missing_ranks
-from booster_core.testing import run_on_ranks
+from booster_core.progress import naming_missing_ranks
+from booster_testing import run_on_ranks
 
 
 def _step():

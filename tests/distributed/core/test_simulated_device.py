@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster_core import Booster, Plugin, collectives
+from booster_core import Booster, Plugin
 from booster_core.errors import ConfigError
 from booster_core.plugin import Capability
-from booster_core.testing import run_on_ranks
+from booster_runtime import collectives
+from booster_testing import run_on_ranks
 
 DEVICE = "simulated"
 

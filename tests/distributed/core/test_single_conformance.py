@@ -1,5 +1,5 @@
 from booster_core.single import SingleDevicePlugin
-from booster_core.testing.conformance import PluginConformance
+from booster_testing.conformance import PluginConformance
 
 
 class TestSingleDevice(PluginConformance):

@@ -1,7 +1,7 @@
 from typing import ClassVar
 
-from booster_core.testing.conformance import PluginConformance
 from booster_ddp import TorchDDPPlugin
+from booster_testing.conformance import PluginConformance
 
 
 class TestDDP(PluginConformance):

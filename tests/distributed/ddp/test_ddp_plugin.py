@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError, GradientError, MissingRanksError
-from booster_core.testing import RankError, expect_on_ranks, run_on_ranks
-from booster_core.testing.models import TinyMixedBag, TinyMLP
 from booster_ddp import TorchDDPPlugin
+from booster_testing import RankError, expect_on_ranks, run_on_ranks
+from booster_testing.models import TinyMixedBag, TinyMLP
 
 
 def boost(model, lr=0.1, precision=None, **options):

@@ -11,9 +11,9 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import GradientError, MissingRanksError
-from booster_core.testing import RankError, expect_on_ranks, run_on_ranks
-from booster_core.testing.models import TinyMLP
 from booster_ddp import TorchDDPPlugin
+from booster_testing import RankError, expect_on_ranks, run_on_ranks
+from booster_testing.models import TinyMLP
 
 
 class Heads(nn.Module):

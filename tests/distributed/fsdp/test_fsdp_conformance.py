@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from booster_core.errors import ConfigError
-from booster_core.testing.conformance import PluginConformance
-from booster_core.testing.ranks import expect_on_ranks
-from booster_core.testing.training import train_boosted
 from booster_fsdp import TorchFSDPPlugin
+from booster_testing.conformance import PluginConformance
+from booster_testing.ranks import expect_on_ranks
+from booster_testing.training import train_boosted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

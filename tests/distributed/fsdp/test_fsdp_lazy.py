@@ -6,12 +6,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from booster_core import Booster
-from booster_core.lazy import LazyInitContext
-from booster_core.state.dtensor import local_of
-from booster_core.testing import run_on_ranks
-from booster_core.testing.models import TinyMixedBag, tiny_llama
-from booster_core.testing.training import whole_model
 from booster_fsdp import TorchFSDPPlugin
+from booster_runtime.lazy import LazyInitContext
+from booster_runtime.sharding.dtensor import local_of
+from booster_testing import run_on_ranks
+from booster_testing.models import TinyMixedBag, tiny_llama
+from booster_testing.training import whole_model
 
 MODELS = {
     "mixed bag": TinyMixedBag,

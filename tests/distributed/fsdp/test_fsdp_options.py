@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from booster_core import Booster, collectives
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
-from booster_core.testing.models import TinyMLP
-from booster_core.testing.training import whole_model
+from booster_core import Booster
 from booster_fsdp import TorchFSDPPlugin
+from booster_runtime import collectives
+from booster_testing import run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.models import TinyMLP
+from booster_testing.training import whole_model
 
 WIDTHS = (4, 8, 12, 16, 20, 24)
 """Of rows that two and four ranks split evenly."""

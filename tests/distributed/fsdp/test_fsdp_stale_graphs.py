@@ -11,8 +11,8 @@ from booster_core import Booster, PrecisionPolicy
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import GradientError
 from booster_core.precision import LossScaleConfig
-from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_fsdp import TorchFSDPPlugin
+from booster_testing import expect_on_ranks, run_on_ranks
 
 
 class Net(nn.Module):

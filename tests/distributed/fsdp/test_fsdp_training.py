@@ -11,12 +11,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from booster_core import Booster
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError
-from booster_core.state.dtensor import local_of
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
-from booster_core.testing.models import TinyMixedBag, TinyMLP, tiny_llama
-from booster_core.testing.training import whole_model
 from booster_fsdp import TorchFSDPPlugin
+from booster_runtime.sharding.dtensor import local_of
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.models import TinyMixedBag, TinyMLP, tiny_llama
+from booster_testing.training import whole_model
 
 
 def tiny_gpt2():

@@ -2,10 +2,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from booster_core.errors import ConfigError
-from booster_core.testing.conformance import PluginConformance
-from booster_core.testing.ranks import expect_on_ranks
-from booster_core.testing.training import train_boosted
 from booster_gemini import GeminiPlugin
+from booster_testing.conformance import PluginConformance
+from booster_testing.ranks import expect_on_ranks
+from booster_testing.training import train_boosted
 
 
 class TestInOneChunk(PluginConformance):

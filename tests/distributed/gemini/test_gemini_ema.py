@@ -7,8 +7,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
 from booster_gemini import GeminiPlugin
+from booster_testing import run_on_ranks
 
 WIDTH, DECAY = 8, 0.75
 VARIANTS = {

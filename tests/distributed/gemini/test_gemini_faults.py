@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, OffloadError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.models import tiny_llama
 from booster_gemini import GeminiPlugin
 from booster_gemini.placement.auto import BudgetError
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import tiny_llama
 
 DISK = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}
 

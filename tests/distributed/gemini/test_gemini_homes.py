@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from booster_core import Booster
-from booster_core.collectives import Pending
-from booster_core.testing import run_on_ranks
-from booster_core.testing.models import tiny_llama
 from booster_gemini import GeminiPlugin
 from booster_gemini import plugin as plugin_module
+from booster_runtime.collectives import Pending
+from booster_testing import run_on_ranks
+from booster_testing.models import tiny_llama
 
 
 class RestlessHome:

@@ -10,12 +10,12 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.coordinator import DistCoordinator
-from booster_core.lazy import LazyInitContext, load_pretrained
-from booster_core.testing import run_on_ranks
-from booster_core.testing.memory import peak_memory
-from booster_core.testing.models import TinyMixedBag, tiny_llama
-from booster_core.testing.training import whole_model
 from booster_gemini import GeminiPlugin
+from booster_runtime.lazy import LazyInitContext, load_pretrained
+from booster_testing import run_on_ranks
+from booster_testing.memory import peak_memory
+from booster_testing.models import TinyMixedBag, tiny_llama
+from booster_testing.training import whole_model
 
 MODELS = {
     "mixed bag": TinyMixedBag,
@@ -76,7 +76,7 @@ def test_a_lazy_model_has_the_values_of_an_eager_one_and_trains_alike(name, prec
 
 
 def adapters_on_a_base(lazily):
-    peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+    peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
     torch.manual_seed(3)
     with LazyInitContext() if lazily else contextlib.nullcontext():
         model = tiny_llama()

@@ -7,12 +7,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
 from booster_gemini import GeminiPlugin
 from booster_gemini.chunk.chunk import Chunk
 from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.state import ChunkState
+from booster_testing import run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
 
 WIDTH, DEPTH = 16, 8
 
@@ -148,7 +148,7 @@ def test_what_is_computed_again_is_gathered_once_for_that_and_for_its_gradient()
 
 
 def generate_between_steps(does_generate):
-    from booster_core.testing.models import tiny_llama
+    from booster_testing.models import tiny_llama
 
     torch.manual_seed(0)
     net = tiny_llama(use_cache=True, pad_token_id=0)

@@ -9,10 +9,10 @@ import gc
 import pytest
 import torch
 
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
-from booster_core.testing.training import Training, train_boosted, train_plainly
 from booster_gemini import GeminiPlugin
+from booster_testing import run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.training import Training, train_boosted, train_plainly
 
 PLACES = {
     "static halves": {"offload_param_frac": 0.5, "offload_optim_frac": 0.5},

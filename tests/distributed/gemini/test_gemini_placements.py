@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
-from booster_core.testing.models import tiny_llama
 from booster_gemini import GeminiPlugin
+from booster_testing import run_on_ranks
+from booster_testing.models import tiny_llama
 
 MODEL = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "num_hidden_layers": 3}
 OPTIONS = {

@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_gemini import GeminiPlugin
 from booster_gemini.chunk.chunk import Chunk
 from booster_gemini.memory.make import max_ahead_bytes
+from booster_testing import expect_on_ranks, run_on_ranks
 
 LAYERS, WIDTH = 8, 64
 LAYER_BYTES = WIDTH * WIDTH * 4

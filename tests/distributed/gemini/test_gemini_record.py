@@ -5,12 +5,12 @@ import tracemalloc
 import torch
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
 from booster_gemini import GeminiPlugin
 from booster_gemini.memory import record_file
 from booster_gemini.pictures.drawing import draw
 from booster_gemini.pictures.levels import least_of_process, samples
 from booster_gemini.pictures.reading import read_records
+from booster_testing import run_on_ranks
 
 
 def train(steps=3, **options):

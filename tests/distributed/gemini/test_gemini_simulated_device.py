@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
 from booster_gemini import GeminiPlugin
+from booster_testing import run_on_ranks
 
 WIDTH, DEPTH = 64, 8
 NUMEL = DEPTH * WIDTH * WIDTH

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
 from booster_gemini import GeminiPlugin
 from booster_gemini.chunk.chunk import Chunk
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
 
 CLOSE = tolerance_for(torch.float32)
 WIDTH = 12
@@ -361,7 +361,7 @@ def test_a_teacher_and_a_student_live_side_by_side():
 
 
 def generate():
-    from booster_core.testing.models import tiny_llama
+    from booster_testing.models import tiny_llama
 
     torch.manual_seed(0)
     original = tiny_llama(use_cache=True, pad_token_id=0).eval()

@@ -20,12 +20,12 @@ from torch import nn
 
 from booster_core import Booster, enable_activation_checkpointing
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.compare import Tolerance, assert_same_tensors
-from booster_core.testing.training import whole_model
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import Tolerance, assert_same_tensors
+from booster_testing.training import whole_model
 
-peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
 
 pytestmark = pytest.mark.filterwarnings(
     # Where a test calls peft itself: version 0.21 reads an attribute that transformers 5.23 has renamed.

@@ -10,8 +10,8 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
+from booster_testing import expect_on_ranks, run_on_ranks
 
 NAME = "transformers/llama"
 RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 
 
 def llama():

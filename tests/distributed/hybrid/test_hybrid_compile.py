@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
-from booster_core.testing.models import tiny_llama
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import run_on_ranks
+from booster_testing.models import tiny_llama
 
 PIPELINE = {"pp_size": 2}
 TENSOR = {"tp_size": 2}

@@ -3,10 +3,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from booster_core.testing.conformance import PluginConformance
-from booster_core.testing.pipeline_conformance import EXAMPLE_BATCH, PipelineConformance
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
+from booster_testing.conformance import PluginConformance
+from booster_testing.pipeline_conformance import EXAMPLE_BATCH, PipelineConformance
 
 
 class TestDataParallelAlone(PluginConformance):

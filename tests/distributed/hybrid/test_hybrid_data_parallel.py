@@ -10,8 +10,8 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
-from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_hybrid import DataParallelConfig, HybridParallelPlugin
+from booster_testing import expect_on_ranks, run_on_ranks
 
 NAME = "transformers/llama_tied"
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
@@ -136,7 +136,7 @@ def boosted(ddp, precision="fp32"):
 
 def sent_in_backward(ddp):
     """Return what travels in each sum: while backward runs (whether its layers have all had their turn), and after."""
-    from booster_core import collectives
+    from booster_runtime import collectives
 
     booster, model, optimizer = boosted(ddp)
     data = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))

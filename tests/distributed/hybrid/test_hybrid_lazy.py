@@ -11,9 +11,9 @@ from model_zoo import ZOO
 from model_zoo.transformers_heads import HEADS
 
 from booster_core import Booster, LazyInitContext
-from booster_core.testing import run_on_ranks
-from booster_core.testing.training import whole_model
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import run_on_ranks
+from booster_testing.training import whole_model
 from booster_zero import ZeroConfig
 
 MODELS = {**{name: model for name, model in ZOO.items() if name.startswith("transformers/")}, **HEADS}
@@ -246,7 +246,7 @@ def test_folders_go_straight_into_parts_and_masters(dtype, precision, tmp_path):
 
 
 def with_adapters(options, *, inside):
-    peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+    peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
     zoo = MODELS["transformers/llama"]
     both = []
     for lazily in (False, True):

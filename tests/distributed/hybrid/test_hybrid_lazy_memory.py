@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from booster_core import Booster, DistCoordinator, LazyInitContext
-from booster_core.checkpoint import safetensors_file
-from booster_core.testing import run_on_ranks
-from booster_core.testing.memory import peak_memory
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime.checkpoint import safetensors_file
+from booster_testing import run_on_ranks
+from booster_testing.memory import peak_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

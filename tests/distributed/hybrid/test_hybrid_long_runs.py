@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
-from booster_core.testing.memory import peak_memory
+from booster_testing import run_on_ranks
+from booster_testing.memory import peak_memory
 
 WARM_UP, STEPS = 100, 300
 MESHES = {

@@ -20,9 +20,9 @@ from model_parity import (
 )
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
-from booster_core.testing.training import whole_model
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import run_on_ranks
+from booster_testing.training import whole_model
 
 DEFAULT = (
     "heads/llama_classification",

@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 from booster_core import Booster
 from booster_core.coordinator import DistCoordinator
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
-from booster_core.testing.training import whole_model
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.tensor_parallel.logits import SplitLogits
+from booster_testing import run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
 
 SAMPLES = 5
 """Of each data parallel rank: microbatches of three and of two."""

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from booster_core import Booster, DistCoordinator, LazyInitContext
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
-from booster_core.testing.training import whole_model
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
 
 SAMPLES, BATCH, LENGTH = 8, 4, 8
 

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from model_zoo import get_model
 
-from booster_core import Booster, collectives
-from booster_core.collectives.pending import Pending
-from booster_core.testing import run_on_ranks
-from booster_core.testing.training import whole_model
+from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import collectives
+from booster_runtime.collectives.pending import Pending
+from booster_testing import run_on_ranks
+from booster_testing.training import whole_model
 from booster_zero import ZeroConfig
 
 STEPS = 3

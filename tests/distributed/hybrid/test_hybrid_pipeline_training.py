@@ -10,8 +10,8 @@ import torch.distributed as dist
 from model_zoo import get_model
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
-from booster_core.testing.training import whole_model
+from booster_testing import run_on_ranks
+from booster_testing.training import whole_model
 
 STEPS = 3
 SAMPLES = 4
@@ -291,8 +291,8 @@ def test_adapters_train(options):
 
 def checkpointed(options, how):
     """Compare activation checkpointing, by Booster or by the model itself, with none."""
-    from booster_core.activation_checkpointing import enable_activation_checkpointing
     from booster_hybrid import HybridParallelPlugin
+    from booster_runtime.activation_checkpointing import enable_activation_checkpointing
 
     zoo = get_model("transformers/llama")
     found = []
@@ -319,8 +319,8 @@ def test_layers_may_be_computed_anew(options, how):
 
 
 def lazily(options):
-    from booster_core.lazy import LazyInitContext
     from booster_hybrid import HybridParallelPlugin
+    from booster_runtime.lazy import LazyInitContext
 
     zoo = get_model("transformers/llama")
     found = []

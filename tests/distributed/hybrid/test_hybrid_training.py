@@ -11,7 +11,7 @@ from model_zoo import get_model
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 from booster_zero import ZeroConfig
 
 STEPS = 3

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
+from booster_testing import run_on_ranks
 
 MICROBATCHES = 3
 LAYERS = 8

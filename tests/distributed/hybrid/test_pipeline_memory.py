@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster_core.testing import run_on_ranks
 from booster_hybrid.pipeline.cut import StagedModel, share_layers
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
+from booster_testing import run_on_ranks
 
 
 class Kept:

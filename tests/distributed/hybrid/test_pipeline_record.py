@@ -10,10 +10,10 @@ from model_zoo import get_model
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.testing import run_on_ranks
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pictures.reading import read_pipelines
 from booster_hybrid.pipeline.schedule import make_schedule
+from booster_testing import run_on_ranks
 
 
 def train(folder):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from model_zoo import get_model
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import run_on_ranks
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 STATES = {"output_hidden_states": True}

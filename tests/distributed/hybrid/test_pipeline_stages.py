@@ -10,13 +10,13 @@ import torch.distributed as dist
 from model_zoo import get_model
 
 from booster_core.errors import ConfigError
-from booster_core.testing import run_on_ranks
 from booster_hybrid.pipeline.cut import StagedModel, share_layers
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.policy.registry import policy_for
+from booster_testing import run_on_ranks
 
 MODELS = (
     "llama",

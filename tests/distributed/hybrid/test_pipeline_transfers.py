@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from booster_core.testing import run_on_ranks
 from booster_hybrid.pipeline.p2p import Link
+from booster_testing import run_on_ranks
 
 LARGE = (1024, 1024)
 """4 MiB: more than what travels before anybody has asked for it."""

@@ -11,9 +11,9 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
+from booster_testing import expect_on_ranks, run_on_ranks
 
 
 class Block(nn.Module):

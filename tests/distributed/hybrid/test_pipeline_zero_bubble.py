@@ -12,8 +12,6 @@ import torch.distributed as dist
 from model_zoo import get_model
 
 from booster_core import Booster
-from booster_core.activation_checkpointing import enable_activation_checkpointing
-from booster_core.testing import run_on_ranks
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pipeline.cut import StagedModel, share_layers
 from booster_hybrid.pipeline.p2p import Link
@@ -23,6 +21,8 @@ from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.tensor_parallel import linear
+from booster_runtime.activation_checkpointing import enable_activation_checkpointing
+from booster_testing import run_on_ranks
 
 
 def deepened(zoo, num_layers):

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility, make_mask
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
 from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_testing import expect_on_ranks, run_on_ranks
 
 BATCH, SIZE, VALUE_SIZE = 3, 4, 5
 

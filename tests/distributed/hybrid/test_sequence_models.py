@@ -21,9 +21,9 @@ from model_parity import (
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.training import whole_model
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.training import whole_model
 
 ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
 RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}

@@ -9,8 +9,8 @@ from model_zoo import get_model
 
 from booster_core import Booster, enable_activation_checkpointing
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.training import whole_model
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.training import whole_model
 
 STEPS = 3
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}

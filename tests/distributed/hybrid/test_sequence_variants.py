@@ -12,9 +12,9 @@ from model_zoo import get_model
 
 from booster_core import Booster, enable_activation_checkpointing
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
+from booster_testing import expect_on_ranks, run_on_ranks
 
 ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
 RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.training import whole_model
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.training import whole_model
 
 PAGE = Path(__file__).parents[3] / "docs/sharding-policies.md"
 STEPS = 3

@@ -8,14 +8,14 @@ import pytest
 import torch
 from model_zoo import get_model
 
-from booster_core.activation_checkpointing import enable_activation_checkpointing
-from booster_core.testing import run_on_ranks
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 from booster_hybrid.tensor_parallel.apply import parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
+from booster_runtime.activation_checkpointing import enable_activation_checkpointing
+from booster_testing import run_on_ranks
 
 
 def count_hooks(model):

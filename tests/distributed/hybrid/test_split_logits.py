@@ -16,12 +16,12 @@ from torch.nn import functional
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, MissingRanksError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.memory import peak_memory
 from booster_core.world import current_world
 from booster_hybrid import HybridParallelPlugin, SplitLogits
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.logits import split_logits
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.memory import peak_memory
 
 SIZES = {1: [7], 2: [4, 3], 3: [3, 2, 2]}
 

@@ -9,9 +9,9 @@ from model_zoo import get_model
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_hybrid import HybridParallelPlugin, SplitLogits
 from booster_hybrid.sequence_parallel.positions import SplitPositions
+from booster_testing import expect_on_ranks, run_on_ranks
 
 NAME = "transformers/llama_tied"
 TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))

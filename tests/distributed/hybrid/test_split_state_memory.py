@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from booster_core import Booster
-from booster_core.testing import peak_memory, run_on_ranks
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import peak_memory, run_on_ranks
 
 WARMUP, MEASURED = 2, 3
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from apart import import_quietly
 
 from booster_core import Booster, enable_activation_checkpointing
-from booster_core.testing import run_on_ranks
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import run_on_ranks
 
 PROBABILITY = 0.3
 

@@ -16,14 +16,14 @@ from model_zoo import get_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster_core import collectives
 from booster_core.errors import GradientError
-from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.tensor_parallel import linear
 from booster_hybrid.tensor_parallel.apply import parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_runtime import collectives
+from booster_testing import expect_on_ranks, run_on_ranks
 
 WIDTH, HEADS = 16, 4
 

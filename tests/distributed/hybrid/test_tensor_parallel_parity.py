@@ -9,11 +9,11 @@ import torch
 from model_zoo import get_model
 
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.tensor_parallel.apply import parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_testing import expect_on_ranks, run_on_ranks
 
 SPLIT = (
     "llama",

@@ -10,11 +10,11 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.lazy import LazyInitContext
-from booster_core.testing import expect_on_ranks
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime.lazy import LazyInitContext
+from booster_testing import expect_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {

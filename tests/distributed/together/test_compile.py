@@ -9,14 +9,14 @@ import torch
 
 from booster_core import Booster, enable_activation_checkpointing
 from booster_core.single import SingleDevicePlugin
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
-from booster_core.testing.models import tiny_llama
-from booster_core.testing.training import whole_model
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.models import tiny_llama
+from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
 RUNS = {

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSam
 from booster_core import Booster
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError
-from booster_core.testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 
 COUNT = 9
 

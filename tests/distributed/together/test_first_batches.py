@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from booster_core import Booster
 from booster_core.coordinator import DistCoordinator
-from booster_core.testing import run_on_ranks
+from booster_testing import run_on_ranks
 
 
 class Records(logging.Handler):

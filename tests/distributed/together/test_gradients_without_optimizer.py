@@ -9,10 +9,10 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import GradientError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {

@@ -15,11 +15,11 @@ from torch import nn
 from booster_core import Booster, LazyInitContext
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import LazyInitError
-from booster_core.lazy import load_pretrained
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.compare import EXACT, assert_same_tensors
-from booster_core.testing.models import TinyMLP
-from booster_core.testing.training import whole_model
+from booster_runtime.lazy import load_pretrained
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors
+from booster_testing.models import TinyMLP
+from booster_testing.training import whole_model
 
 LAZY = ["fsdp", "gemini", "hybrid"]
 """The plugins that lay a lazy model out themselves, and so could mix the ranks' models."""

@@ -12,9 +12,9 @@ from torch import nn
 from booster_core import Booster, LazyInitContext
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import LazyInitError
-from booster_core.lazy import load_pretrained
-from booster_core.testing import expect_on_ranks
-from booster_core.testing.models import TinyMLP
+from booster_runtime.lazy import load_pretrained
+from booster_testing import expect_on_ranks
+from booster_testing.models import TinyMLP
 
 
 def boost_without_files(folder: str, plugin: str) -> None:

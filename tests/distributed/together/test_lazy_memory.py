@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from booster_core import Booster, DistCoordinator, LazyInitContext
-from booster_core.testing import run_on_ranks
-from booster_core.testing.memory import peak_memory
+from booster_testing import run_on_ranks
+from booster_testing.memory import peak_memory
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,16 +12,16 @@ from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import Capability
 from booster_core.single import SingleDevicePlugin
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import EXACT, assert_same_tensors, tolerance_for
-from booster_core.testing.models import TinyMLP, tiny_llama
-from booster_core.testing.training import whole_model
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_testing import run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
+from booster_testing.models import TinyMLP, tiny_llama
+from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
-peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 pytestmark = pytest.mark.filterwarnings(
@@ -429,5 +429,5 @@ def test_a_plugin_that_does_not_declare_adapters_refuses_them():
 
 def test_without_peft_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'booster-core\[lora\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'booster-runtime\[lora\]'"):
         Booster("cpu").enable_lora(make_model(), lora_config=object())

@@ -5,20 +5,20 @@ import torch
 from torch import nn
 
 from booster_core import Booster
-from booster_core.checkpoint.adapters import _file_names
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError
 from booster_core.single import SingleDevicePlugin
 from booster_core.state.naming import NamedTensors, extra_state_modules
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import EXACT, assert_same_tensors, tolerance_for
-from booster_core.testing.training import whole_model
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_runtime.checkpoint.adapters import _file_names
+from booster_testing import run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
-peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 pytestmark = pytest.mark.filterwarnings(

@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from booster_core import Booster, LazyInitContext
-from booster_core.lazy import is_lazy
 from booster_core.single import SingleDevicePlugin
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import EXACT, assert_same_tensors
-from booster_core.testing.models import tiny_llama
-from booster_core.testing.training import whole_model
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_runtime.lazy import is_lazy
+from booster_testing import run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors
+from booster_testing.models import tiny_llama
+from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
-peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 pytestmark = pytest.mark.filterwarnings(

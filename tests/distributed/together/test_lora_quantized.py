@@ -7,17 +7,18 @@ import pytest
 import torch
 from apart import FOLDER, import_quietly, missing_libraries, use_libraries_apart
 
-from booster_core import Booster, LazyInitContext, quantization
+from booster_core import Booster, LazyInitContext
 from booster_core.errors import ConfigError
 from booster_core.single import SingleDevicePlugin
-from booster_core.testing import close_ranks, run_on_ranks
-from booster_core.testing.models import tiny_llama
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_runtime import quantization
+from booster_testing import close_ranks, run_on_ranks
+from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
-peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 pytestmark = [

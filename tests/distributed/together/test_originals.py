@@ -12,12 +12,12 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.single import SingleDevicePlugin
-from booster_core.testing import run_on_ranks
-from booster_core.testing.models import TinyMLP, tiny_llama
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import run_on_ranks
+from booster_testing.models import TinyMLP, tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
 RUNS = {

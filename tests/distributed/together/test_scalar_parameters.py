@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {

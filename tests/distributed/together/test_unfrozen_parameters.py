@@ -6,9 +6,9 @@ import torch
 from booster_core import Booster
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import GradientError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.models import TinyMLP, tiny_llama
-from booster_core.testing.training import whole_model
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import TinyMLP, tiny_llama
+from booster_testing.training import whole_model
 
 PLUGINS = [None, "ddp", "fsdp", "zero", "gemini", "hybrid"]
 WORLD_SIZES = {None: 1}
@@ -102,7 +102,7 @@ def set_second_adapter(plugin) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_another_adapter_that_is_set_after_boost_raises(plugin) -> None:
-    pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+    pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
     match = r"4 parameters that were frozen at `boost`.*lora_A\.second|parameter\(s\) (that were frozen|took part)"
     if plugin in AT_THE_GRADIENT:
         match = r"Parameter '.*\.lora_[AB]\.second\.weight' got a gradient, but it was frozen at `boost`"

@@ -11,11 +11,11 @@ from torch import nn
 from booster_core import Booster, PrecisionPolicy
 from booster_core.coordinator import DistCoordinator
 from booster_core.precision import LossScaleConfig
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import Tolerance, assert_same_tensors, tolerance_for
-from booster_core.testing.training import whole_model
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
+from booster_testing import run_on_ranks
+from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
 
 PLUGINS = {
     "ddp": (TorchDDPPlugin, {}),

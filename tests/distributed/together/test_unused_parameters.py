@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from booster_core import Booster
-from booster_core.testing import run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_testing import run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin, ZeroConfig
 
 WIDTH, DEPTH, STEPS = 32, 12, 4

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster_core import Booster, collectives
-from booster_core.collectives import direct
-from booster_core.testing import peak_memory, run_on_ranks
+from booster_core import Booster
+from booster_runtime import collectives
+from booster_runtime.collectives import direct
+from booster_testing import peak_memory, run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 COMMUNICATING = re.compile("gather|reduce|scatter|broadcast|send|recv|all_to_all|barrier|new_group")

@@ -10,8 +10,8 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.testing import close_ranks, expect_on_ranks, run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_testing import close_ranks, expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
 
 OPTIMIZERS = {

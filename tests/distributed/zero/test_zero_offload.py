@@ -11,8 +11,8 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, OffloadError
-from booster_core.memory.mapped import mapped_bytes
-from booster_core.testing import close_ranks, expect_on_ranks, peak_memory, run_on_ranks
+from booster_runtime.memory.mapped import mapped_bytes
+from booster_testing import close_ranks, expect_on_ranks, peak_memory, run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 OPTIMIZERS = {

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster_core import Booster, collectives
-from booster_core.memory.mapped import mapped_bytes
-from booster_core.testing import run_on_ranks
+from booster_core import Booster
+from booster_runtime import collectives
+from booster_runtime.memory.mapped import mapped_bytes
+from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 WIDTH, DEPTH = 64, 8

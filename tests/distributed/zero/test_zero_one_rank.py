@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core.sharding.bucket import Format
-from booster_core.sharding.layout import Layout
-from booster_core.sharding.ranks import ShardingRanks
-from booster_core.sharding.reducer import Reducer
-from booster_core.testing import run_on_ranks
+from booster_runtime.sharding.ranks import ShardingRanks
+from booster_testing import run_on_ranks
 from booster_zero.bucket import Bucket
+from booster_zero.engine.bucket import Format
+from booster_zero.engine.layout import Layout
+from booster_zero.engine.reducer import Reducer
 from booster_zero.room import Room
 
 CPU = torch.device("cpu")

@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 from torch.utils.checkpoint import checkpoint
 
-from booster_core import Booster, collectives
-from booster_core.collectives.pending import Pending
-from booster_core.testing import run_on_ranks
+from booster_core import Booster
+from booster_runtime import collectives
+from booster_runtime.collectives.pending import Pending
+from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 WIDTH = 8

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster_core import Booster, collectives
+from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
-from booster_core.testing import expect_on_ranks, run_on_ranks
-from booster_core.testing.compare import assert_same_tensors, tolerance_for
+from booster_runtime import collectives
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
 
 CLOSE = tolerance_for(torch.float32)
@@ -676,7 +677,7 @@ def test_state_made_before_boost_moves_to_the_layout_of_the_first_step(name):
 
 def llama():
     """A Llama with a tied head under stage 2 and bf16: losses near those of one process, parameters equal on ranks."""
-    from booster_core.testing.models import tiny_llama
+    from booster_testing.models import tiny_llama
 
     torch.manual_seed(0)
     net = tiny_llama(tie_word_embeddings=True)

@@ -9,7 +9,7 @@ from booster_core.errors import ConfigError, PluginError
 from booster_core.launch import shutdown
 from booster_core.plugin import Capability
 from booster_core.single import SingleDevicePlugin
-from booster_core.testing.models import TinyMLP
+from booster_testing.models import TinyMLP
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from booster_core.precision.casting import cast_floating
 from booster_core.precision.loss_scaler import any_nonfinite
 from booster_core.replicated import place_model
 from booster_core.single import SingleDevicePlugin
-from booster_core.testing.models import TinyMLP
+from booster_testing.models import TinyMLP
 
 
 @pytest.mark.parametrize(

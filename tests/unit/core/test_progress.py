@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from booster_core.errors import MissingRanksError
-from booster_core.liveness.progress import PROGRESS, Progress, describe_progress, naming_missing_ranks
-from booster_core.liveness.wire import Lines, encode
+from booster_core.progress import PROGRESS, Progress, describe_progress, naming_missing_ranks
 from booster_core.world import current_world
+from booster_runtime.liveness.wire import Lines, encode
 
 
 @pytest.fixture(autouse=True)

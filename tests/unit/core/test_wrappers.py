@@ -7,8 +7,8 @@ from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.precision import DynamicLossScaler, LossScaleConfig, PrecisionPolicy
-from booster_core.testing.models import TinyMixedBag, TinyMLP
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_testing.models import TinyMixedBag, TinyMLP
 
 
 def make(precision=None, **changes):

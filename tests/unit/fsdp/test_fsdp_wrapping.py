@@ -4,9 +4,9 @@ import pytest
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.testing.models import tiny_llama
 from booster_fsdp import FSDPConfig
 from booster_fsdp.wrapping import choose_units, find_ignored, parameters_by_unit
+from booster_testing.models import tiny_llama
 
 
 class Block(nn.Module):

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from booster_core.sharding.bucket import Format
-from booster_core.testing.models import tiny_llama
 from booster_gemini.chunk.pool import BufferPool
 from booster_gemini.chunk.search import search_chunk_numel, wasted_numel
 from booster_gemini.chunk.state import TRANSITIONS, ChunkState, check_transition
 from booster_gemini.chunk.timeline import Timeline
 from booster_gemini.config import GeminiConfig
 from booster_gemini.memory.make import most_chunk_numel
+from booster_testing.models import tiny_llama
+from booster_zero.engine.bucket import Format
 
 
 def transformer(layers, hidden, vocabulary):

@@ -128,7 +128,7 @@ def test_png_without_its_renderer_is_refused_with_the_remedy(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     result = booster(run, "--png")
     assert result.exit_code == 1
-    assert "pip install 'booster-core[pictures]'" in result.output
+    assert "pip install 'booster-runtime[pictures]'" in result.output
     assert (run / "memory-rank0.svg").exists()
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from booster_core.testing.models import tiny_llama
 from booster_hybrid.policy.base import Style
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.tensor_parallel.names import ModelNames
+from booster_testing.models import tiny_llama
 
-peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-core[lora]'")
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
 pytest.importorskip("transformers", reason="the models are transformers'")
 
 pytestmark = pytest.mark.filterwarnings(

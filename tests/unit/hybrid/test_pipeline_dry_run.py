@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from booster_core import LazyInitContext
-from booster_core.lazy import take_recording
 from booster_hybrid.pipeline.trace import trace_layers
+from booster_runtime.lazy import take_recording
 
 
 class Normed(nn.Module):

@@ -3,7 +3,7 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.precision import PrecisionPolicy
-from booster_core.sharding.ranks import sharding_groups
+from booster_runtime.sharding.ranks import sharding_groups
 from booster_zero import LowLevelZeroPlugin
 
 

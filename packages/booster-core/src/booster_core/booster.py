@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from collections import Counter
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from booster_core.arguments import check_boost_arguments, check_boosted
-from booster_core.booster_io import BoosterIO
 from booster_core.coordinator import DistCoordinator
 from booster_core.data import deal_dataloader
 from booster_core.data.first_batch import show_first_batch, watch_first_batch
@@ -25,11 +23,9 @@ from booster_core.frozen import FrozenParameters, untrained_names
 from booster_core.hooks import hook_relay
 from booster_core.hookspecs import is_implemented
 from booster_core.launch import launched_world_size
-from booster_core.lazy.boosting import agree_on_seeds, materialize_objects
-from booster_core.lazy.model import Recording, is_lazy
-from booster_core.lora import add_adapters, prepare_adapters
 from booster_core.plugin import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.precision import PrecisionPolicy
+from booster_core.saving import Saving
 from booster_core.single import SingleDevicePlugin
 from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 
@@ -51,7 +47,7 @@ if TYPE_CHECKING:
     _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
-class Booster(BoosterIO):
+class Booster(Saving):
     """Makes a training script distributed by the strategy of a plugin.
 
     Args:
@@ -98,9 +94,8 @@ class Booster(BoosterIO):
             self._device = _own_device(None, plugin)  # there is nothing to wait for
         self._timeout_seconds = timeout_seconds
         self._context: BoostContext | None = None
-        # Operations that lazy models' construction could not record.
-        self._run_eagerly: Counter[str] = Counter()
-        self._were_lazy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # What users passed to `boost`.
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def device(self) -> torch.device:
@@ -200,10 +195,7 @@ class Booster(BoosterIO):
         error: Exception | None = None
         try:
             check_boost_arguments(objects)
-            if model in self._were_lazy:
-                msg = "This model was lazy and is boosted already. Use what `boost` returned, or build another model."
-                raise ConfigError(msg)
-            prepare_adapters(model, optimizer, self.plugin)
+            context.hooks.check_objects(plugin=self.plugin, objects=objects)
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
         coordinator.raise_together(error)
@@ -211,34 +203,18 @@ class Booster(BoosterIO):
         if dataloader is not None:
             objects = objects._replace(dataloader=deal_dataloader(dataloader, self.plugin, coordinator))
         frozen = set() if optimizer is None else untrained_names(model, optimizer)
-        self._prepare_lazy(objects, context)
+        context.hooks.prepare_objects(plugin=self.plugin, objects=objects, context=context)
         boosted = self.plugin.configure(objects, context)
         check_boosted(boosted, objects, self.plugin)
         if isinstance(boosted.optimizer, OptimizerWrapper):
             boosted.optimizer.frozen = FrozenParameters(unwrap_model(boosted.model), frozen)
+        self._models.add(model)
         self._optimizers[boosted.model] = boosted.optimizer
         index, size = self.plugin.data_parallel_coordinates(coordinator)
         watch_first_batch(boosted.model, index=index, size=size)
         self._take_over_saving(boosted.model)
         context.hooks.after_configure(plugin=self.plugin, boosted=boosted, context=context)
         return boosted
-
-    def _prepare_lazy(self, objects: Boosted, context: BoostContext) -> None:
-        """Give a lazy model its values, or let the plugin do so with the same seeds on every rank."""
-        model = objects.model
-        if self.plugin.handles_lazy:
-            agree_on_seeds(model, context.coordinator)
-        if not is_lazy(model):
-            return
-        self._were_lazy.add(model)
-        self._run_eagerly.update(Recording(model).run_eagerly)
-        if not self.plugin.handles_lazy:
-            error: Exception | None = None
-            try:
-                materialize_objects(model, objects.optimizer, context.device)
-            except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-                error = caught
-            context.coordinator.raise_together(error)
 
     def enable_lora(
         self,
@@ -272,17 +248,23 @@ class Booster(BoosterIO):
 
         Collective: every rank of the world, with ``pretrained_dir``; else none.
         """
-        quantization = None
-        if quantize or bnb_quantization_config is not None:
-            from booster_core.quantization import check_quantization
-
-            quantization = check_quantization(bnb_quantization_config, self.device)
         error: Exception | None = None
         adapted: PeftModel | None = None
         try:
-            adapted = add_adapters(
-                model, self.plugin, lora_config=lora_config, pretrained_dir=pretrained_dir, quantization=quantization
+            adapted = hook_relay().add_adapters(
+                plugin=self.plugin,
+                model=model,
+                device=self.device,
+                lora_config=lora_config,
+                pretrained_dir=pretrained_dir,
+                bnb_quantization_config=bnb_quantization_config,
+                quantize=quantize,
             )
+            if adapted is None:
+                msg = (
+                    "Adapters need booster-runtime, which is not installed. Run `pip install 'booster-runtime[lora]'`."
+                )
+                raise ConfigError(msg)
         except Exception as caught:
             if pretrained_dir is None:
                 raise
@@ -432,9 +414,8 @@ class Booster(BoosterIO):
         ]
         if self.precision.loss_scale is not None:
             lines.append(f"           {self.precision.loss_scale}")
-        if self._run_eagerly:
-            counted = ", ".join(f"{name} ({count})" for name, count in sorted(self._run_eagerly.items()))
-            lines.append(f"lazy init  run instead of recorded: {counted}")
+        notes = context.hooks.describe_run(models=list(self._models))
+        lines += [line for of_one in notes for line in of_one]
         text = "\n".join(lines)
         context.coordinator.print_on_master(text)
         return text

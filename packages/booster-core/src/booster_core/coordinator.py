@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from booster_core import errors
 from booster_core.errors import ConfigError, RankFailedError
-from booster_core.liveness.progress import PROGRESS
+from booster_core.progress import PROGRESS
 from booster_core.rendezvous import name_ranks
 from booster_core.world import close_world, current_world
 

@@ -6,6 +6,13 @@ Python's own ``TypeError``; everything else derives from `BoosterError`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_MAX_SHOWN = 10
+
 
 class BoosterError(Exception):
     """Base class of every error that Booster raises on purpose."""
@@ -49,3 +56,10 @@ class GradientError(BoosterError, RuntimeError):
 
 class LazyInitError(BoosterError, RuntimeError):
     """A model that has no values yet is used as if it had, or its recording can't be replayed."""
+
+
+def shorten(names: Iterable[str]) -> str:
+    """Return names for a message: the first ten, in quotes, and how many more there are."""
+    listed = list(names)
+    text = ", ".join(f"'{name}'" for name in listed[:_MAX_SHOWN])
+    return text if len(listed) <= _MAX_SHOWN else f"{text} and {len(listed) - _MAX_SHOWN} more"

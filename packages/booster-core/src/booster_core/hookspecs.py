@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    import torch
     from torch import nn
     from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext, Boosted, Plugin
+    from booster_core.world import Monitor, World
 
 PROJECT_NAME = "booster"
 
@@ -30,6 +32,61 @@ hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 @hookspec
 def booster_plugins() -> Sequence[type[Plugin]]:  # type: ignore[empty-body]
     """Return the plugin classes of a module in the entry-point group ``booster.plugins``."""
+
+
+@hookspec
+def before_launch(uses_direct_collectives: bool) -> None:  # noqa: FBT001 - hooks' arguments are passed by name
+    """Take note of how a process group that is about to be opened is to be used.
+
+    ``uses_direct_collectives`` says whether ranks of one host may read each other's memory.
+    """
+
+
+@hookspec(firstresult=True)
+def watch_ranks(
+    world: World,
+    hosts: Sequence[str] | None,
+    address: str,
+    error_file: str | None,
+    is_wanted: bool,  # noqa: FBT001 - hooks' arguments are passed by name
+) -> Monitor | None:
+    """Start to watch over the ranks of a world that is being opened; ``None`` to pass. Collective: every rank.
+
+    ``hosts`` are the names of all ranks' hosts, on rank 0; ``address`` is a name of rank 0's host. Where torchrun's
+    agent expects the reason of a failure in a file, that is ``error_file``. ``is_wanted`` is false where the user has
+    turned watching off.
+    """
+
+
+@hookspec
+def check_objects(plugin: Plugin, objects: Boosted) -> None:
+    """Raise what is wrong with what ``boost`` was given; every rank raises if one does.
+
+    Called before anything is changed, on every rank, without collectives.
+    """
+
+
+@hookspec
+def prepare_objects(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
+    """Prepare the model and its optimizer, in place, for the plugin's ``configure``. Collective: every rank."""
+
+
+@hookspec(firstresult=True)
+def add_adapters(
+    plugin: Plugin,
+    model: nn.Module,
+    device: torch.device,
+    lora_config: Any,
+    pretrained_dir: str | Path | None,
+    bnb_quantization_config: Any,
+    quantize: bool,  # noqa: FBT001 - hooks' arguments are passed by name
+) -> nn.Module | None:
+    """Return the model with low-rank adapters, or ``None`` to pass; see `Booster.enable_lora`."""
+
+
+@hookspec
+def describe_run(models: Sequence[nn.Module]) -> Sequence[str]:  # type: ignore[empty-body]
+    """Return lines for `Booster.describe`, of the models that this Booster has boosted."""
 
 
 @hookspec

@@ -11,13 +11,13 @@ import os
 import random
 import sys
 import time
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError, LaunchError
+from booster_core.hooks import hook_relay
 from booster_core.host import Host, distinct_names, this_host
 from booster_core.world import DEFAULT_TIMEOUT_SECONDS, close_world, current_world, open_world
 
@@ -299,18 +299,9 @@ def shutdown() -> None:
 
 def _at_exit() -> None:
     """Shut down, unless the interpreter ends by a failure that the others have not heard of yet."""
-    from booster_core.liveness.exits import failed_exit
-
     monitor = current_world().monitor
-    error, end = getattr(sys, "last_value", None), failed_exit()
     if monitor is not None and not monitor.is_failing:
-        if error is not None:  # somebody else's excepthook has printed it
-            monitor.report(error, error.__traceback__)
-        elif end is not None:
-            monitor.report_exit(end)
-        else:
-            monitor.end()
-            monitor.wait_for_others(_LAST_SECONDS)
+        monitor.leave(getattr(sys, "last_value", None), _LAST_SECONDS)
     shutdown()
     # gloo's threads let go of a collective's tensors only after its result is there, for which they need the
     # interpreter's lock; one that still waits for it when the interpreter is gone aborts the process.
@@ -335,7 +326,11 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
     from booster_core.store import meet_at_launch, open_store
 
     backend = _choose_backend(start.backend)
-    _choose_direct_collectives()
+    hook_relay().before_launch(
+        uses_direct_collectives=_is_switched_on(
+            "BOOSTER_DIRECT_COLLECTIVES", "ranks of a host read each other's memory"
+        )
+    )
     is_watched = _is_switched_on("BOOSTER_MONITOR", "ranks learn at once when one dies")
     is_hosted_elsewhere = start.url == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     _use_device(start.local_rank)
@@ -408,33 +403,23 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
 
 def _watch(world: World, *, launch_store: Store, host: str, is_wanted: bool) -> None:
     """Watch over the ranks, so that one that fails brings all down and the traceback of the first is seen last."""
-    from booster_core.liveness.exits import notice_failed_exits
-    from booster_core.liveness.member import NOT_WANTED, start_monitor
-
     hosts = None
     if world.rank == 0:
         ranks = range(world.world_size)
         hosts = distinct_names([Host.from_text(launch_store.get(f"booster/host/{rank}").decode()) for rank in ranks])
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    world.monitor = start_monitor(world, hosts, host, may_end_process=True, error_file=error_file, is_wanted=is_wanted)
-    if world.monitor is not None:
-        world.at_close.append(notice_failed_exits())
-    elif world.unwatched_because not in (None, NOT_WANTED):
-        msg = (
-            f"Rank {world.rank} could not connect to the monitor on rank 0 ({world.unwatched_because}): if a rank "
-            f"dies, this one waits for it for {world.timeout_seconds:g} s. Check that the hosts accept each other's "
-            "connections on any port, or set BOOSTER_MONITOR=0 to do without."
-        )
-        warnings.warn(msg, RuntimeWarning, stacklevel=5)
+    world.monitor = hook_relay().watch_ranks(
+        world=world, hosts=hosts, address=host, error_file=error_file, is_wanted=is_wanted
+    )
+    if world.monitor is None and world.unwatched_because is None and world.world_size > 1:
+        world.unwatched_because = "booster-runtime, which brings the monitor, is not installed"
 
 
 def _report_what_nobody_catches() -> None:
     """Let the monitor hear of exceptions first: torch wraps the present hook while it opens a group."""
-    from booster_core.liveness.member import install_excepthook
-
     world = current_world()
     if world.monitor is not None:
-        world.at_close.append(install_excepthook(world.monitor))
+        world.at_close.append(world.monitor.hear_uncaught())
 
 
 def _start_alone(backend: str | None, seed: int | None, timeout_seconds: float, *, verbose: bool) -> DistCoordinator:
@@ -534,13 +519,6 @@ def _integers_of_launcher(call: str, command: str, names: tuple[str, ...]) -> li
         )
         raise ConfigError(msg)
     return [_integer_from(name) for name in names]
-
-
-def _choose_direct_collectives() -> None:
-    """Let ranks of one host read each other's memory, unless the user forbids it."""
-    from booster_core.collectives.direct import set_enabled
-
-    set_enabled(_is_switched_on("BOOSTER_DIRECT_COLLECTIVES", "ranks of a host read each other's memory"))
 
 
 def _is_switched_on(name: str, effect: str) -> bool:

@@ -131,8 +131,8 @@ class Plugin(ABC):
             whose engine is not there yet: ``booster plugins`` says so, and ``configure`` raises.
         capabilities: What the plugin can do.
         precision: The precision asked for through the plugin's constructor; ``None`` where none was.
-        handles_lazy: Whether ``configure`` takes lazy models (`booster_core.lazy`) and places their values itself, by
-            ``take_recording``. Any other plugin gets them with their values, whole, on the run's device.
+        handles_lazy: Whether ``configure`` takes lazy models (`booster_runtime.lazy`) and places their values itself,
+            by ``take_recording``. Any other plugin gets them with their values, whole, on the run's device.
     """
 
     name: ClassVar[str]

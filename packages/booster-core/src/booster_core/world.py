@@ -11,19 +11,41 @@ import hashlib
 import itertools
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from booster_core.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] # torch does not list Store
 
-    from booster_core.liveness import Monitor
-
 DEFAULT_TIMEOUT_SECONDS = 600.0
 """How long a collective call waits for missing ranks where nobody said otherwise."""
+
+
+class Monitor(Protocol):
+    """What watches over the ranks of a launched run, as the hook ``watch_ranks`` returns it."""
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether a rank has failed, so that all end."""
+
+    @property
+    def gone(self) -> dict[int, str]:
+        """The ranks that are known to have ended, and how."""
+
+    def ask_progress(self) -> Mapping[int, Mapping[str, Any]] | None:
+        """Return how far each rank has come, or how it ended; ``None`` where nobody answers."""
+
+    def hear_uncaught(self) -> Callable[[], None]:
+        """Hear of exceptions that nobody catches before they are printed; return what ends that."""
+
+    def leave(self, error: BaseException | None, seconds: float) -> None:
+        """Report how this process ends, by an exception or not, and wait for others that this one serves."""
+
+    def close(self) -> None:
+        """Say that this process ends by its own decision."""
 
 
 @dataclass(kw_only=True)

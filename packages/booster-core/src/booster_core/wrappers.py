@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from booster_core.errors import GradientError
 from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import check_norm_arguments
-from booster_core.liveness import naming_missing_ranks
 from booster_core.originals import guard_forward, guard_step, through_door
 from booster_core.precision.casting import cast_floating
 from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
+from booster_core.progress import naming_missing_ranks
 from booster_core.state.naming import compiled_module
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_core.booster_io import BoosterIO
     from booster_core.frozen import FrozenParameters
     from booster_core.precision.policy import PrecisionPolicy
+    from booster_core.saving import Saving
 
 
 class ModelWrapper(nn.Module):
@@ -115,11 +115,11 @@ class ModelWrapper(nn.Module):
         owner: _Owner | None = self.__dict__.get("_owner") if name == "save_pretrained" else None
         if owner is None or owner.booster is None:
             return value
-        from booster_core.checkpoint.save_pretrained import saver_of
+        from booster_core.save_pretrained import saver_of
 
         return saver_of(self, owner.booster, value)
 
-    def belongs_to(self, booster: BoosterIO) -> None:
+    def belongs_to(self, booster: Saving) -> None:
         """Let ``save_pretrained`` write what this Booster saves.
 
         Collective: none.
@@ -130,7 +130,7 @@ class ModelWrapper(nn.Module):
 class _Owner:
     """Who boosted a model; nobody has boosted a copy of it."""
 
-    def __init__(self, booster: BoosterIO | None = None) -> None:
+    def __init__(self, booster: Saving | None = None) -> None:
         self.booster = booster
 
     def __reduce__(self) -> Any:

@@ -1,6 +1,6 @@
 """Gathers and reductions of units on the CPU through core's collectives, which gloo's own are slower than.
 
-Sums are in rank order and in fp32, see `booster_core.collectives`. torch's defaults serve every other device.
+Sums are in rank order and in fp32, see `booster_runtime.collectives`. torch's defaults serve every other device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 
-from booster_core import collectives
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -42,7 +42,7 @@ class FSDPConfig:
             0 does not.
         partition: ``"flat"`` lets the optimizer step on this rank's rows of each parameter, ``"parameter"`` gives it
             whole parameters, each on one rank; ``"auto"`` does what the optimizer's class needs, see
-            `booster_core.sharding.elementwise`.
+            `booster_runtime.sharding.elementwise`.
         broadcast_buffers: Give every rank, after each step, rank 0's values of buffers that forward changes, such as
             running statistics.
         forward_methods: Methods of the model besides ``forward`` that use its parameters, such as ``"generate"``; a

@@ -8,18 +8,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from booster_core.lazy import take_recording
 from booster_core.replicated import rebind
-from booster_core.sharding.agreement import send_first
-from booster_core.state.dtensor import dtensor_shards, local_of
+from booster_runtime.lazy import take_recording
+from booster_runtime.sharding.agreement import send_first
+from booster_runtime.sharding.dtensor import dtensor_shards, local_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_core.coordinator import DistCoordinator
-    from booster_core.lazy import Recording
     from booster_core.precision import PrecisionPolicy
     from booster_fsdp.units import Units
+    from booster_runtime.lazy import Recording
 
 
 def hollow_model(

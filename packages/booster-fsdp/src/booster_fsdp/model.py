@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core.liveness import naming_missing_ranks
 from booster_core.originals import through_door
+from booster_core.progress import naming_missing_ranks
 from booster_core.wrappers import ModelWrapper
 
 if TYPE_CHECKING:

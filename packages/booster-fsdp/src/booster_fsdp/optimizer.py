@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_core.gradients.clip import clip_by_norm
-from booster_core.sharding.elementwise import check_takes_parts, partition_for
-from booster_core.sharding.hosting import HostedOptimizer
-from booster_core.state.dtensor import local_of
 from booster_core.wrappers import OptimizerWrapper
 from booster_fsdp.pieces import ParameterPiece, WholeParameters, rows_here, show_rows
+from booster_runtime import collectives
+from booster_runtime.sharding.dtensor import local_of
+from booster_runtime.sharding.elementwise import check_takes_parts, partition_for
+from booster_runtime.sharding.hosting import HostedOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.sharding.ranks import ShardingRanks
     from booster_fsdp.config import FSDPConfig
     from booster_fsdp.settling import Settlement
     from booster_fsdp.units import Units
+    from booster_runtime.sharding.ranks import ShardingRanks
 
 
 class FSDPOptimizer(OptimizerWrapper):

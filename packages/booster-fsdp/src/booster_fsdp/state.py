@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.sharding.hosting import is_cut
 from booster_core.state.adapter import JSONValue, ParamGroup, TensorMeta
-from booster_core.state.dtensor import DTensorStateAdapter, dtensor_shards
 from booster_core.state.optimizer_state import flatten_state, restore_state
 from booster_core.state.replicated import MASTER
 from booster_core.state.shard import TensorShard, full_box
+from booster_runtime.sharding.dtensor import DTensorStateAdapter, dtensor_shards
+from booster_runtime.sharding.hosting import is_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -52,7 +52,7 @@ class GeminiConfig:
         replica_size: Number of replicas of the sharded state: state is split within groups of
             ``world_size / replica_size`` ranks, gradients are averaged over the groups.
         partition: ``"flat"`` cuts parameters wherever that makes equal shares, ``"parameter"`` leaves them whole;
-            ``"auto"`` does what the optimizer's class needs, see `booster_core.sharding.elementwise`.
+            ``"auto"`` does what the optimizer's class needs, see `booster_runtime.sharding.elementwise`.
         unused: ``"zero"`` lets a parameter that took no part in backward on this rank count as zero, and skips those
             that took none on any rank; ``"raise"`` raises at the step, naming them for each rank.
         debug: Look for parameters that are changed by hand, whose new values would be lost, and raise at the next

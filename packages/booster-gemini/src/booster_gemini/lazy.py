@@ -12,10 +12,10 @@ from booster_core.state.shard import TensorShard, full_box
 if TYPE_CHECKING:
     from torch import nn
 
-    from booster_core.lazy import Recording
     from booster_core.plugin import BoostContext
     from booster_gemini.chunk.chunk import Chunk
     from booster_gemini.chunk.manager import ChunkManager
+    from booster_runtime.lazy import Recording
 
 
 def fill_chunks(model: nn.Module, recording: Recording, manager: ChunkManager, context: BoostContext) -> None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_core import collectives
 from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients.norm import check_finite_norm, global_norm
-from booster_core.sharding.optimizer import ShardedOptimizer
-from booster_core.sharding.parts import only, steps_in_parts
 from booster_gemini.memory.home import Role
+from booster_runtime import collectives
+from booster_zero.engine.optimizer import ShardedOptimizer
+from booster_zero.engine.parts import only, steps_in_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.sharding.layout import Layout
     from booster_gemini.chunk.chunk import Chunk
     from booster_gemini.chunk.manager import ChunkManager
     from booster_gemini.config import GeminiConfig
+    from booster_zero.engine.layout import Layout
 
 
 class GeminiOptimizer(ShardedOptimizer):

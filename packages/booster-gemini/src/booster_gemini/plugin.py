@@ -9,18 +9,10 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.lazy import is_lazy
-from booster_core.lazy.boosting import hollow_objects
 from booster_core.plugin import Boosted, Capability, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.precision.narrow import NARROW, kept_as_they_are
 from booster_core.replicated import check_no_masters, place_model
-from booster_core.sharding.agreement import agree_on_values
-from booster_core.sharding.bucket import Format
-from booster_core.sharding.distinct import check_distinct_memory
-from booster_core.sharding.elementwise import partition_for
-from booster_core.sharding.ranks import ShardingRanks, make_ranks
-from booster_core.sharding.unreduced import refuse_all_gradients
 from booster_core.wrappers import unwrap_model
 from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
@@ -30,6 +22,14 @@ from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_nu
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
 from booster_gemini.state import GeminiStateAdapter
+from booster_runtime.lazy import is_lazy
+from booster_runtime.lazy.boosting import hollow_objects
+from booster_runtime.sharding.agreement import agree_on_values
+from booster_runtime.sharding.distinct import check_distinct_memory
+from booster_runtime.sharding.elementwise import partition_for
+from booster_runtime.sharding.ranks import ShardingRanks, make_ranks
+from booster_runtime.sharding.unreduced import refuse_all_gradients
+from booster_zero.engine.bucket import Format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

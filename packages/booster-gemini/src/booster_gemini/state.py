@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core.sharding.state import ShardedStateAdapter
 from booster_core.state.naming import NamedTensors
 from booster_core.state.replicated import MASTER, balanced_shards
 from booster_core.state.shard import TensorShard, full_box
 from booster_gemini.memory.home import Role
 from booster_gemini.optimizer import GeminiOptimizer
+from booster_zero.engine.state import ShardedStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_core.coordinator import DistCoordinator
-    from booster_core.sharding.bucket import Piece
     from booster_gemini.chunk.chunk import Chunk
     from booster_gemini.module import GeminiModel
+    from booster_zero.engine.bucket import Piece
 
 
 class GeminiStateAdapter(ShardedStateAdapter[GeminiOptimizer]):

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from booster_core.lazy import Recording
     from booster_core.plugin import BoostContext
     from booster_core.state.adapter import StateAdapter
     from booster_core.state.shard import TensorShard
+    from booster_runtime.lazy import Recording
 
 
 def fill_model(

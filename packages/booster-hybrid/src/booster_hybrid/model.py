@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.liveness import naming_missing_ranks
 from booster_core.originals import through_door
+from booster_core.progress import naming_missing_ranks
 from booster_hybrid.same_batch import check_same_batch
 from booster_hybrid.tensor_parallel.group import refuse_copy
 from booster_zero.model import ZeroModel

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_core.gradients.clip import clip_by_norm
 from booster_core.wrappers import check_loss
 from booster_hybrid.user_optimizer import check_elementwise
+from booster_runtime import collectives
 from booster_zero.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:

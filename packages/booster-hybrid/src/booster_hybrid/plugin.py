@@ -11,18 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from booster_core import collectives
 from booster_core.errors import ConfigError
-from booster_core.lazy import is_lazy
-from booster_core.lazy.boosting import hollow_objects
 from booster_core.mesh import Axis, make_axes
 from booster_core.plugin import Boosted, Capability, PipelinePlugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.precision.narrow import working_dtypes
 from booster_core.replicated import place_model
-from booster_core.sharding.agreement import agree_on_values
-from booster_core.sharding.distinct import check_distinct_memory
-from booster_core.sharding.ranks import ShardingRanks
 from booster_core.state.adapted import without_adapters
 from booster_core.state.naming import NamedTensors, named_modules
 from booster_core.state.replicated import Place
@@ -48,6 +42,12 @@ from booster_hybrid.state import HybridStateAdapter
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
+from booster_runtime import collectives
+from booster_runtime.lazy import is_lazy
+from booster_runtime.lazy.boosting import hollow_objects
+from booster_runtime.sharding.agreement import agree_on_values
+from booster_runtime.sharding.distinct import check_distinct_memory
+from booster_runtime.sharding.ranks import ShardingRanks
 from booster_zero import LowLevelZeroPlugin, ZeroConfig
 from booster_zero.state import ZeroStateAdapter
 

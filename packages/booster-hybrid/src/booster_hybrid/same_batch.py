@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from booster_core import collectives
-from booster_core.checkpoint.raw import as_bytes
 from booster_core.errors import ConfigError
+from booster_runtime import collectives
+from booster_runtime.checkpoint.raw import as_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core import collectives
-from booster_core.collectives.pending import Pending
 from booster_core.errors import ConfigError
-from booster_core.sharding.bucket import ShardedBucket
-from booster_core.sharding.hosting import is_cut
-from booster_core.sharding.lane import in_ram
+from booster_runtime import collectives
+from booster_runtime.collectives.pending import Pending
+from booster_runtime.sharding.hosting import is_cut
+from booster_zero.engine.bucket import ShardedBucket
+from booster_zero.engine.lane import in_ram
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor, nn
 
-    from booster_core.sharding.bucket import Format, Piece
-    from booster_core.sharding.hosting import State
-    from booster_core.sharding.partition import BucketPlan
-    from booster_core.sharding.ranks import ShardingRanks
+    from booster_runtime.sharding.hosting import State
+    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_zero.engine.bucket import Format, Piece
+    from booster_zero.engine.partition import BucketPlan
     from booster_zero.room import Room
 
 

@@ -44,7 +44,7 @@ class ZeroConfig:
         replica_size: Number of replicas of the sharded state: state is split within groups of
             ``world_size / replica_size`` ranks, gradients are averaged over the groups.
         partition: ``"flat"`` cuts parameters wherever that makes equal shares, ``"parameter"`` leaves them whole;
-            ``"auto"`` does what the optimizer's class needs, see `booster_core.sharding.elementwise`.
+            ``"auto"`` does what the optimizer's class needs, see `booster_runtime.sharding.elementwise`.
         unused: ``"zero"`` lets a parameter that took no part in backward on this rank count as zero, and skips those
             that took none on any rank; ``"raise"`` raises at the step, naming them for each rank.
         broadcast_buffers: Give every rank, after each step, rank 0's values of buffers that forward changes, such as

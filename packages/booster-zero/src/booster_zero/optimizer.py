@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core import collectives
-from booster_core.sharding.elementwise import partition_for
-from booster_core.sharding.layout import Layout
-from booster_core.sharding.optimizer import ShardedOptimizer
-from booster_core.sharding.parts import only, steps_in_parts
+from booster_runtime import collectives
+from booster_runtime.sharding.elementwise import partition_for
 from booster_zero.bucket import Bucket
+from booster_zero.engine.layout import Layout
+from booster_zero.engine.optimizer import ShardedOptimizer
+from booster_zero.engine.parts import only, steps_in_parts
 from booster_zero.gathers import Gathers
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.collectives.pending import Pending
-    from booster_core.sharding.bucket import Format
-    from booster_core.sharding.ranks import ShardingRanks
+    from booster_runtime.collectives.pending import Pending
+    from booster_runtime.sharding.ranks import ShardingRanks
     from booster_zero.config import ZeroConfig
+    from booster_zero.engine.bucket import Format
     from booster_zero.room import Room
 
 

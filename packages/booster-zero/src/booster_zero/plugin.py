@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from booster_core import collectives
 from booster_core.errors import ConfigError
-from booster_core.memory.mapped import MappedFolder
 from booster_core.plugin import Boosted, Capability, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.precision.narrow import NARROW, working_dtypes
 from booster_core.replicated import check_no_masters, place_model
-from booster_core.sharding.agreement import agree_on_values
-from booster_core.sharding.bucket import Format
-from booster_core.sharding.distinct import check_distinct_memory
-from booster_core.sharding.ranks import ShardingRanks, make_ranks
-from booster_core.sharding.unreduced import refuse_all_gradients
 from booster_core.wrappers import unscaled_gradient, unwrap_model
+from booster_runtime import collectives
+from booster_runtime.memory.mapped import MappedFolder
+from booster_runtime.sharding.agreement import agree_on_values
+from booster_runtime.sharding.distinct import check_distinct_memory
+from booster_runtime.sharding.ranks import ShardingRanks, make_ranks
+from booster_runtime.sharding.unreduced import refuse_all_gradients
 from booster_zero.config import ZeroConfig
+from booster_zero.engine.bucket import Format
 from booster_zero.model import ZeroModel
 from booster_zero.optimizer import ZeroOptimizer
 from booster_zero.room import Room

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core.sharding.state import ShardedStateAdapter
 from booster_core.state.replicated import MASTER
 from booster_core.state.shard import TensorShard, full_box
+from booster_zero.engine.state import ShardedStateAdapter
 from booster_zero.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:

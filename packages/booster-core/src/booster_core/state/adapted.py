@@ -28,6 +28,18 @@ def peft_wrappers() -> tuple[tuple[type, str], ...]:
     )
 
 
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a user's own model is one of peft's.
+
+    Collective: none.
+    """
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Whether peft has put adapters into a model.
 

@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_gemini.chunk.housed import HousedBucket
 from booster_gemini.chunk.state import ChunkState, check_transition
 from booster_gemini.memory.home import Role
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
     from torch import Tensor, nn
 
-    from booster_core.collectives.pending import Pending
-    from booster_core.sharding.bucket import Format
-    from booster_core.sharding.partition import BucketPlan
-    from booster_core.sharding.ranks import ShardingRanks
     from booster_gemini.chunk.pool import BufferPool
     from booster_gemini.chunk.watch import ChangeWatch
     from booster_gemini.memory.home import Home
+    from booster_runtime.collectives.pending import Pending
+    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_zero.engine.bucket import Format
+    from booster_zero.engine.partition import BucketPlan
 
 
 class Chunk(HousedBucket):

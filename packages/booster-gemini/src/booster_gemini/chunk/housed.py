@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_core.collectives import Pending
-from booster_core.sharding.bucket import ShardedBucket
-from booster_core.sharding.hosting import is_cut
 from booster_gemini.memory.disk import aligned_buffer
 from booster_gemini.memory.home import Role
+from booster_runtime.collectives import Pending
+from booster_runtime.sharding.hosting import is_cut
+from booster_zero.engine.bucket import ShardedBucket
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping
 
     from torch import Tensor
 
-    from booster_core.sharding.bucket import Format
-    from booster_core.sharding.hosting import State
-    from booster_core.sharding.partition import BucketPlan
-    from booster_core.sharding.ranks import ShardingRanks
     from booster_gemini.memory.home import Home
+    from booster_runtime.sharding.hosting import State
+    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_zero.engine.bucket import Format
+    from booster_zero.engine.partition import BucketPlan
 
 _ALIGNMENT_BYTES = 64
 _numbers = itertools.count()

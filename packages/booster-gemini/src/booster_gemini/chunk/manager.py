@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core import collectives
 from booster_core.errors import ConfigError
-from booster_core.sharding.layout import Layout
 from booster_core.state.naming import NamedTensors
 from booster_gemini.chunk.chunk import Chunk
 from booster_gemini.chunk.pool import BufferPool
 from booster_gemini.chunk.state import ChunkState
 from booster_gemini.chunk.timeline import Timeline
 from booster_gemini.chunk.watch import ChangeWatch
+from booster_runtime import collectives
+from booster_zero.engine.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 
     from torch import nn
 
-    from booster_core.sharding.bucket import Format
-    from booster_core.sharding.partition import BucketPlan
-    from booster_core.sharding.ranks import ShardingRanks
     from booster_gemini.memory.home import Home
+    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_zero.engine.bucket import Format
+    from booster_zero.engine.partition import BucketPlan
 
 
 class ChunkManager:
@@ -36,7 +36,7 @@ class ChunkManager:
         model: The user's model, with values on this rank's device; its parameters become placeholders.
         ranks: The ranks that share the chunks.
         format_of: Formats and places of a parameter.
-        kind: ``"flat"`` or ``"parameter"``, see `booster_core.sharding.partition`.
+        kind: ``"flat"`` or ``"parameter"``, see `booster_zero.engine.partition`.
         chunk_bytes: Size of a chunk in the format in which its gradients travel.
         max_prefetch: How many chunks are gathered ahead of their use.
         max_ahead_bytes: What they may take at once, beyond the first; ``None`` for no limit. Every rank's is the same.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core.sharding.partition import plan_flat
+from booster_zero.engine.partition import plan_flat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,10 +23,10 @@ def command(*, run: Path, number: int | None, out: Path | None, as_png: bool) ->
     Writes memory-rankN.svg, and memory-rankN.trace.json with all steps, which Perfetto (ui.perfetto.dev) and
     chrome://tracing open.
     """
-    from booster_core.pictures.png import write_png
     from booster_gemini.pictures.drawing import draw
     from booster_gemini.pictures.reading import read_records
     from booster_gemini.pictures.tracing import trace_of
+    from booster_runtime.pictures.png import write_png
 
     folder = run if out is None else out
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Protocol
 
-from booster_core.collectives import Pending
+from booster_runtime.collectives import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from booster_core.plugin import BoostContext
-    from booster_core.sharding.bucket import Format
     from booster_gemini.config import GeminiConfig
     from booster_gemini.memory.home import Home
+    from booster_zero.engine.bucket import Format
 
 _CHUNKS_AT_ONCE = 3
 """One that is computed with, one that comes, one that goes."""

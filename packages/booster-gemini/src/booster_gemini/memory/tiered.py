@@ -11,12 +11,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from booster_core.collectives import Pending
 from booster_core.errors import OffloadError
 from booster_gemini.memory.home import Role
 from booster_gemini.memory.recorder import StepRecorder
 from booster_gemini.memory.room import give_back_freed
 from booster_gemini.placement.policy import Event, Kind
+from booster_runtime.collectives import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core.pictures.axes import byte_ticks, format_bytes, format_seconds, ticks
-from booster_core.pictures.svg import Drawing
 from booster_gemini.pictures.levels import GATHERED, OTHER, ROLES, columns, least_of_process, samples
+from booster_runtime.pictures.axes import byte_ticks, format_bytes, format_seconds, ticks
+from booster_runtime.pictures.svg import Drawing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

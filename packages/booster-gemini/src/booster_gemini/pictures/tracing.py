@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core.pictures.trace import Trace
 from booster_gemini.pictures.levels import least_of_process, samples
 from booster_gemini.pictures.reading import MOVING
+from booster_runtime.pictures.trace import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

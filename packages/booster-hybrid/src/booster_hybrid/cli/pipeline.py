@@ -23,10 +23,10 @@ def command(*, run: Path, number: int | None, out: Path | None, as_png: bool) ->
     Writes pipelineN.svg, N being the pipeline's first rank, and pipelineN.trace.json with all batches, which Perfetto
     (ui.perfetto.dev) and chrome://tracing open; and tells each rank's idle share.
     """
-    from booster_core.pictures.png import write_png
     from booster_hybrid.pictures.drawing import draw
     from booster_hybrid.pictures.reading import read_pipelines
     from booster_hybrid.pictures.tracing import trace_of
+    from booster_runtime.pictures.png import write_png
 
     folder = run if out is None else out
     try:

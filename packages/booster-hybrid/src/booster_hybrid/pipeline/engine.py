@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_core import collectives
-from booster_core.liveness import naming_missing_ranks
+from booster_core.progress import naming_missing_ranks
 from booster_hybrid.pipeline.example import to_device
 from booster_hybrid.pipeline.microbatches import join_outputs, num_samples, share_samples, split_batch
 from booster_hybrid.pipeline.random import stream_of
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import Work, make_schedule
 from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from booster_core.activation_checkpointing import enable_activation_checkpointing
 from booster_core.state.naming import NamedTensors
 from booster_hybrid.pipeline.cut import StagedModel, given_names, held_modules, share_layers
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.values import add_values
+from booster_runtime.activation_checkpointing import enable_activation_checkpointing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

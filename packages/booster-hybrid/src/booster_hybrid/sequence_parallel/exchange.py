@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core import collectives
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core import collectives
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from booster_core.collectives import Pending
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
     from booster_hybrid.sequence_parallel.mask import Visibility
     from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_runtime.collectives import Pending
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ ranks. Beside a row-parallel layer A has the columns of the inputs that are here
 embedding's adapter is looked up as the embedding itself. Where a layer takes or gives whole activations, its adapter is
 whole on every rank, and nothing is sent.
 
-The layers stay peft's own, and so does what they compute; see `booster_core.lora` for how a model gets them.
+The layers stay peft's own, and so does what they compute; see `booster_runtime.lora` for how a model gets them.
 """
 
 from __future__ import annotations

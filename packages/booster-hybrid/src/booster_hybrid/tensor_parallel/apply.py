@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_core.state.adapted import without_adapters
 from booster_core.state.naming import compiled_module
@@ -28,6 +27,7 @@ from booster_hybrid.tensor_parallel.logits import split_logits
 from booster_hybrid.tensor_parallel.names import ModelNames
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
 from booster_hybrid.tensor_parallel.streams import RandomStreams, draws
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable

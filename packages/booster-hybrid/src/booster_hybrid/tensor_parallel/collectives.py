@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core import collectives
 from booster_core.errors import GradientError
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

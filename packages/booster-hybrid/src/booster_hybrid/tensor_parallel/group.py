@@ -53,6 +53,6 @@ def refuse_copy() -> NoReturn:
     msg = (
         "A model that is split over ranks can't be copied: its layers' parameters, gradients and messages belong "
         "together. Copy it before `boost`, and boost the copy as well; for a running mean of the parameters, use "
-        "`booster_core.ema`."
+        "`booster_runtime.ema`."
     )
     raise ConfigError(msg)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_core import collectives
 from booster_hybrid.tensor_parallel.collectives import (
     gather_last,
     not_a_view,
@@ -23,6 +22,7 @@ from booster_hybrid.tensor_parallel.collectives import (
     scatter_last,
 )
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 
-from booster_core import collectives
 from booster_core.errors import ConfigError
 from booster_hybrid.tensor_parallel.collectives import gather_last
 from booster_hybrid.tensor_parallel.loss import vocabulary_cross_entropy
@@ -29,6 +28,7 @@ from booster_hybrid.whole import (
     on_whole,
     whole_of,
 )
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

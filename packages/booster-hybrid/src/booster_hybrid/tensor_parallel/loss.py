@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core import collectives
 from booster_hybrid.tensor_parallel.bounds import check_bounds
 from booster_hybrid.tensor_parallel.collectives import refuse_second_derivative
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from torch import Tensor

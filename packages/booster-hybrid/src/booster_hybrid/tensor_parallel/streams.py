@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_core import collectives
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

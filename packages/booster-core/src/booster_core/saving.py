@@ -1,0 +1,506 @@
+"""The saving half of `Booster`: finds the plugin's view of a model's state and hands it to a `CheckpointIO`."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from booster_core.checkpoint_io import (
+    DEFAULT_ENGINE,
+    CheckpointIO,
+    MovingAverage,
+    TrainingObjects,
+    TrainingState,
+    checkpoint_io_class,
+    local_path,
+    scheme_of,
+)
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from booster_core.checkpoint_io import LoadedCheckpoint, LoadReport
+    from booster_core.plugin import BoostContext, Plugin
+    from booster_core.state.adapter import StateAdapter
+
+
+class Saving(ABC):
+    """Saves and loads what `Booster.boost` returned, and plain models and schedulers beside it."""
+
+    plugin: Plugin
+
+    def __init__(self) -> None:
+        # The optimizer of each boosted model: the way from either to the plugin's view of their state.
+        self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
+        self._io: CheckpointIO | None = None
+
+    @property
+    @abstractmethod
+    def context(self) -> BoostContext:
+        """Device, ranks, precision and hooks of this run."""
+
+    @property
+    def keeps_whole_values(self) -> bool:
+        """Whether each rank's own model holds the values of the whole model, as the plugin's view of it says."""
+        from booster_core.plugin import Plugin
+
+        return type(self.plugin).state_adapter is Plugin.state_adapter
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The reader and writer of this run's checkpoints."""
+        if self._io is None:
+            self._io = checkpoint_io_class(DEFAULT_ENGINE)(self.plugin, self.context)
+        return self._io
+
+    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None = None) -> StateAdapter:
+        """Return the view of a model's (and its optimizer's) state as shards.
+
+        Args:
+            model: The boosted model, or a plain one that every rank holds whole.
+            optimizer: The boosted optimizer; that of the boosted model when left out.
+
+        Collective: none.
+        """
+        boosted = self._boosted_model(model)
+        if boosted is None:
+            from booster_core.state.replicated import ReplicatedStateAdapter
+
+            return ReplicatedStateAdapter(model, optimizer, self.context.coordinator)
+        return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], self.context)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        shard: bool = False,  # noqa: FBT001, FBT002 - positional in the tutorials
+        gather_dtensor: bool = True,  # noqa: FBT001, FBT002
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,  # noqa: FBT001, FBT002
+        use_async: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Write a model in the layout of Hugging Face libraries, without gathering it anywhere.
+
+        Args:
+            model: The model that `boost` returned, or a plain one that every rank holds whole.
+            checkpoint: A file, or with ``shard=True`` a folder. Folders are made as needed; older files are replaced.
+                A URL (``s3://bucket/model``) is written through a local temporary folder.
+            shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
+            gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
+            prefix: Put into the file names of a folder, as Hugging Face's ``variant``.
+            size_per_shard: Largest size of a numbered file in MiB.
+            use_safetensors: Write safetensors; ``False`` writes what ``torch.save`` of a dict writes.
+            use_async: Copy the values, return, and write in the background; an error surfaces at the next save, load,
+                `wait`, or the interpreter's exit.
+
+        Raises:
+            TypeError: If ``model`` is not a module.
+            ConfigError: If arguments contradict each other.
+            CheckpointError: If the checkpoint can't be written; it is then as it was before.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank of the world.
+        """
+        self._check_module(model, "save_model")
+        boosted = self._boosted_model(model)
+        with self._announced("save", "model", checkpoint, use_async=use_async):
+            self.checkpoint_io.save_model(
+                self.state_adapter(model),
+                checkpoint,
+                shard,
+                gather_dtensor,
+                prefix or None,
+                size_per_shard,
+                use_safetensors,
+                use_async,
+                module=unwrap_model(model),
+                dtype=None if boosted is None else self.context.precision.save_dtype,
+            )
+
+    def load_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        strict: bool = True,  # noqa: FBT001, FBT002 - positional in the tutorials
+        low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002
+        num_threads: int = 1,
+    ) -> LoadReport:
+        """Read a model from any of the forms that `save_model` and Hugging Face libraries write.
+
+        Args:
+            model: The model that `boost` returned, or a plain one that every rank holds whole.
+            checkpoint: A file, an index, or a folder.
+            strict: Raise unless model and checkpoint hold the same tensors; ``False`` loads those that fit.
+            low_cpu_mem_mode: Read just what this rank holds, straight into place; ``False`` reads whole files first.
+            num_threads: How many parts of a large tensor are read at once.
+
+        Returns:
+            What was loaded and what was not, the same on every rank.
+
+        Raises:
+            TypeError: If ``model`` is not a module.
+            CheckpointError: If the checkpoint can't be read, is damaged, or with ``strict`` does not fit.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank of the world.
+        """
+        self._check_module(model, "load_model")
+        with self._announced("load", "model", checkpoint):
+            return self.checkpoint_io.load_model(
+                self.state_adapter(model), checkpoint, strict, low_cpu_mem_mode, num_threads, module=unwrap_model(model)
+            )
+
+    load = load_model
+
+    def save_lora_as_pretrained(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        use_safetensors: bool = True,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
+        *,
+        selected_adapters: Sequence[str] | None = None,
+    ) -> None:
+        """Write a model's adapters as peft does, without gathering them anywhere.
+
+        ``PeftModel.from_pretrained(base, checkpoint)`` loads them, and so does `Booster.enable_lora`. The adapter
+        ``default`` is written into the folder itself, others below it by name.
+
+        Args:
+            model: The model that `boost` returned.
+            checkpoint: The folder, or its URL.
+            use_safetensors: Write ``adapter_model.safetensors``; ``False`` writes ``adapter_model.bin``.
+            selected_adapters: Names of the adapters to write; all by default.
+
+        Raises:
+            TypeError: If ``model`` is not a module.
+            ConfigError: If the model has no adapters, or none of a selected name.
+            CheckpointError: If they can't be written.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank of the world.
+        """
+        self._check_module(model, "save_lora_as_pretrained")
+        with self._announced("save", "lora", checkpoint):
+            self.checkpoint_io.save_adapters(
+                self.state_adapter(model),
+                checkpoint,
+                module=unwrap_model(model),
+                selected=selected_adapters,
+                use_safetensors=use_safetensors,
+                dtype=None if self._boosted_model(model) is None else self.context.precision.save_dtype,
+            )
+
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: str | Path,
+        shard: bool = False,  # noqa: FBT001, FBT002 - positional in the tutorials
+        gather_dtensor: bool = True,  # noqa: FBT001, FBT002
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_async: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Write an optimizer's state in safetensors files, and its parameter groups as JSON.
+
+        Args:
+            optimizer: The optimizer that `boost` returned.
+            checkpoint: A file, or with ``shard=True`` a folder.
+            shard: As in `save_model`, like the arguments that follow.
+            gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint``.
+            prefix: Put into the file names of a folder.
+            size_per_shard: Largest size of a numbered file in MiB.
+            use_async: Write in the background.
+
+        Raises:
+            TypeError: If ``optimizer`` is not the one that `boost` returned.
+            CheckpointError: If the checkpoint can't be written; it is then as it was before.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank of the world.
+        """
+        adapter = self._adapter_of(optimizer, "save_optimizer")
+        with self._announced("save", "optimizer", checkpoint, use_async=use_async):
+            self.checkpoint_io.save_optimizer(
+                adapter, checkpoint, shard, gather_dtensor, prefix or None, size_per_shard, use_async
+            )
+
+    def load_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: str | Path,
+        low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002 - positional in the tutorials
+        num_threads: int = 1,
+    ) -> None:
+        """Read an optimizer's state and parameter groups, saved under any plugin and any number of ranks.
+
+        Args:
+            optimizer: The optimizer that `boost` returned.
+            checkpoint: A file, an index, or a folder.
+            low_cpu_mem_mode: As in `load_model`.
+            num_threads: As in `load_model`.
+
+        Raises:
+            TypeError: If ``optimizer`` is not the one that `boost` returned.
+            CheckpointError: If the checkpoint can't be read, is damaged, or is of another model's optimizer.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank of the world.
+        """
+        adapter = self._adapter_of(optimizer, "load_optimizer")
+        with self._announced("load", "optimizer", checkpoint):
+            self.checkpoint_io.load_optimizer(adapter, checkpoint, low_cpu_mem_mode, num_threads)
+
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
+        """Write a learning rate scheduler's state as JSON.
+
+        Raises:
+            CheckpointError: If the state has no JSON form, or the file can't be written.
+
+        Collective: every rank of the world.
+        """
+        with self._announced("save", "lr_scheduler", checkpoint):
+            self.checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
+        """Read a learning rate scheduler's state.
+
+        Raises:
+            CheckpointError: If the file is not the state of such a scheduler.
+
+        Collective: every rank of the world.
+        """
+        with self._announced("load", "lr_scheduler", checkpoint):
+            self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
+    def save_checkpoint(
+        self,
+        root: str | Path,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        dataloader: Any = None,
+        ema: MovingAverage | None = None,
+        extra: Any = None,
+        keep_last: int | None = None,
+        use_async: bool = False,
+        size_per_shard: int = 1024,
+    ) -> None:
+        """Write everything that a run needs to go on as if it had never stopped, into ``root/step-00000100``.
+
+        Besides what is passed, these are part of it: the loss scale, and the random states of Python, NumPy and
+        torch (CPU and this rank's CUDA device) on every rank. Gradients are not: save between steps. A step appears
+        complete or not at all, and the file ``root/latest`` moves to it last, so that a kill at any instant leaves
+        the step before loadable. One run at a time saves into a root.
+
+        ``root/step-00000100/model`` is a folder as Hugging Face libraries load it.
+
+        Args:
+            root: The folder of all steps, or a URL (``s3://bucket/run``): written to a local temporary folder first.
+            step: Number of steps taken so far. A step that exists is replaced.
+            model: The model that `boost` returned, or a plain one that every rank holds whole.
+            optimizer: The optimizer that `boost` returned.
+            lr_scheduler: One scheduler, or several.
+            dataloader: The loader that `boost` or `prepare_dataloader` returned; its position in the global order of
+                samples is saved.
+            ema: What `ema` returned; its averages are saved in ``root/step-00000100/ema``, loadable like a model.
+            extra: Your own JSON values and tensors, in dicts and lists; those of rank 0 are saved.
+            keep_last: Remove all but this many steps up to this one, after it is safe.
+            use_async: Copy the values, return, and write in the background; see `save_model`.
+            size_per_shard: Largest size of a file of tensors in MiB.
+
+        Raises:
+            TypeError: If ``model`` or ``optimizer`` are not what `boost` returned, or ``ema`` not what `ema` did.
+            ConfigError: If an argument is out of range, or differs between ranks.
+            CheckpointError: If something cannot be saved (it is named), or can't be written.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank of the world.
+        """
+        with self._announced("save", "checkpoint", root, use_async=use_async):
+            self.checkpoint_io.save_training_state(
+                lambda: self._training_state("save_checkpoint", model, optimizer, lr_scheduler, dataloader, ema),
+                root,
+                step=step,
+                extra=extra,
+                keep_last=keep_last,
+                use_async=use_async,
+                size_per_shard=size_per_shard,
+            )
+
+    def load_checkpoint(
+        self,
+        root: str | Path,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        dataloader: Any = None,
+        ema: MovingAverage | None = None,
+        step: int | str = "latest",
+        strict: bool = True,
+        verify: bool = True,
+        num_threads: int = 1,
+    ) -> LoadedCheckpoint:
+        """Read what `save_checkpoint` wrote, under any plugin and with any number of ranks.
+
+        The step is checked against its manifest before anything is changed. Random states come back rank by rank; with
+        another number of ranks, rank ``r`` takes those of rank ``r % saved``. A data loader goes on at the sample after
+        the last one that was handed out, whatever the number of ranks.
+
+        Args:
+            root: The folder of all steps, or a URL.
+            model: As passed to `save_checkpoint`, like the arguments that follow; what is left out is not loaded.
+            optimizer: The optimizer.
+            lr_scheduler: The schedulers, in the same order.
+            dataloader: The loader, over the same data set.
+            ema: The averages; they need not have been made from the same values.
+            step: A step, or ``"latest"``.
+            strict: Raise unless model and checkpoint hold the same tensors.
+            verify: Compare the checksum of each file that is read, once among the ranks that share a disk. It costs
+                one more read, at the speed of memory where the files fit there. Sizes are compared in any case.
+            num_threads: How many parts of a large tensor are read at once.
+
+        Returns:
+            The step, the ``extra`` values, and what was loaded of the model.
+
+        Raises:
+            TypeError: If ``model`` or ``optimizer`` are not what `boost` returned.
+            CheckpointError: If there is no such step (see `has_checkpoint`), it is damaged (the newest one that is
+                whole is named), or does not fit.
+            MissingRanksError: If some ranks do not call this.
+
+        Collective: every rank of the world.
+        """
+        with self._announced("load", "checkpoint", root):
+            return self.checkpoint_io.load_training_state(
+                lambda: self._training_state("load_checkpoint", model, optimizer, lr_scheduler, dataloader, ema),
+                root,
+                step=step,
+                strict=strict,
+                verify=verify,
+                num_threads=num_threads,
+            )
+
+    def has_checkpoint(self, root: str | Path) -> bool:
+        """Return whether there is a step to load below ``root``, the same on every rank.
+
+        A script that resumes by itself says ``if booster.has_checkpoint(root): booster.load_checkpoint(root, ...)``. A
+        step that is there but damaged counts: loading it raises, instead of training from nothing.
+
+        Collective: every rank of the world.
+        """
+        return self.checkpoint_io.has_training_state(root)
+
+    def ema(self, model: nn.Module, decay: float = 0.999) -> MovingAverage:
+        """Return a moving average of a model's weights: ``update()`` it after each step.
+
+        Args:
+            model: The model that `boost` returned, or a plain one that every rank holds whole.
+            decay: Weight of the old average in each update.
+
+        Raises:
+            TypeError: If ``model`` is not a module.
+            ConfigError: If ``decay`` is out of range.
+
+        Collective: none; made on every rank.
+        """
+        self._check_module(model, "ema")
+        return self.checkpoint_io.average(model, decay, lambda: self.state_adapter(model))
+
+    def wait(self) -> None:
+        """Wait until a save that goes on in the background has ended.
+
+        Raises:
+            CheckpointError: If it failed, on any rank.
+
+        Collective: every rank of the world.
+        """
+        self.checkpoint_io.wait()
+
+    def _take_over_saving(self, model: nn.Module) -> None:
+        """Let ``save_pretrained`` of a boosted model, where it has one, save by this Booster."""
+        assert isinstance(model, ModelWrapper), "checked by `boost`"
+        if hasattr(unwrap_model(model), "save_pretrained"):
+            from booster_core.save_pretrained import refuse_on_own_model
+
+            refuse_on_own_model(unwrap_model(model), self)
+            model.belongs_to(self)
+
+    def _boosted_model(self, model: nn.Module) -> ModelWrapper | None:
+        """Return the boosted model that ``model`` is, or is the inside of; ``None`` for a plain one."""
+        model = boosted_inside(model)
+        for boosted in self._optimizers:
+            if isinstance(boosted, ModelWrapper) and (boosted is model or boosted.unwrap() is model):
+                return boosted
+        return None
+
+    def _adapter_of(self, optimizer: Optimizer, call: str) -> StateAdapter:
+        for boosted, own in self._optimizers.items():
+            if isinstance(own, OptimizerWrapper) and optimizer in (own, own.unwrap()):
+                return self.plugin.state_adapter(boosted, own, self.context)
+        msg = f"`Booster.{call}` needs the optimizer returned by `Booster.boost`; got `{type(optimizer).__name__}`."
+        raise TypeError(msg)
+
+    def _training_state(
+        self,
+        call: str,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None,
+        dataloader: Any,
+        ema: MovingAverage | None,
+    ) -> TrainingState:
+        """Return everything that makes up a training state, from what a user passes."""
+        self._check_module(model, call)
+        if ema is not None and not isinstance(ema, MovingAverage):
+            msg = f"`ema` of `Booster.{call}` must be what `Booster.ema` returned; got `{type(ema).__name__}`."
+            raise TypeError(msg)
+        boosted = self._boosted_model(model)
+        dtype = None if boosted is None else self.context.precision.save_dtype
+        schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else (lr_scheduler,)
+        return TrainingState(
+            model=self.state_adapter(model),
+            optimizer=None if optimizer is None else self._adapter_of(optimizer, call),
+            objects=TrainingObjects(
+                device=self.context.device,
+                schedulers=tuple(scheduler for scheduler in schedulers if scheduler is not None),
+                loss_scaler=getattr(optimizer, "loss_scaler", None),
+                dataloader=dataloader,
+            ),
+            module=unwrap_model(model),
+            dtype=dtype,
+            ema=None if ema is None else ema.state_adapter(),
+        )
+
+    def _check_module(self, model: Any, call: str) -> None:
+        if not isinstance(model, nn.Module):
+            msg = f"`Booster.{call}` needs a torch.nn.Module; got `{type(model).__name__}`."
+            raise TypeError(msg)
+        if isinstance(boosted_inside(model), ModelWrapper) and self._boosted_model(model) is None:
+            msg = f"`Booster.{call}` needs a model that this Booster has boosted; this one belongs to another Booster."
+            raise TypeError(msg)
+
+    @contextlib.contextmanager
+    def _announced(self, verb: str, kind: str, checkpoint: str | Path, *, use_async: bool = False) -> Iterator[None]:
+        """Call the hooks before and after a save or load; after a save in the background, when that has ended."""
+        hooks = self.context.hooks
+        path = checkpoint if scheme_of(checkpoint) else Path(local_path(checkpoint))
+        before, after = (getattr(hooks, f"{moment}_{verb}") for moment in ("before", "after"))
+        before(kind=kind, checkpoint=path)
+        yield
+        if use_async:
+            self.checkpoint_io.when_written(lambda: after(kind=kind, checkpoint=path))
+        else:
+            after(kind=kind, checkpoint=path)

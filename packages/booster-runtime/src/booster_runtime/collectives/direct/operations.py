@@ -1,0 +1,325 @@
+"""The collectives over a channel, each as steps that are taken when what they need is there."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from booster_core.precision.narrow import NARROW
+from booster_runtime.collectives.direct.channel import SCRATCH_BYTES
+from booster_runtime.collectives.direct.signatures import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    REDUCE_SCATTER,
+    describe,
+    signature_of,
+)
+from booster_runtime.collectives.sums import sum_into
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from booster_runtime.collectives.direct.channel import Channel, Peer
+
+SMALL_BYTES = 1 << 15
+"""Tensors up to this size are combined by every rank alone, larger ones in slices, one for each rank."""
+
+_UNEVEN = -1
+"""Stands for the number of bytes where each rank has its own."""
+
+
+class Operation(ABC):
+    """One collective, from its start until nobody reads its tensors any more.
+
+    Args:
+        sources: This rank's tensors that others read: contiguous, on the CPU; kept until the end.
+        nbytes: Bytes that it is about, the same on every rank.
+        signature: What is done to them, the same on every rank; see `signatures`.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], nbytes: int, signature: int) -> None:
+        self._sources = list(sources)
+        self._nbytes, self._signature = nbytes, signature
+        words = []
+        for source in self._sources:
+            words += [source.data_ptr(), source.numel() * source.element_size()]
+        self._table = (ctypes.c_int64 * max(len(words), 2))(*words)
+        self._tables: dict[int, int] = {}
+        self._has_read = False
+        self._waiting: list[Peer] = []
+        self.has_ended = False
+
+    def begin(self, channel: Channel, number: int) -> None:
+        """Tell the others where this rank's tensors lie."""
+        self._channel, self._number = channel, number
+        self._waiting = list(channel.peers)
+        channel.post(number, ctypes.addressof(self._table), self._nbytes, self._signature)
+
+    def wait(self) -> None:
+        """Return once the result is there and the tensors may be changed.
+
+        Collective: none; the collective was entered when it was started.
+        """
+        self._channel.wait(self)
+
+    def waits_for(self) -> list[int]:
+        """Return the ranks of the world that it waits for now."""
+        return [peer.name for peer in self._waiting]
+
+    def describe(self) -> str:
+        """Say what it is."""
+        return describe(self._signature, self._nbytes)
+
+    def advance(self) -> bool:
+        """Take whatever step can be taken, and return whether there was one."""
+        if self.has_ended:
+            return False
+        moved = False
+        if not self._has_read:
+            if len(self._tables) < len(self._channel.peers):
+                moved = self._meet()
+                if len(self._tables) < len(self._channel.peers):
+                    return moved
+            if not self.read():
+                return moved
+            self._has_read = moved = True
+            self._channel.post_done(self._number)
+            self._waiting = list(self._channel.peers)
+        before = len(self._waiting)
+        self._waiting = [peer for peer in self._waiting if not self._channel.is_done(peer, self._number)]
+        if not self._waiting:
+            self.has_ended = True
+            self._sources = []
+        return moved or len(self._waiting) < before
+
+    def _meet(self) -> bool:
+        moved = False
+        for peer in list(self._waiting):
+            table = self._channel.table_of(peer, self._number, self._nbytes, self._signature)
+            if table is not None:
+                self._tables[peer.rank] = table
+                self._waiting.remove(peer)
+                moved = True
+        return moved
+
+    def address(self, peer: Peer, index: int = 0) -> int:
+        """Return where a rank's tensor lies there."""
+        return peer.entry(self._tables[peer.rank], index)[0]
+
+    @abstractmethod
+    def read(self) -> bool:
+        """Read what is needed, all ranks being there; return whether everything is read."""
+
+
+class ReduceScatter(Operation):
+    """Sums what lies at the same places on every rank into this rank's slice.
+
+    Args:
+        parts: As for `booster_runtime.collectives.reduce_scatter_parts`.
+        layout: Where the parts begin, and where slices do: the same on every rank.
+        own: For each part of which some lies in this rank's slice: its index, the first element, and the range of
+            ``out`` that it goes to.
+        out: This rank's slice of the sum.
+        scale: Multiplies the sum.
+        accumulate: Add to ``out``.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        layout: Sequence[int],
+        own: Sequence[tuple[int, int, slice]],
+        out: Tensor,
+        *,
+        scale: float,
+        accumulate: bool,
+    ) -> None:
+        dtype = parts[0].dtype if parts else None
+        lengths = [part.numel() for part in parts]
+        super().__init__(
+            parts,
+            sum(lengths) * (dtype.itemsize if dtype else 1),
+            signature_of(REDUCE_SCATTER, dtype, layout=[*layout, *lengths]),
+        )
+        self._own, self._out, self._scale, self._accumulate = own, out, scale, accumulate
+
+    def read(self) -> bool:
+        for index, first, target in self._own:
+            mine = self._sources[index].view(-1)[first : first + target.stop - target.start]
+            places = {
+                peer.rank: self.address(peer, index) + first * mine.element_size() for peer in self._channel.peers
+            }
+            add_up(self._channel, mine, places, self._out[target], scale=self._scale, accumulate=self._accumulate)
+        return True
+
+
+class AllGather(Operation):
+    """Fills a buffer with the slices of the others.
+
+    Args:
+        buffer: 1-D, contiguous; this rank's slice is read by the others.
+        bounds: Where slices begin and end.
+    """
+
+    def __init__(self, buffer: Tensor, bounds: Sequence[int]) -> None:
+        super().__init__(
+            [buffer], bounds[-1] * buffer.element_size(), signature_of(ALL_GATHER, buffer.dtype, layout=bounds)
+        )
+        self._bounds = bounds
+
+    def read(self) -> bool:
+        buffer = self._sources[0]
+        for peer in self._channel.peers:
+            low, high = self._bounds[peer.rank], self._bounds[peer.rank + 1]
+            peer.read(self.address(peer) + low * buffer.element_size(), buffer[low:high])
+        return True
+
+
+class AllToAll(Operation):
+    """Gives each rank the slices that the others have for it.
+
+    Args:
+        slices: This rank's slice for each rank of the group, each contiguous; their lengths are theirs alone.
+        outs: Where each rank's slice for this one goes.
+    """
+
+    def __init__(self, slices: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        super().__init__(slices, _UNEVEN, signature_of(ALL_TO_ALL, slices[0].dtype))
+        self._outs = outs
+
+    def read(self) -> bool:
+        channel = self._channel
+        for peer in channel.peers:
+            out = self._outs[peer.rank]
+            address, nbytes = peer.entry(self._tables[peer.rank], channel.rank)
+            if nbytes != out.numel() * out.element_size():
+                channel.fail(
+                    self._number,
+                    f"Rank {peer.name} sends {nbytes} bytes to rank {channel.name} by {self.describe()}, and rank "
+                    f"{channel.name} expects {out.numel() * out.element_size()}: the ranks call different collectives, "
+                    "or with different splits.",
+                )
+            peer.read(address, out)
+        return True
+
+
+class Broadcast(Operation):
+    """Copies the first rank's tensor to the others."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__([tensor], tensor.numel() * tensor.element_size(), signature_of(BROADCAST, tensor.dtype))
+
+    def read(self) -> bool:
+        for peer in self._channel.peers:
+            if peer.rank == 0:
+                peer.read(self.address(peer), self._sources[0])
+        return True
+
+
+class SmallAllReduce(Operation):
+    """Combines small tensors: every rank reads all of them, and comes to the same bits in rank order."""
+
+    def __init__(self, tensor: Tensor, op: Any) -> None:
+        copy = tensor.clone()  # the others read it while the result replaces the tensor
+        super().__init__([copy], tensor.numel() * tensor.element_size(), signature_of(ALL_REDUCE, tensor.dtype, op))
+        self._tensor, self._op = tensor, op
+
+    def read(self) -> bool:
+        terms: dict[int, Tensor] = {self._channel.rank: self._sources[0]}
+        for peer in self._channel.peers:
+            terms[peer.rank] = torch.empty_like(self._sources[0])
+            peer.read(self.address(peer), terms[peer.rank])
+        _combine(self._tensor, [terms[rank] for rank in range(self._channel.size)], self._op)
+        return True
+
+
+class LargeAllReduce(Operation):
+    """Combines large tensors: each rank sums its slice in place, then reads the others' slices."""
+
+    def __init__(self, tensor: Tensor, op: Any) -> None:
+        super().__init__(
+            [tensor.view(-1)], tensor.numel() * tensor.element_size(), signature_of(ALL_REDUCE, tensor.dtype, op)
+        )
+        self._op = op
+        self._has_summed = False
+        self._missing: list[Peer] = []
+
+    def read(self) -> bool:
+        channel, flat = self._channel, self._sources[0]
+        if not self._has_summed:
+            low, high = self._slice(channel.rank)
+            mine = flat[low:high]
+            places = {peer.rank: self.address(peer) + low * flat.element_size() for peer in channel.peers}
+            scale = 1.0 / channel.size if self._op == dist.ReduceOp.AVG else 1.0
+            add_up(channel, mine, places, mine, scale=scale, accumulate=False)
+            channel.post_phase(self._number)
+            self._has_summed = True
+            self._missing = self._waiting = list(channel.peers)
+        for peer in list(self._missing):
+            if channel.has_phase(peer, self._number):
+                low, high = self._slice(peer.rank)
+                peer.read(self.address(peer) + low * flat.element_size(), flat[low:high])
+                self._missing.remove(peer)
+        return not self._missing
+
+    def _slice(self, rank: int) -> tuple[int, int]:
+        numel, size = self._sources[0].numel(), self._channel.size
+        return numel * rank // size, numel * (rank + 1) // size
+
+
+COMBINED = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+SUMMED = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+
+
+def add_up(
+    channel: Channel, mine: Tensor, places: dict[int, int], out: Tensor, *, scale: float, accumulate: bool
+) -> None:
+    """Write the sum over ranks of equally long runs of numbers, in rank order.
+
+    Args:
+        channel: The ranks.
+        mine: This rank's run.
+        places: Where each other rank's run begins there.
+        out: Receives the sum, any floating format; may be ``mine``.
+        scale: Multiplies the sum.
+        accumulate: Add to ``out``.
+    """
+    itemsize = mine.element_size()
+    block = max(SCRATCH_BYTES // itemsize, 1)
+    for start in range(0, mine.numel(), block):
+        stop = min(start + block, mine.numel())
+        room = channel.scratch(len(channel.peers) * (stop - start) * itemsize).view(mine.dtype)
+        terms: dict[int, Tensor] = {channel.rank: mine[start:stop]}
+        for index, peer in enumerate(channel.peers):
+            terms[peer.rank] = room[index * (stop - start) : (index + 1) * (stop - start)]
+            peer.read(places[peer.rank] + start * itemsize, terms[peer.rank])
+        ordered = [terms[rank] for rank in range(channel.size)]
+        if out.data_ptr() == mine.data_ptr() and channel.rank > 1:
+            ordered[channel.rank] = ordered[channel.rank].clone()  # the first two terms replace it before its turn
+        sum_into(out[start:stop], ordered, scale=scale, accumulate=accumulate)
+
+
+def _combine(out: Tensor, terms: Sequence[Tensor], op: Any) -> None:
+    if op in SUMMED:
+        if out.dtype in NARROW:
+            sum_into(out, terms, scale=1.0 / len(terms) if op == dist.ReduceOp.AVG else 1.0, accumulate=False)
+            return
+        total = terms[0].clone()
+        for term in terms[1:]:
+            total.add_(term)
+        if op == dist.ReduceOp.AVG:
+            total.div_(len(terms))
+        out.copy_(total)
+        return
+    total = terms[0].clone()
+    for term in terms[1:]:
+        torch.maximum(total, term, out=total) if op == dist.ReduceOp.MAX else torch.minimum(total, term, out=total)
+    out.copy_(total)

@@ -1,0 +1,101 @@
+"""What this distribution does in a run, through the hooks that core offers to every distribution."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from booster_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
+    from peft import LoraConfig, PeftModel
+    from torch import nn
+
+    from booster_core.plugin import BoostContext, Boosted, Plugin
+    from booster_core.world import Monitor, World
+
+
+@hookimpl
+def before_launch(uses_direct_collectives: bool) -> None:  # noqa: FBT001 - hooks' arguments are passed by name
+    """Let ranks of one host read each other's memory, or not."""
+    from booster_runtime.collectives.direct import set_enabled
+
+    set_enabled(uses_direct_collectives)
+
+
+@hookimpl
+def watch_ranks(
+    world: World,
+    hosts: Sequence[str] | None,
+    address: str,
+    error_file: str | None,
+    is_wanted: bool,  # noqa: FBT001 - hooks' arguments are passed by name
+) -> Monitor | None:
+    """Connect this rank to the monitor, so that one that fails brings all down and its traceback is seen last."""
+    from booster_runtime.liveness.exits import notice_failed_exits
+    from booster_runtime.liveness.member import NOT_WANTED, start_monitor
+
+    monitor = start_monitor(world, hosts, address, may_end_process=True, error_file=error_file, is_wanted=is_wanted)
+    if monitor is not None:
+        world.at_close.append(notice_failed_exits())
+    elif world.unwatched_because not in (None, NOT_WANTED):
+        msg = (
+            f"Rank {world.rank} could not connect to the monitor on rank 0 ({world.unwatched_because}): if a rank "
+            f"dies, this one waits for it for {world.timeout_seconds:g} s. Check that the hosts accept each other's "
+            "connections on any port, or set BOOSTER_MONITOR=0 to do without."
+        )
+        warnings.warn(msg, RuntimeWarning, stacklevel=2)
+    return monitor
+
+
+@hookimpl
+def check_objects(plugin: Plugin, objects: Boosted) -> None:
+    """Refuse a lazy model that was boosted before, and adapters that the plugin or optimizer does not train."""
+    from booster_runtime.lazy.boosting import check_not_boosted
+    from booster_runtime.lora import prepare_adapters
+
+    check_not_boosted(objects.model)
+    prepare_adapters(objects.model, objects.optimizer, plugin)
+
+
+@hookimpl
+def prepare_objects(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
+    """Give a lazy model its values, or let the plugin do so with the same seeds on every rank."""
+    from booster_runtime.lazy.boosting import prepare_lazy
+
+    prepare_lazy(plugin, objects, context)
+
+
+@hookimpl
+def describe_run(models: Sequence[nn.Module]) -> list[str]:
+    """Say which operations of lazy models' construction could not be recorded."""
+    from booster_runtime.lazy.boosting import describe_lazy
+
+    return describe_lazy(models)
+
+
+@hookimpl
+def add_adapters(
+    plugin: Plugin,
+    model: nn.Module,
+    device: torch.device,
+    lora_config: LoraConfig | None,
+    pretrained_dir: str | Path | None,
+    bnb_quantization_config: Any,
+    quantize: bool,  # noqa: FBT001 - hooks' arguments are passed by name
+) -> PeftModel:
+    """Put low-rank adapters into a model."""
+    from booster_runtime import lora
+
+    quantization = None
+    if quantize or bnb_quantization_config is not None:
+        from booster_runtime.quantization import check_quantization
+
+        quantization = check_quantization(bnb_quantization_config, device)
+    return lora.add_adapters(
+        model, plugin, lora_config=lora_config, pretrained_dir=pretrained_dir, quantization=quantization
+    )

@@ -1,0 +1,9 @@
+"""Lazy initialisation: a model is built without memory, and gets its values when it is known where they belong."""
+
+from __future__ import annotations
+
+from booster_runtime.lazy.context import LazyInitContext
+from booster_runtime.lazy.model import Recording, is_lazy, materialize, take_recording
+from booster_runtime.lazy.pretrained import load_pretrained
+
+__all__ = ["LazyInitContext", "Recording", "is_lazy", "load_pretrained", "materialize", "take_recording"]

@@ -1,0 +1,165 @@
+"""What `Booster.boost` and plugins do with a lazy model before a strategy lays it out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from booster_core.errors import ConfigError, LazyInitError
+from booster_core.replicated import place_model, rebind
+from booster_runtime.lazy.model import Recording, is_lazy, take_recording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from booster_core.coordinator import DistCoordinator
+    from booster_core.plugin import BoostContext, Boosted, Plugin
+    from booster_core.precision import PrecisionPolicy
+    from booster_runtime.lazy.recorder import Recorder
+
+
+_RUN_EAGERLY = "_booster_run_eagerly"
+"""Attribute of a model that was lazy: how often each operation that can't be recorded was run instead."""
+
+
+def check_not_boosted(model: object) -> None:
+    """Raise if a model was lazy and has been boosted: its values are where that strategy has put them.
+
+    Raises:
+        ConfigError: If so.
+
+    Collective: none.
+    """
+    if _RUN_EAGERLY in getattr(model, "__dict__", {}):
+        msg = "This model was lazy and is boosted already. Use what `boost` returned, or build another model."
+        raise ConfigError(msg)
+
+
+def prepare_lazy(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
+    """Give a lazy model its values, or let the plugin do so with the same seeds on every rank.
+
+    Collective: every rank of the world.
+    """
+    model = objects.model
+    if plugin.handles_lazy:
+        agree_on_seeds(model, context.coordinator)
+    if not is_lazy(model):
+        return
+    model.__dict__[_RUN_EAGERLY] = Counter(Recording(model).run_eagerly)
+    if not plugin.handles_lazy:
+        error: Exception | None = None
+        try:
+            materialize_objects(model, objects.optimizer, context.device)
+        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+            error = caught
+        context.coordinator.raise_together(error)
+
+
+def describe_lazy(models: Iterable[nn.Module]) -> list[str]:
+    """Return a line that says which operations of construction could not be recorded, if any.
+
+    Collective: none.
+    """
+    total: Counter[str] = Counter()
+    for model in models:
+        total.update(model.__dict__.get(_RUN_EAGERLY, {}))
+    if not total:
+        return []
+    counted = ", ".join(f"{name} ({count})" for name, count in sorted(total.items()))
+    return [f"lazy init  run instead of recorded: {counted}"]
+
+
+def materialize_objects(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
+    """Give a lazy model its values on a device, whole, and keep its optimizer's hold on the parameters.
+
+    Collective: none.
+    """
+    recording = Recording(model)
+    recording.fill((), device)
+    if optimizer is not None:
+        rebind(optimizer, recording.replaced)
+
+
+def hollow_objects(
+    model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy
+) -> Recording:
+    """Take the recording out of a lazy model, and bring what has values already to a device, with the first rank's.
+
+    Args:
+        model: The model; its lazy tensors become tensors of the device with one element of memory each, which a
+            strategy may give other memory by ``.data = ...``.
+        optimizer: Its optimizer, which keeps its hold on the parameters.
+        device: Where the model will run.
+        policy: Precision to bring to what has values; see `place_model`.
+
+    Returns:
+        How the model's values are made.
+
+    Collective: every rank of the world, where the model has tensors with values.
+    """
+    from booster_runtime.sharding.agreement import send_first
+
+    recording = take_recording(model, device)
+    if optimizer is not None:
+        rebind(optimizer, recording.replaced)
+    lazy = recording.name_of
+    place_model(model, optimizer, device, policy)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in lazy:
+            send_first(tensor.data)
+    return recording
+
+
+def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:
+    """Let every rank replay the first rank's draws, so that shards of different ranks are of the same tensors.
+
+    Generators still end up, on each rank, where its own seed leads.
+
+    Raises:
+        LazyInitError: If ranks have recorded different constructions, other constants and scalars too.
+
+    Collective: every rank of the world, whether or not its model is lazy.
+    """
+    recording = Recording(model) if is_lazy(model) else None
+    recorders = [] if recording is None else recording.recorders
+    own = [_recorded(recorder) for recorder in recorders]
+    error, values = None, None
+    try:
+        values = {} if recording is None else recording.fingerprints()
+    except Exception as caught:  # noqa: BLE001 - carried to every rank below
+        error = caught
+    first, seeds, first_values = coordinator.broadcast_object((own, [recorder.seeds for recorder in recorders], values))
+    head = f"Rank {coordinator.rank} built another model than rank 0: "
+    if first != own:
+        here, there = (sum(count for _, counts in each for count in counts.values()) for each in (own, first))
+        error = error or LazyInitError(
+            f"{head}{here} operations were recorded, there {there}. "
+            "Every rank must build the same model, lazily or not."
+        )
+    elif values is not None and first_values is not None and values != first_values:
+        others = [name for name in {**values, **first_values} if values.get(name) != first_values.get(name)]
+        error = LazyInitError(
+            f"{head}{len(others)} of {len(values)} tensors would have other values, the first of them '{others[0]}', "
+            "since numbers, constants or files that their construction uses differ. Seed `random`, NumPy and torch "
+            "alike on every rank before the model is built, and read the same files."
+        )
+    coordinator.raise_together(error)
+    _take_seeds(recorders, seeds)
+
+
+def _recorded(recorder: Recorder) -> tuple[list[str], dict[str, int]]:
+    """Return the draws of a recording in their order, and how often each operation occurs in it.
+
+    What draws nothing has no order that ranks share: libraries let threads read files.
+    """
+    draws = [entry.name for entry in recorder.entries if entry.draw is not None]
+    return draws, dict(Counter(entry.name for entry in recorder.entries))
+
+
+def _take_seeds(recorders: list[Recorder], seeds: list[list[Tensor]]) -> None:
+    for recorder, given in zip(recorders, seeds, strict=True):
+        recorder.take_seeds(given)

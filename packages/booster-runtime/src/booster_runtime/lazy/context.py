@@ -1,0 +1,135 @@
+"""`LazyInitContext`: models built inside have no values until they are boosted or materialized."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from booster_core.errors import ConfigError, LazyInitError
+from booster_runtime.lazy.assignment import Assignments
+from booster_runtime.lazy.recorder import Recorder, recorder_of
+from booster_runtime.lazy.safe_open import lazy_files
+from booster_runtime.lazy.substitutes import substitutes
+from booster_runtime.lazy.tensor import DEVICE, LazyTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from torch import nn
+    from typing_extensions import Self
+
+_OPEN: list[Recorder] = []
+"""The recording of the context that the process is in, if any."""
+
+
+class LazyInitContext:
+    """Builds models without memory: construction is recorded, and done when the model is boosted.
+
+    Inside of the ``with`` block, tensors that a model makes for its parameters and buffers have shapes and no values.
+    `Booster.boost`, under any plugin, or `materialize` replays their construction; values and the state of torch's
+    random generators are then what they would be without the context, bit for bit. ``from_pretrained`` of a local
+    folder inside of the block records which file each tensor comes from, and reads it then. An optimizer may be built
+    from the model's parameters before; ``model.to(dtype)``, tying and further initialisation may follow the block.
+
+    What can't be recorded runs at once, with real values, and is counted in ``run_eagerly``.
+
+    Args:
+        default_device: Where tensors are made that do not name a device, and drawn; torch's default device when
+            ``None``.
+
+    Raises:
+        ConfigError: If ``default_device`` is not a device with memory of its own.
+        LazyInitError: On entering, if the process is inside of such a context already.
+
+    Collective: none.
+    """
+
+    def __init__(self, default_device: torch.device | str | None = None) -> None:
+        if default_device is not None:
+            try:
+                default_device = torch.device(default_device)
+            except RuntimeError as cause:
+                msg = f"`default_device={default_device!r}` is not a device that torch knows. Use 'cpu' or 'cuda'."
+                raise ConfigError(msg) from cause
+            if default_device.type == "meta":
+                msg = "`default_device='meta'` has no values to initialise. Leave it out: the model takes no memory."
+                raise ConfigError(msg)
+        self.default_device = default_device
+        self.recorder = Recorder()
+        self._stack = ExitStack()
+
+    @property
+    def run_eagerly(self) -> dict[str, int]:
+        """How often each operation ran at once, with real values, because it could not be recorded."""
+        return dict(self.recorder.run_eagerly)
+
+    def __enter__(self) -> Self:
+        if _OPEN:
+            msg = "`LazyInitContext` is entered inside of another one. One context may hold any number of models."
+            raise LazyInitError(msg)
+        if not self.recorder.is_open:
+            msg = "This `LazyInitContext` was used already. Make a new one for each `with` block."
+            raise LazyInitError(msg)
+        with ExitStack() as stack:
+            _OPEN.append(self.recorder)
+            stack.callback(_OPEN.clear)
+            stack.enter_context(substitutes(self.recorder))
+            stack.enter_context(lazy_files(self.recorder))
+            stack.enter_context(Assignments())
+            stack.enter_context(_Mode(self.recorder))
+            if self.default_device is not None:
+                stack.enter_context(self.default_device)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self.recorder.is_open = False
+
+
+@contextmanager
+def continued(model: nn.Module) -> Iterator[None]:
+    """Record what is added to a lazy model within the body, as if its context were open; for any other do nothing.
+
+    Collective: none.
+    """
+    recorders = {
+        id(tensor.lazy_recorder): tensor.lazy_recorder
+        for tensor in model.parameters()
+        if isinstance(tensor, LazyTensor)
+    }
+    if _OPEN or len(recorders) != 1:
+        yield
+        return
+    (recorder,) = recorders.values()
+    recorder.is_open = True
+    _OPEN.append(recorder)
+    try:
+        with substitutes(recorder), lazy_files(recorder), Assignments(), _Mode(recorder):
+            yield
+    finally:
+        _OPEN.clear()
+        recorder.is_open = False
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows every operation to the recorder, also those that no lazy tensor takes part in."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is DEVICE:
+            return args[0].lazy_device
+        if LazyTensor in types:
+            return recorder_of((args, kwargs)).dispatch(func, args, kwargs or {})
+        return self._recorder.dispatch(func, args, kwargs or {})

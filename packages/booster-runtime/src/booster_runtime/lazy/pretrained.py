@@ -1,0 +1,81 @@
+"""Lets a lazy model's tensors come from a checkpoint, before any initialiser has run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_core.errors import CheckpointError, LazyInitError
+from booster_core.state.adapter import TensorMeta
+from booster_core.state.naming import NamedTensors, extra_state_modules
+from booster_runtime.checkpoint.compare import Expectation, compare
+from booster_runtime.checkpoint.naming import MODEL
+from booster_runtime.checkpoint.source import open_source
+from booster_runtime.checkpoint.transformers_names import renamed
+from booster_runtime.lazy.files import FileRead, empty_like
+from booster_runtime.lazy.tensor import LazyTensor
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from booster_core.checkpoint_io import LoadReport
+
+
+def load_pretrained(model: nn.Module, checkpoint: str | Path, *, strict: bool = True) -> LoadReport:
+    """Let a lazy model have the values of a checkpoint instead of those that its construction draws.
+
+    Nothing is read but names and shapes: the values are read when the model is boosted, by each rank as far as it
+    keeps them. Initialisers of tensors that are in the checkpoint never run; where none is left to draw, random
+    generators are left as they were before `LazyInitContext`.
+
+    Args:
+        model: A lazy model. Floating values are converted to its dtypes.
+        checkpoint: A file, an index, or a folder, in any form that `Booster.load_model` reads.
+        strict: Raise unless model and checkpoint hold the same tensors; ``False`` takes those that fit.
+
+    Returns:
+        What will be loaded and what will not.
+
+    Raises:
+        LazyInitError: If the model has its values already.
+        CheckpointError: If the checkpoint can't be read, or with ``strict`` does not fit.
+
+    Collective: none.
+    """
+    named = NamedTensors.of(model)
+    lazies = [tensor for tensor in named.tensors.values() if isinstance(tensor, LazyTensor)]
+    if not lazies:
+        msg = "`load_pretrained` is for lazy models; this one has its values. Boost it and use `Booster.load_model`."
+        raise LazyInitError(msg)
+    path = Path(checkpoint).resolve()
+    extra = extra_state_modules(model)
+    expected = Expectation(
+        tensors={
+            name: TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in named.tensors.items()
+        },
+        aliases=named.aliases,
+        extra=tuple(extra),
+    )
+    with open_source(path, MODEL) as source, torch.no_grad():
+        names = renamed(model, source.tensors, (*expected.tensors, *expected.aliases, *expected.extra))
+        stored = {name: source.tensors[key] for name, key in names.items()}
+        report, found = compare(stored, source.values, expected)
+        if strict and not report.is_complete:
+            msg = f"'{path}' does not fit the model. {report.problems()} Pass `strict=False` to load what fits."
+            raise CheckpointError(msg)
+        for name, home in found.items():
+            tensor, key = named.tensors[name], names[home]
+            if isinstance(tensor, LazyTensor):
+                recorder = tensor.lazy_recorder
+                read = FileRead(recorder.files, path, key, source.tensors[key])
+                value = recorder.record_source("a tensor of a file", read, empty_like(read.meta))
+                tensor.data = value.to(device=tensor.device, dtype=tensor.dtype)
+            else:
+                tensor.copy_(source.read_whole(key))
+        for name, value in source.extra_values(tuple(extra)).items():
+            extra[name].set_extra_state(value)
+    for recorder in {id(tensor.lazy_recorder): tensor.lazy_recorder for tensor in lazies}.values():
+        recorder.draws_if_needed = True
+    return report

@@ -1,0 +1,413 @@
+"""Records what construction does to tensors, on meta tensors that stand for the real ones.
+
+Each operation that makes or changes values becomes an `Entry`; views are just other geometries of a storage. Where
+construction asks for values, they are found by replaying what they depend on, and where something can't be recorded,
+it runs for real and is reported.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from booster_core.errors import LazyInitError
+from booster_runtime.lazy.consts import Consts
+from booster_runtime.lazy.files import Files
+from booster_runtime.lazy.log import Const, Entry, Ref
+from booster_runtime.lazy.operations import FACTORIES, OVERWRITES, SHAPE_ONLY, is_deferrable, is_random, written
+from booster_runtime.lazy.plan import find_live
+from booster_runtime.lazy.replay import Replay
+from booster_runtime.lazy.slots import Slots
+from booster_runtime.lazy.streams import Draw, Stream, Streams
+from booster_runtime.lazy.tensor import REMEDY, LazyTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from torch import Generator
+
+_META = torch.device("meta")
+_READS_VALUES = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item"})
+
+
+class Recorder:
+    """The recording of one `LazyInitContext`."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.streams = Streams()
+        self.run_eagerly: Counter[str] = Counter()
+        self.is_open = True
+        self.files = Files()
+        # Leave draws out where no values that are wanted depend on any.
+        self.draws_if_needed = False
+        self._given_seeds: dict[Draw, torch.Tensor] = {}
+        self._slots = Slots()
+        self._consts = Consts()
+        self._lock = threading.RLock()
+
+    # What the context and the tensors call --------------------------------------------------------------------------
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation: record it, answer it, or run it for real."""
+        with self._lock:
+            leaves = tree_leaves((args, kwargs))
+            name = func._schema.name  # noqa: SLF001 - what dispatch modes are meant to read
+            if not any(isinstance(leaf, LazyTensor) for leaf in leaves):
+                return self._without_lazy(func, name, args, kwargs, leaves)
+            if not self.is_open:
+                self._check_is_no_forward(func, name, args, kwargs, leaves)
+            if name in _READS_VALUES:
+                return self._run(func, args, kwargs)
+            if any(not isinstance(target, LazyTensor) for target in written(func, args, kwargs)):
+                return self._eagerly(func, name, args, kwargs)
+            return self._with_lazy(func, name, args, kwargs, leaves)
+
+    def _with_lazy(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        inner = self._inner_call(args, kwargs)
+        try:
+            result = func(*inner[0], **inner[1])
+        except Exception:  # noqa: BLE001 - shapes that depend on values, no meta kernel, or the user's own mistake
+            if next(written(func, args, kwargs), None) is not None and not is_random(func):
+                return self._in_place_without_meta(func, name, args, kwargs)
+            return self._eagerly(func, name, args, kwargs)
+        first = next(leaf for leaf in leaves if isinstance(leaf, LazyTensor))
+        device = torch.device(kwargs.get("device") or first.device)
+        return result if device == _META else self._record(func, name, args, kwargs, inner, result, device)
+
+    def record_call(
+        self, name: str, function: Callable[..., Any], target: LazyTensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Record a whole function that overwrites a tensor with random values, as one operation."""
+        with self._lock:
+            ref = self.ref_of(target)
+            generator = kwargs.get("generator")
+            self.entries.append(
+                Entry(
+                    name,
+                    function,
+                    (ref, *args),
+                    kwargs,
+                    writes=frozenset({ref.slot}),
+                    covers=frozenset({ref.slot}) if self._slots.covers(ref) else frozenset(),
+                    draw=self._draw(generator, target.device),
+                )
+            )
+
+    def record_source(
+        self, name: str, function: Callable[..., torch.Tensor], like: torch.Tensor, *consts: Const
+    ) -> LazyTensor:
+        """Record a function of constants that returns a tensor of the geometry of ``like``, a meta tensor."""
+        with self._lock:
+            tensor = LazyTensor(like, torch.device("cpu"), self)
+            self.entries.append(Entry(name, function, consts, {}, results=((0, self.ref_of(tensor)),)))
+            return tensor
+
+    def adopt(self, value: torch.Tensor) -> LazyTensor:
+        """Return a lazy tensor that will have the values of a real one."""
+        const = Const(value.detach().clone(), is_watched=False)
+        inner = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
+        return self.record_source("a real tensor", torch.clone, inner, const)
+
+    def check_open(self, what: str, instead: str) -> None:
+        """Raise where something is legal in the context only.
+
+        Raises:
+            LazyInitError: If the context was left.
+        """
+        if not self.is_open:
+            msg = f"{what} is not possible before it has values. {instead}, or later: {REMEDY[0].lower()}{REMEDY[1:]}"
+            raise LazyInitError(msg)
+
+    def value_of(self, tensor: LazyTensor) -> torch.Tensor:
+        """Return the present values of a lazy tensor."""
+        with self._lock:
+            ref = self.ref_of(tensor)
+            return ref.of(self._values({ref.slot})[ref.slot])
+
+    def ref_of(self, tensor: LazyTensor) -> Ref:
+        """Return a tensor's place in the recording."""
+        return self._slots.ref_of(tensor)
+
+    def finish(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], bool]) -> None:
+        """Replay the recording for good: generators that nobody used since end up as after eager construction."""
+        ends = {}
+        untouched = [stream for stream in self.streams if stream.is_untouched]
+        if self.draws_if_needed:
+            is_live = find_live(self.entries, wanted)
+            if not any(entry.draw is not None for entry, live in zip(self.entries, is_live, strict=True) if live):
+                self.replay(wanted, hand_over, draws_in_vain=False)
+                for stream in untouched:
+                    stream.generator.set_state(stream.found)
+                return
+        if self._given_seeds:
+            if untouched:
+                self.replay((), hand_over)
+            ends = {stream: _end_of(stream) for stream in untouched}
+        self.replay(wanted, hand_over, seeds=self._given_seeds)
+        for stream in untouched:
+            stream.generator.set_state(ends.get(stream, _end_of(stream)))
+
+    @property
+    def seeds(self) -> list[torch.Tensor]:
+        """The states that generators were found in, in the order of their use."""
+        return [seed for _, seed in self._seeded]
+
+    @property
+    def _seeded(self) -> list[tuple[Draw, torch.Tensor]]:
+        draws = [entry.draw for entry in self.entries]
+        return [(draw, draw.seed) for draw in draws if draw is not None and draw.seed is not None]
+
+    def take_seeds(self, seeds: list[torch.Tensor]) -> None:
+        """Replay from other states than this process' own, in the order of `seeds`."""
+        for (draw, own), seed in zip(self._seeded, seeds, strict=True):
+            if not torch.equal(own, seed):
+                self._given_seeds[draw] = seed
+
+    def replay(
+        self,
+        wanted: Collection[int],
+        hand_over: Callable[[int, torch.UntypedStorage], bool],
+        *,
+        skips_draws: bool = False,
+        draws_in_vain: bool = True,
+        seeds: Mapping[Draw, torch.Tensor] | None = None,
+    ) -> None:
+        """Replay the recording; generators are left as they were before."""
+        for stream in self.streams:
+            if stream.last is not None:
+                stream.last.is_kept = True
+        before = {stream: stream.generator.get_state() for stream in self.streams}
+        run = Replay(
+            self.entries,
+            wanted,
+            self._slots.num_bytes(),
+            self._slots.devices,
+            hand_over,
+            skips_draws=skips_draws,
+            draws_in_vain=draws_in_vain,
+            seeds=seeds or {},
+        )
+        try:
+            with _disable_current_modes(), self.files.kept_open():
+                run.run()
+        finally:
+            for stream, state in before.items():
+                stream.generator.set_state(state)
+
+    # Operations without lazy arguments -------------------------------------------------------------------------------
+
+    def _without_lazy(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if name in FACTORIES or (is_random(func) and not tensors):
+            device = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
+            if device != _META:
+                inner = self._inner_call(args, kwargs)
+                result = func(*inner[0], **inner[1])
+                if is_deferrable(func, result):
+                    return self._record(func, name, args, kwargs, inner, result, device)
+        elif is_random(func) and any(tensor.device != _META for tensor in tensors):
+            return self._eagerly(func, name, args, kwargs)
+        for target in written(func, args, kwargs):
+            self._consts.before_write(target)
+        return func(*args, **kwargs)
+
+    # Recording -------------------------------------------------------------------------------------------------------
+
+    def _inner_call(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments for the same operation on meta tensors."""
+        inner_args, inner_kwargs = tree_map(_to_meta, (args, kwargs))
+        has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
+        if "device" in inner_kwargs or not has_tensors:
+            inner_kwargs["device"] = _META
+        inner_kwargs.pop("pin_memory", None)
+        if "generator" in inner_kwargs:
+            inner_kwargs["generator"] = None
+        return inner_args, inner_kwargs
+
+    def _record(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inner: tuple[Any, dict[str, Any]],
+        result: Any,
+        device: torch.device,
+    ) -> Any:
+        outer_of = {
+            id(meta): leaf
+            for meta, leaf in zip(tree_leaves(inner), tree_leaves((args, kwargs)), strict=False)
+            if isinstance(leaf, LazyTensor)
+        }
+        outputs, structure = tree_flatten(result)
+        results: list[tuple[int, Ref]] = []
+        number = 0
+        for index, output in enumerate(outputs):
+            if not isinstance(output, torch.Tensor):
+                continue
+            if id(output) in outer_of:
+                outputs[index] = outer_of[id(output)]
+            else:
+                is_new = not self._slots.knows(output)
+                outputs[index] = LazyTensor(output, device, self)
+                if is_new:
+                    results.append((number, self.ref_of(outputs[index])))
+            number += 1
+        targets = list(written(func, args, kwargs))
+        if results or targets:
+            self._append(func, name, args, kwargs, targets, tuple(results), device)
+        for target in targets:
+            if target.shape != target.lazy_inner.shape or target.stride() != target.lazy_inner.stride():
+                target.take_geometry(LazyTensor(target.lazy_inner, target.device, self))
+        return tree_unflatten(outputs, structure)
+
+    def _append(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: list[LazyTensor],
+        results: tuple[tuple[int, Ref], ...],
+        device: torch.device,
+    ) -> None:
+        is_shape_only = name in SHAPE_ONLY
+        written_refs = [self.ref_of(target) for target in targets]
+        recorded_args, recorded_kwargs = tree_map(
+            lambda leaf: self._recorded(leaf, is_shape_only=is_shape_only), (args, kwargs)
+        )
+        if is_shape_only and any(isinstance(leaf, LazyTensor) for leaf in tree_leaves((args, kwargs))):
+            recorded_kwargs = {**recorded_kwargs, "device": device}
+        refs = [leaf for leaf in tree_leaves((recorded_args, recorded_kwargs)) if isinstance(leaf, Ref)]
+        writes = frozenset(ref.slot for ref in written_refs)
+        if name in OVERWRITES:
+            read = frozenset(ref.slot for ref in refs[1:])
+            covers = frozenset(ref.slot for ref in written_refs if self._slots.covers(ref)) - read
+        else:
+            read = frozenset(ref.slot for ref in refs if not ref.is_shape_only)
+            covers = frozenset()
+        self.entries.append(
+            Entry(
+                name,
+                func,
+                recorded_args,
+                recorded_kwargs,
+                reads=read,
+                writes=writes,
+                covers=covers,
+                results=results,
+                draw=self._draw(kwargs.get("generator"), device) if is_random(func) else None,
+            )
+        )
+
+    def _in_place_without_meta(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Record an in-place operation whose checks need values, such as assignment through a mask."""
+        targets = list(written(func, args, kwargs))
+        self._run(func, args, kwargs)  # raises here and now where it is the user's mistake
+        self._append(func, name, args, kwargs, targets, (), targets[0].device)
+        return targets[0]
+
+    def _recorded(self, leaf: Any, *, is_shape_only: bool) -> Any:
+        """Return what stands for an argument in the recording."""
+        if isinstance(leaf, LazyTensor):
+            return replace(self.ref_of(leaf), is_shape_only=is_shape_only)
+        if not isinstance(leaf, torch.Tensor) or leaf.device == _META:
+            return leaf
+        return self._consts.read(leaf)
+
+    def _draw(self, generator: Generator | None, device: torch.device) -> Draw:
+        return self.streams.of(generator, device).record()
+
+    # Values while recording ------------------------------------------------------------------------------------------
+
+    def _values(self, slots: Collection[int]) -> dict[int, torch.UntypedStorage]:
+        found: dict[int, torch.UntypedStorage] = {}
+
+        def keep(slot: int, storage: torch.UntypedStorage) -> bool:
+            found[slot] = storage
+            return True
+
+        self.replay(slots, keep, skips_draws=True)
+        return found
+
+    def _eagerly(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Run what can't be recorded, for real, with the values that its arguments have by now."""
+        self.run_eagerly[name] += 1
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        refs = {id(leaf): self.ref_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor)}
+        storages = self._values({ref.slot for ref in refs.values()}) if refs else {}
+        real = {key: ref.of(storages[ref.slot]) for key, ref in refs.items()}
+        real_args, real_kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (args, kwargs))
+        for target in written(func, real_args, real_kwargs):
+            self._consts.before_write(target)
+        if not is_random(func):
+            return func(*real_args, **real_kwargs)
+        device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        stream = self.streams.of(kwargs.get("generator"), device)
+        place = stream.locate()
+        if place.seed is None:
+            assert place.previous is not None, "a draw has a seed or comes after another"
+            if place.previous.after is None:
+                self._values(())  # plays all draws, and remembers where each left its generator
+            assert place.previous.after is not None, "just played"
+            stream.generator.set_state(place.previous.after)
+        with torch.no_grad():
+            result = func(*real_args, **real_kwargs)
+        stream.move_on()
+        return result
+
+    def _check_is_no_forward(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Any]) -> None:
+        """Raise where real inputs meet lazy weights outside of the context: that is a forward.
+
+        Raises:
+            LazyInitError: In that case.
+        """
+        strangers = any(
+            isinstance(leaf, torch.Tensor) and not isinstance(leaf, LazyTensor) and leaf.device != _META
+            for leaf in leaves
+        )
+        if strangers and next(written(func, args, kwargs), None) is None:
+            msg = (
+                f"A lazy model was run: `{name.removeprefix('aten::')}` got real inputs beside tensors that have no "
+                f"values yet. {REMEDY} What belongs to its construction goes into `LazyInitContext`."
+            )
+            raise LazyInitError(msg)
+
+
+def _to_meta(leaf: Any) -> Any:
+    if isinstance(leaf, LazyTensor):
+        return leaf.lazy_inner
+    if isinstance(leaf, torch.Tensor) and leaf.device != _META:
+        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=_META)
+    return leaf
+
+
+def _end_of(stream: Stream) -> torch.Tensor:
+    """Return the state that the last draw left a generator in, after a replay."""
+    assert stream.last is not None, "the stream has draws"
+    assert stream.last.after is not None, "a replay keeps the last draw's state"
+    return stream.last.after
+
+
+def recorder_of(arguments: Any) -> Recorder:
+    """Return the recorder of the lazy tensors among some arguments.
+
+    Raises:
+        LazyInitError: If they are of two recordings.
+    """
+    recorders = {
+        id(leaf.lazy_recorder): leaf.lazy_recorder for leaf in tree_leaves(arguments) if isinstance(leaf, LazyTensor)
+    }
+    if len(recorders) > 1:
+        msg = "Tensors of two `LazyInitContext`s meet in one operation. Build what belongs together in one context."
+        raise LazyInitError(msg)
+    return next(iter(recorders.values()))

@@ -1,0 +1,216 @@
+"""Runs a recording: in program order where generators are concerned, and otherwise as early as values are there.
+
+Each storage is made when it is first needed and handed over, or dropped, after the last entry that touches it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from booster_runtime.lazy.log import Const, Entry, Ref
+from booster_runtime.lazy.memory import Memory
+from booster_runtime.lazy.operations import COPIES, UNSET
+from booster_runtime.lazy.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from booster_runtime.lazy.streams import Draw, Stream
+
+
+class Replay:
+    """One run of a recording.
+
+    Args:
+        entries: The recording.
+        wanted: Slots whose values are to be handed over.
+        slot_bytes: Size of each storage.
+        slot_devices: Where each storage is recorded to lie.
+        hand_over: Called with each wanted slot and its storage, once, when it has its final values; returns whether
+            the storage is kept.
+        skips_draws: Leave dead draws out whose generator's state afterwards is known, and remember every state: for
+            replays in the middle of a recording.
+        draws_in_vain: Do dead draws at all; without, nothing that is wanted may depend on a draw.
+        seeds: States to start draws from in place of those that they recorded.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        wanted: Collection[int],
+        slot_bytes: Sequence[int],
+        slot_devices: Sequence[torch.device],
+        hand_over: Callable[[int, torch.UntypedStorage], bool],
+        *,
+        skips_draws: bool = False,
+        draws_in_vain: bool = True,
+        seeds: Mapping[Draw, torch.Tensor] | None = None,
+    ) -> None:
+        self._entries = entries
+        self._wanted = frozenset(wanted)
+        self._slot_bytes = slot_bytes
+        self._slot_devices = slot_devices
+        self._hand_over = hand_over
+        self._skips_draws = skips_draws
+        self._draws_in_vain = draws_in_vain
+        self._seeds = seeds or {}
+        self._plan: Plan = make_plan(entries, wanted)
+        self._memory = Memory()
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._num_uses = dict(self._plan.num_uses)
+        self._is_done = [False] * len(entries)
+        self._ready: list[int] = []
+        # The draw whose state afterwards each generator holds.
+        self._position: dict[Stream, Draw] = {}
+
+    def run(self) -> None:
+        """Run it.
+
+        Generators are left where the last draw left them.
+
+        Collective: none.
+        """
+        default_dtype = torch.get_default_dtype()
+        try:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for index, entry in enumerate(self._entries):
+                    if self._plan.is_live[index]:
+                        # A source waits for whoever needs it.
+                        if not self._is_done[index] and not (entry.is_source and self._plan.followers[index]):
+                            self._execute(index)
+                            self._cascade()
+                    elif entry.draw is not None and self._draws_in_vain:
+                        self._draw_in_vain(entry)
+        finally:
+            torch.set_default_dtype(default_dtype)
+        for slot in self._wanted - self._plan.num_uses.keys():
+            self._hand_over(slot, self._storage(slot))  # nobody ever wrote to it
+
+    def _execute(self, index: int) -> None:
+        for source in self._plan.sources[index]:
+            if not self._is_done[source]:
+                self._perform(source)
+        self._perform(index)
+
+    def _cascade(self) -> None:
+        """Run what could wait for its place in the program but needs not, so that its inputs can go."""
+        while self._ready:
+            self._execute(heapq.heappop(self._ready))
+
+    def _perform(self, index: int) -> None:
+        entry = self._entries[index]
+        if entry.name in UNSET:
+            self._finish(index)  # made where it is first written
+            return
+        if torch.get_default_dtype() != entry.dtype:
+            torch.set_default_dtype(entry.dtype)
+        args, kwargs = tree_map(self._real, (entry.args, entry.kwargs))
+        if entry.draw is not None:
+            self._go_to(entry.draw)
+        if entry.name in COPIES:
+            ref = entry.results[0][1]
+            made = ref.of(self._storage(ref.slot)).copy_(args[0])
+        else:
+            made = entry.function(*args, **kwargs)
+        if entry.draw is not None:
+            self._remember(entry.draw)
+        if entry.results:
+            given = {leaf.data_ptr() for leaf in tree_leaves((args, kwargs)) if _has_memory(leaf)}
+            tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+            for number, ref in entry.results:
+                if ref.slot not in self._storages:
+                    # A storage must not be another one's as well: it is used again when it is let go of.
+                    tensor = tensors[number].clone() if tensors[number].data_ptr() in given else tensors[number]
+                    self._storages[ref.slot] = self._storage_like(tensor, ref)
+                    del tensor
+            del tensors
+        del args, kwargs, made
+        self._finish(index)
+
+    def _finish(self, index: int) -> None:
+        self._is_done[index] = True
+        for slot in self._entries[index].touches:
+            self._num_uses[slot] -= 1
+            if not self._num_uses[slot]:
+                storage = self._storage(slot)
+                del self._storages[slot]
+                is_kept = slot in self._wanted and self._hand_over(slot, storage)
+                if not is_kept and storage.device == self._slot_devices[slot]:
+                    self._memory.give(storage)
+                del storage
+        if self._entries[index].is_source:
+            return
+        for follower in self._plan.followers[index]:
+            self._plan.num_awaited[follower] -= 1
+            if not self._plan.num_awaited[follower] and self._entries[follower].draw is None:
+                heapq.heappush(self._ready, follower)
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            if value.is_shape_only:
+                return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device="meta")
+            return value.of(self._storage(value.slot))
+        return value.get() if isinstance(value, Const) else value
+
+    def _storage(self, slot: int) -> torch.UntypedStorage:
+        if slot not in self._storages:
+            self._storages[slot] = self._memory.take(self._slot_bytes[slot], self._slot_devices[slot])
+        return self._storages[slot]
+
+    def _storage_like(self, tensor: torch.Tensor, ref: Ref) -> torch.UntypedStorage:
+        """Return the storage of a result, laid out as it was recorded."""
+        storage = tensor.untyped_storage()
+        is_same = tensor.stride() == ref.stride and tensor.storage_offset() == ref.offset
+        if is_same and storage.nbytes() == self._slot_bytes[ref.slot]:
+            return storage
+        laid_out = self._memory.take(self._slot_bytes[ref.slot], storage.device)
+        ref.of(laid_out).copy_(tensor)
+        return laid_out
+
+    # Draws ----------------------------------------------------------------------------------------------------------
+
+    def _go_to(self, draw: Draw) -> None:
+        """Bring a generator to where a draw starts."""
+        stream = draw.stream
+        if draw.seed is not None:
+            stream.generator.set_state(self._seeds.get(draw, draw.seed))
+        elif self._position.get(stream) is not draw.previous:
+            assert draw.previous is not None, "a draw has a seed or comes after another"
+            assert draw.previous.after is not None, "the states that are gone back to are kept"
+            stream.generator.set_state(draw.previous.after)
+
+    def _remember(self, draw: Draw) -> None:
+        self._position[draw.stream] = draw
+        if self._skips_draws or draw.is_kept:
+            draw.after = draw.stream.generator.get_state()
+
+    def _draw_in_vain(self, entry: Entry) -> None:
+        draw = entry.draw
+        assert draw is not None, "asked before"
+        if draw.after is not None and self._skips_draws:
+            return
+        self._go_to(draw)
+        if torch.get_default_dtype() != entry.dtype:
+            torch.set_default_dtype(entry.dtype)
+        storages: list[torch.UntypedStorage] = []
+        args, kwargs = tree_map(lambda value: self._scratch(value, storages), (entry.args, entry.kwargs))
+        entry.function(*args, **kwargs)
+        self._remember(draw)
+        del args, kwargs
+        for storage in storages:
+            self._memory.give(storage)
+
+    def _scratch(self, value: Any, storages: list[torch.UntypedStorage]) -> Any:
+        """Return what stands for an argument whose values nobody keeps."""
+        if not isinstance(value, Ref) or value.is_shape_only:
+            return self._real(value)
+        storages.append(self._memory.take(self._slot_bytes[value.slot], self._slot_devices[value.slot]))
+        return value.of(storages[-1])
+
+
+def _has_memory(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.numel() > 0

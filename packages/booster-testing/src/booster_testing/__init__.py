@@ -1,0 +1,40 @@
+"""Tests for plugins of Booster: the conformance kit, functions run on several ranks, limits and peaks of memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from booster_testing.memory import data_limit, peak_memory
+from booster_testing.rank_pool import RankDiedError, RankError, RankTimeoutError, close_ranks
+from booster_testing.ranks import expect_on_ranks, run_on_ranks
+
+if TYPE_CHECKING:
+    from booster_testing.conformance import PluginConformance
+    from booster_testing.pipeline_conformance import PipelineConformance
+
+__all__ = [
+    "PipelineConformance",
+    "PluginConformance",
+    "RankDiedError",
+    "RankError",
+    "RankTimeoutError",
+    "close_ranks",
+    "data_limit",
+    "expect_on_ranks",
+    "peak_memory",
+    "run_on_ranks",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import the kit when a test asks for it: the ranks import this package too, and pytest is nothing to them."""
+    if name == "PluginConformance":
+        from booster_testing.conformance import PluginConformance
+
+        return PluginConformance
+    if name == "PipelineConformance":
+        from booster_testing.pipeline_conformance import PipelineConformance
+
+        return PipelineConformance
+    msg = f"module 'booster_testing' has no attribute '{name}'"
+    raise AttributeError(msg)

@@ -1,0 +1,274 @@
+"""What `booster_testing.conformance` runs on each rank; assertions that fail are carried back with their rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from booster_core.coordinator import DistCoordinator
+from booster_core.hooks import register_hooks, unregister_hooks
+from booster_core.hookspecs import hookimpl
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_testing.replicas import look_locally
+from booster_testing.training import summed_loss, whole_model
+
+if TYPE_CHECKING:
+    from booster_core.booster import Booster
+    from booster_testing.replicas import LocalView
+    from booster_testing.training import Training
+
+
+def _boost(training: Training) -> tuple[Booster, Any, Any]:
+    booster = training.make_booster()
+    model = training.make_model()
+    boosted = booster.boost(model, training.make_optimizer(model))
+    return booster, boosted.model, boosted.optimizer
+
+
+def _tokens(step: int = 0, samples: int = 4) -> torch.Tensor:
+    """Return this rank's tokens of a step; the global batch is the same for any number of ranks up to 12."""
+    generator = torch.Generator().manual_seed(step)
+    coordinator = DistCoordinator()
+    every = torch.randint(16, (12 * samples, 6), generator=generator)
+    return every[coordinator.rank :: coordinator.world_size]
+
+
+def _step(booster: Booster, model: Any, optimizer: Any, step: int) -> float:
+    tokens = _tokens(step)
+    loss = summed_loss(model(tokens), tokens) / len(tokens)
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def boost_returns_wrappers(training: Training) -> None:
+    """Types, identities and names of what ``boost`` returns."""
+    booster = training.make_booster()
+    model = training.make_model()
+    optimizer = training.make_optimizer(model)
+    names = list(model.state_dict())
+    criterion = nn.MSELoss()
+    boosted = booster.boost(model, optimizer, criterion)
+    assert isinstance(boosted.model, ModelWrapper)
+    assert isinstance(boosted.optimizer, OptimizerWrapper)
+    assert isinstance(boosted.optimizer, Optimizer)
+    assert boosted.model.unwrap() is model
+    assert boosted.criterion is criterion
+    assert boosted.dataloader is None
+    assert boosted.lr_scheduler is None
+    assert list(boosted.model.state_dict()) == names
+    assert len(boosted.optimizer.param_groups) == 2
+
+
+def describe(training: Training) -> str:
+    """Return what ``describe`` says."""
+    return training.make_booster().describe()
+
+
+def overflow_skips_the_step(training: Training) -> None:
+    """An infinite gradient on the last rank leaves the parameters, halves the scale, and is forgotten."""
+    booster, model, optimizer = _boost(training)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    coordinator = DistCoordinator()
+    scale = optimizer.loss_scaler.scale
+    tokens = _tokens()
+    loss = summed_loss(model(tokens), tokens) / len(tokens)
+    booster.backward(loss * (float("inf") if coordinator.is_last_process() else 1.0), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.loss_scaler.scale == scale / 2, "the scale falls on every rank"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "no step is taken"
+    skipped = optimizer.loss_scaler.num_good_steps
+    _step(booster, model, optimizer, 1)
+    assert optimizer.loss_scaler.num_good_steps == skipped + 1, "the next step is taken"
+    after = model.state_dict()
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items()), "the next step is taken"
+
+
+def scheduler_steers(training: Training) -> None:
+    """A scheduler made before ``boost`` changes the learning rate of the boosted optimizer."""
+    booster = training.make_booster()
+    model = training.make_model()
+    optimizer = training.make_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    before = [group["lr"] for group in optimizer.param_groups]
+    boosted_model, boosted_optimizer, _, _, boosted_scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+    assert boosted_optimizer is not None
+    assert boosted_scheduler is not None
+    _step(booster, boosted_model, boosted_optimizer, 0)
+    boosted_scheduler.step()
+    assert [group["lr"] for group in boosted_optimizer.param_groups] == [rate * 0.5 for rate in before]
+
+
+def optimizer_state_is_kept(training: Training) -> None:
+    """Steps before ``boost`` count: the run continues as one that was boosted from the start."""
+    results = []
+    for boost_first in (True, False):
+        booster = training.make_booster()
+        model: Any = training.make_model()
+        optimizer: Any = training.make_optimizer(model)
+        if boost_first:
+            model, optimizer, *_ = booster.boost(model, optimizer)
+        for step in range(2):
+            # Every rank sees the whole batch, so that the steps before `boost` are those of one process.
+            generator = torch.Generator().manual_seed(step)
+            tokens = torch.randint(16, (4, 6), generator=generator)
+            if step == 1 and not boost_first:
+                model, optimizer, *_ = booster.boost(model, optimizer)
+            loss = summed_loss(model(tokens), tokens) / len(tokens)
+            if boost_first or step == 1:
+                booster.backward(loss, optimizer)
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.state_dict())
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(results[1][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def samples_of_a_plain_loader(training: Training) -> list[int]:
+    """Return the samples that this rank sees of a loader that knows nothing of ranks."""
+    samples = list(range(12 * DistCoordinator().world_size))
+    loader: Any = DataLoader(samples, batch_size=4, shuffle=True)  # type: ignore[arg-type]  # a list is a data set
+    booster = training.make_booster()
+    boosted = booster.boost(training.make_model(), dataloader=loader)
+    assert boosted.dataloader is not None
+    return [int(sample) for batch in boosted.dataloader for sample in batch]
+
+
+def trains_adapters(training: Training) -> None:
+    """Low-rank adapters change, the base beside them neither changes nor has optimizer state."""
+    import peft
+
+    booster = training.make_booster()
+    adapted = booster.enable_lora(training.make_model(), lora_config=peft.LoraConfig(target_modules=["repeated"]))
+    model, optimizer, *_ = booster.boost(adapted, torch.optim.AdamW(adapted.parameters(), lr=0.1))
+    before = whole_model(booster, model)
+    for step in range(2):
+        _step(booster, model, optimizer, step)
+    after = whole_model(booster, model)
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {f"repeated.lora_{side}.default.weight" for side in "AB"}, changed
+    states = {shard.name for shard in booster.state_adapter(model, optimizer).optimizer_shards()}
+    assert states <= changed, f"optimizer state of frozen parameters: {sorted(states - changed)}"
+
+
+class _Listener:
+    def __init__(self) -> None:
+        self.heard: list[dict[str, Any]] = []
+
+    @hookimpl
+    def after_step(self, metrics: dict[str, Any]) -> None:
+        """Note a step's metrics."""
+        self.heard.append(metrics)
+
+
+def after_step_hook_sees_metrics(training: Training) -> None:
+    """A registered hook hears of each step, with its gradient norm."""
+    listener = _Listener()
+    register_hooks(listener)
+    try:
+        booster, model, optimizer = _boost(training)
+        tokens = _tokens()
+        booster.backward(summed_loss(model(tokens), tokens) / len(tokens), optimizer)
+        norm = optimizer.clip_grad_by_norm(1.0)
+        optimizer.step()
+    finally:
+        unregister_hooks(listener)
+    assert [(metrics["skipped"], float(metrics["grad_norm"])) for metrics in listener.heard] == [(False, float(norm))]
+
+
+def evaluates(training: Training) -> None:
+    """Evaluation under ``no_grad`` between steps leaves training as it is."""
+    booster, model, optimizer = _boost(training)
+    _step(booster, model, optimizer, 0)
+    model.eval()
+    with torch.no_grad():
+        assert not model(_tokens()).requires_grad
+    model.train()
+    _step(booster, model, optimizer, 1)
+
+
+def train_and_look_locally(training: Training) -> LocalView:
+    """Train three steps on this rank's own samples and return what this rank, asking no other, has afterwards."""
+    booster, model, optimizer = _boost(training)
+    for step in range(3):
+        _step(booster, model, optimizer, step)
+    return look_locally(booster, model, torch.arange(24).remainder(16).view(4, 6))
+
+
+def boost_twice(training: Training) -> None:
+    """Boost what is boosted."""
+    booster, model, _ = _boost(training)
+    booster.boost(model)
+
+
+def boost_with_foreign_optimizer(training: Training) -> None:
+    """Boost with an optimizer over a copy of the model."""
+    training.make_booster().boost(training.make_model(), training.make_optimizer(training.make_model()))
+
+
+def boost_with_gradients(training: Training) -> None:
+    """Boost a model between backward and step, on the last rank."""
+    booster, model = training.make_booster(), training.make_model()
+    optimizer = training.make_optimizer(model)
+    if DistCoordinator().is_last_process():
+        model(_tokens()).square().mean().backward()
+    booster.boost(model, optimizer)
+
+
+def backward_of_a_vector(training: Training) -> None:
+    """Run backward from per-sample losses."""
+    booster, model, optimizer = _boost(training)
+    booster.backward(model(_tokens()).mean((1, 2)), optimizer)
+
+
+def backward_without_gradient(training: Training) -> None:
+    """Run backward from a detached loss."""
+    booster, model, optimizer = _boost(training)
+    booster.backward(model(_tokens()).mean().detach(), optimizer)
+
+
+def clip_by(training: Training, max_norm: float) -> None:
+    """Clip by a norm that is none."""
+    _, _, optimizer = _boost(training)
+    optimizer.clip_grad_by_norm(max_norm)
+
+
+def execute_pipeline(training: Training) -> None:
+    """Ask for a pipeline."""
+    booster, model, optimizer = _boost(training)
+    booster.execute_pipeline(iter([]), model, lambda outputs, _: outputs.mean(), optimizer)
+
+
+def train_and_save(training: Training, folder: str, shard: bool) -> list[float]:  # noqa: FBT001 - a test's parameter
+    """Train two steps, save, and return the losses of the next three."""
+    booster, model, optimizer = _boost(training)
+    for step in range(2):
+        _step(booster, model, optimizer, step)
+    suffix = "" if shard else ".safetensors"
+    booster.save_model(model, f"{folder}/model{suffix}", shard=shard)
+    booster.save_optimizer(optimizer, f"{folder}/optimizer{suffix}", shard=shard)
+    return [_step(booster, model, optimizer, step) for step in range(2, 5)]
+
+
+def load_and_train(training: Training, folder: str) -> list[float]:
+    """Load what `train_and_save` saved into a model with other weights, and return the next three losses."""
+    booster = training.make_booster()
+    original = training.make_model()
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.add_(1.0)
+    model, optimizer, *_ = booster.boost(original, training.make_optimizer(original))
+    assert optimizer is not None, "boost returned what it was given"
+    suffix = "" if (Path(folder) / "model").is_dir() else ".safetensors"
+    booster.load_model(model, f"{folder}/model{suffix}")
+    booster.load_optimizer(optimizer, f"{folder}/optimizer{suffix}")
+    return [_step(booster, model, optimizer, step) for step in range(2, 5)]

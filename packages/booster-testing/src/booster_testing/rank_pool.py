@@ -1,0 +1,217 @@
+"""The worker processes behind `booster_testing.ranks`: started when needed, kept warm, ended with the test run.
+
+Worker ``i`` serves rank ``i`` of every call. A worker in an unknown state is replaced, never repaired.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+START_SECONDS = 180.0
+"""How long a worker may take to start, or to load a test's file, on a loaded machine."""
+
+_STACK_SECONDS = 2.0
+
+
+class RankError(Exception):
+    """A function raised on some ranks; the message holds every rank's traceback.
+
+    Attributes:
+        rank: The rank that failed first, not counting failures that follow from another rank's.
+        exceptions: The exception of each rank that raised; ``None`` where it could not be pickled.
+    """
+
+    def __init__(self, message: str, rank: int, exceptions: dict[int, BaseException | None]) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exceptions = exceptions
+
+
+class RankTimeoutError(RankError):
+    """A function did not end in time on some ranks; the message holds their stacks."""
+
+
+class RankDiedError(RankError):
+    """A worker process ended while it ran a function; the message says which, and how."""
+
+
+@dataclass
+class Worker:
+    """One worker process, the parent's end of its pipe, and the file into which it dumps its stacks."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    stack_file: Path
+
+    def receive(self) -> tuple[str, Any]:
+        """Return the worker's next message; raises EOFError where it has died instead."""
+        try:
+            message: tuple[str, Any] = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - our own child
+        except OSError as error:
+            raise EOFError from error
+        return message
+
+    def kill(self) -> None:
+        """End the worker and whatever it started, and wait for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+
+    def describe_death(self) -> str:
+        """Say how the worker ended."""
+        try:
+            code = self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "closed its connection to the test"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def dump_stack(self) -> str:
+        """Return where the worker's threads are."""
+        self.process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + _STACK_SECONDS
+        text = ""
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            previous, text = text, self.stack_file.read_text()
+            if text and text == previous:
+                return text
+        return text or "its threads did not answer\n"
+
+
+class Pool:
+    """The worker processes of one test run."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._life_read, self._life_write = os.pipe()
+        self._workers: list[Worker | None] = []
+        self._num_started = 0
+        self._num_calls = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run."""
+        return [worker.process.pid for worker in self._workers if worker is not None]
+
+    def workers(self, num: int) -> list[Worker]:
+        """Return ``num`` workers, ready for a call; missing ones are started side by side."""
+        self._workers += [None] * (num - len(self._workers))
+        new = []
+        for rank, worker in enumerate(self._workers[:num]):
+            if worker is None or worker.process.poll() is not None:
+                if worker is not None:
+                    worker.kill()
+                self._workers[rank] = self._start()
+                new.append(rank)
+        deadline = time.monotonic() + START_SECONDS
+        for rank in new:
+            worker = self._workers[rank]
+            assert worker is not None
+            if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
+                self.close()
+                msg = f"the worker of rank {rank} did not start within {START_SECONDS:g} s"
+                raise RankTimeoutError(msg, rank, {})
+            try:
+                worker.receive()
+            except EOFError:
+                msg = f"the worker of rank {rank} {worker.describe_death()} while it started"
+                self.retire(rank)
+                raise RankDiedError(msg, rank, {}) from None
+        return [worker for worker in self._workers[:num] if worker is not None]
+
+    def store_file(self) -> str:
+        """Return the name of a file that no other call uses."""
+        self._num_calls += 1
+        return str(Path(self._folder.name) / f"store{self._num_calls}")
+
+    def retire(self, rank: int) -> None:
+        """End a rank's worker; the next call gets a fresh one."""
+        worker = self._workers[rank]
+        if worker is not None:
+            worker.kill()
+            self._workers[rank] = None
+
+    def close(self) -> None:
+        """End all workers and remove their files."""
+        if os.getpid() != self._owner:
+            return  # a fork of the test process: the workers are its parent's
+        workers = [worker for worker in self._workers if worker is not None]
+        for worker in workers:
+            with contextlib.suppress(OSError):
+                worker.connection.send_bytes(pickle.dumps(None))
+        deadline = time.monotonic() + 3
+        for worker in workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            worker.kill()
+        self._workers.clear()
+        os.close(self._life_read)
+        os.close(self._life_write)
+        self._folder.cleanup()
+
+    def _start(self) -> Worker:
+        ours, theirs = Pipe()
+        self._num_started += 1
+        stack_file = Path(self._folder.name) / f"stack{self._num_started}"
+        stack_file.touch()
+        process = subprocess.Popen(  # noqa: S603 - our own worker
+            [
+                sys.executable,
+                "-c",
+                "from booster_testing.rank_worker import main; main()",
+                str(theirs.fileno()),
+                str(self._life_read),
+                str(stack_file),
+            ],
+            pass_fds=(theirs.fileno(), self._life_read),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt at the keyboard is the test's; a kill reaches its children
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        return Worker(process, ours, stack_file)
+
+
+_pool: Pool | None = None
+
+
+def the_pool() -> Pool:
+    """Return this process' pool, which ends with the interpreter."""
+    global _pool  # noqa: PLW0603 - warm workers are shared by all tests of a process
+    if _pool is None:
+        _pool = Pool()
+        atexit.register(close_ranks)
+    return _pool
+
+
+def close_ranks() -> None:
+    """End the worker processes, if there are any; the next call starts fresh ones."""
+    global _pool  # noqa: PLW0603 - warm workers are shared by all tests of a process
+    if _pool is not None:
+        atexit.unregister(close_ranks)
+        _pool.close()
+        _pool = None
+
+
+def worker_pids() -> list[int]:
+    """Return the process ids of the warm workers."""
+    return [] if _pool is None else _pool.pids

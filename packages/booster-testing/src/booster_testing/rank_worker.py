@@ -1,0 +1,363 @@
+"""The process in which `booster_testing.ranks` runs one rank's share of a test, again and again.
+
+It is told by its parent, over a pipe, which function of which file to call. Before each call it is put into a clean
+state, and after it everything that a call may have changed is put back. It ends when the parent does, however that
+happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import reprlib
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+_THOROUGH_CALLS = 50
+"""After so many calls all objects are looked at again."""
+_MANY_GLOO_THREADS = 50
+_num_calls = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One rank's share of one `run_on_ranks`.
+
+    Args:
+        module: Name of the module that holds the function, as the parent knows it.
+        file: The file of that module.
+        qualname: The function's name within the module.
+        arguments: Pickled ``(args, kwargs)``.
+        rank: The rank to be.
+        world_size: Number of ranks.
+        store_file: File of the store in which this call's ranks meet.
+        backend: As for ``init_process_group``.
+        group_timeout_seconds: Time limit of the group's collectives.
+        environment: The parent's environment variables.
+        path: The parent's ``sys.path``.
+        warning_filters: The parent's warning filters: action, message, category, module, line number.
+    """
+
+    module: str
+    file: str
+    qualname: str
+    arguments: bytes
+    rank: int
+    world_size: int
+    store_file: str
+    backend: str
+    group_timeout_seconds: float
+    environment: dict[str, str]
+    path: list[str]
+    warning_filters: list[tuple[str, str, str, str, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An exception on its way to the parent.
+
+    Args:
+        kinds: Qualified names of its class and all base classes.
+        summary: Its last line, as at the end of a traceback.
+        text: Its traceback.
+        pickled: The exception itself, where it can be pickled and read again.
+        at_seconds: When it was raised, on the machine's monotonic clock.
+    """
+
+    kinds: tuple[str, ...]
+    summary: str
+    text: str
+    pickled: bytes | None
+    at_seconds: float
+
+
+def main() -> None:
+    """Serve calls until the parent says goodbye, or is gone."""
+    connection_fd, life_fd, stack_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    threading.Thread(target=_die_with_parent, args=(life_fd,), name="parent watch", daemon=True).start()
+    with Path(stack_file).open("w") as stacks:
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        import torch
+        import torch.distributed
+
+        torch.set_num_threads(1)
+        _settle_garbage()
+        connection = Connection(connection_fd)
+        connection.send_bytes(pickle.dumps(("ready", None)))
+        while True:
+            try:
+                call = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own parent
+            except EOFError:
+                break
+            if call is None:
+                break
+            _serve(connection, call)
+
+
+def _die_with_parent(life_fd: int) -> None:
+    """End this process, and what it started, as soon as the parent's end of the pipe closes."""
+    while os.read(life_fd, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def _serve(connection: Connection, call: Call) -> None:
+    """Run one call, report how it went, and clean up when all ranks have reported."""
+    before = _State()
+    succeeded = False
+    answer: tuple[str, Any]
+    try:
+        sys.path[:] = call.path
+        function = _load(call.module, call.file, call.qualname)
+        args, kwargs = pickle.loads(call.arguments)  # noqa: S301 - from our own parent
+        connection.send_bytes(pickle.dumps(("loaded", None)))
+        _seed()
+        _open_group(call)
+        with _as_in_parent(call):
+            value = function(*args, **kwargs)
+        del args, kwargs
+        answer = ("returned", _pickle_result(value))
+        del value
+        succeeded = True
+    except BaseException as error:  # noqa: BLE001 - also pytest's outcomes, which are no Exceptions
+        answer = ("raised", _pack(error))
+        traceback.clear_frames(error.__traceback__)
+        del error
+    if not succeeded:
+        _close_group()  # so that ranks which wait for this one in a collective learn of it now
+    connection.send_bytes(pickle.dumps(answer))
+    # A rank that closed its connections early would disturb those that are still at work.
+    if connection.recv_bytes() != b"finish":
+        return
+    leaks = ["a process group that it initialised itself"] if _has_foreign_group() else []
+    _close_group()
+    leaks += before.restore()
+    connection.send_bytes(pickle.dumps(("clean", (leaks, _num_gloo_threads()))))
+
+
+def _load(module: str, file: str, qualname: str) -> Callable[..., Any]:
+    """Return the function, from the same file under the same module name as in the parent."""
+    if module == "__main__":
+        module = "__mp_main__"  # as multiprocessing does, so that the script's own start does not run again
+    loaded = sys.modules.get(module)
+    if loaded is None or not _is_file_of(loaded, file):
+        spec = None
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(module)
+        if spec is not None and spec.origin is not None and Path(spec.origin) == Path(file):
+            loaded = importlib.import_module(module)
+        else:
+            spec = importlib.util.spec_from_file_location(module, file)
+            if spec is None or spec.loader is None:
+                msg = f"the file {file} of module {module} cannot be loaded"
+                raise ImportError(msg)
+            loaded = importlib.util.module_from_spec(spec)
+            sys.modules[module] = loaded  # before its code runs, so that its classes can be pickled
+            try:
+                spec.loader.exec_module(loaded)
+            except BaseException:
+                del sys.modules[module]
+                raise
+        if module == "__mp_main__":
+            sys.modules["__main__"] = loaded
+        _settle_garbage()
+    function: Callable[..., Any] = attrgetter(qualname)(loaded)
+    return function
+
+
+def _settle_garbage() -> None:
+    """Spare later collections the objects of imported modules: there are many, and they stay."""
+    gc.collect()
+    gc.freeze()
+
+
+def _collect_garbage() -> None:
+    """Collect what a call has left, at the cost of what is new since the call before.
+
+    What survives is mostly modules that a call has imported, and caches. It is spared by later collections, but not
+    for ever: what was still in use then and is not any more is looked for from time to time, and where groups pile up.
+    """
+    global _num_calls  # noqa: PLW0603 - a worker serves one call after another
+    _num_calls += 1
+    gc.collect()
+    if _num_calls % _THOROUGH_CALLS == 0 or _num_gloo_threads() > _MANY_GLOO_THREADS:
+        gc.unfreeze()
+        gc.collect()
+    gc.freeze()
+
+
+def _is_file_of(module: Any, file: str) -> bool:
+    return Path(getattr(module, "__file__", None) or "") == Path(file)
+
+
+def _open_group(call: Call) -> None:
+    """Open the default process group by the code that `booster_core.launch` uses."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined] # torch does not list it as public
+
+    from booster_core.world import open_world
+    from booster_runtime.liveness import start_monitor
+
+    if "cuda" in call.backend:
+        import torch
+
+        torch.cuda.set_device(call.rank % torch.cuda.device_count())
+    world = open_world(
+        FileStore(call.store_file, call.world_size),
+        rank=call.rank,
+        world_size=call.world_size,
+        local_rank=call.rank,
+        backend=call.backend,
+        timeout_seconds=call.group_timeout_seconds,
+        generation=0,  # the store is new, and workers may have served different numbers of calls
+    )
+    hosts = ["localhost"] * call.world_size
+    world.monitor = start_monitor(world, hosts, "localhost", may_end_process=False)
+
+
+def _has_foreign_group() -> bool:
+    """Whether the default group is not the one that was opened for the call."""
+    import torch.distributed as dist
+
+    from booster_core.world import opened_world
+
+    return dist.is_initialized() and not opened_world().is_current
+
+
+def _close_group() -> None:
+    from booster_core.world import close_world
+
+    with contextlib.suppress(RuntimeError):  # the other ends may be gone already
+        close_world()
+
+
+@contextlib.contextmanager
+def _as_in_parent(call: Call) -> Iterator[None]:
+    """Put the parent's environment variables and warning filters in force; `_State` puts the former back."""
+    os.environ.clear()
+    os.environ.update(call.environment)
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for action, message, category, module, line in reversed(call.warning_filters):
+            home, _, name = category.rpartition(".")
+            kind = getattr(sys.modules.get(home), name, None)
+            if isinstance(kind, type):
+                warnings.filterwarnings(action, message, kind, module, line)  # type: ignore[arg-type]
+        yield
+
+
+def _seed() -> None:
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - the state that a test's own code may draw from
+    torch.manual_seed(0)
+
+
+def _pickle_result(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        msg = f"the function's result, a {type(value).__name__}, cannot be sent to the test: {error}"
+        raise TypeError(msg) from error
+
+
+def _pack(error: BaseException) -> Failure:
+    """Make an exception ready to travel."""
+    pickled = None
+    with contextlib.suppress(Exception):
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)  # noqa: S301 - some exceptions pickle, but can't be read
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    if isinstance(error, AssertionError):
+        text += _innermost_locals(error)
+    return Failure(
+        kinds=tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__),
+        summary="".join(traceback.format_exception_only(type(error), error)).strip(),
+        text=text,
+        pickled=pickled,
+        at_seconds=time.monotonic(),
+    )
+
+
+def _innermost_locals(error: BaseException) -> str:
+    """Show the values around a failed assert, which pytest rewrites in its own process only."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    shorten = reprlib.Repr()
+    shorten.maxother = shorten.maxstring = 200
+    lines = []
+    for name, value in trace.tb_frame.f_locals.items():
+        try:
+            lines.append(f"    {name} = {shorten.repr(value)}\n")
+        except Exception as problem:  # noqa: BLE001 - somebody's __repr__; the report goes on
+            lines.append(f"    {name} = <{type(value).__name__}, whose repr raised {problem!r}>\n")
+    return "with\n" + "".join(lines) if lines else ""
+
+
+class _State:
+    """What a call may change in this process, as it was before."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._path = list(sys.path)
+        self._folder = Path.cwd()
+        self._limit = resource.getrlimit(resource.RLIMIT_DATA)
+        self._threads = {thread.ident for thread in threading.enumerate()}
+        self._excepthook = sys.excepthook
+
+    def restore(self) -> list[str]:
+        """Put everything back and return what the call left behind that can't be."""
+        import torch
+
+        os.environ.clear()
+        os.environ.update(self._environment)
+        sys.path[:] = self._path
+        sys.excepthook = self._excepthook
+        os.chdir(self._folder)
+        resource.setrlimit(resource.RLIMIT_DATA, self._limit)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)  # noqa: FBT003 - torch's only form
+        torch.autograd.set_detect_anomaly(False)
+        _collect_garbage()
+        return [
+            f"thread {thread.name!r}"
+            for thread in threading.enumerate()
+            if thread.ident not in self._threads and not thread.daemon
+        ]
+
+
+def _num_gloo_threads() -> int:
+    """Count the threads of gloo groups that something still refers to; torch's own caches keep some."""
+    names = []
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread may end while we look
+            names.append(task.read_text())
+    return sum("gloo" in name for name in names)

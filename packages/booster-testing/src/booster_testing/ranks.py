@@ -1,0 +1,332 @@
+"""Run a test's function on several ranks, in worker processes that stay warm from test to test.
+
+Starting a process and importing torch takes longer than most tests, so workers are started once, in parallel, when
+they are first needed, and each call only makes a fresh process group among them (over a file, without ports). What
+goes wrong comes back with its rank: exceptions with tracebacks, hangs with stacks, deaths with exit codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from booster_testing.rank_pool import (
+    START_SECONDS,
+    Pool,
+    RankDiedError,
+    RankError,
+    RankTimeoutError,
+    Worker,
+    the_pool,
+)
+from booster_testing.rank_worker import Call, Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_WORLD_SIZE = 8
+"""More ranks than this measure the machine's scheduler, not our code."""
+
+_GRACE_SECONDS = 15.0
+_CLEAN_SECONDS = 20.0
+_POLL_SECONDS = 0.2
+_MAX_GLOO_THREADS = 100
+"""A worker with more is replaced: DDP and DeviceMesh keep groups alive after they are destroyed."""
+_SECONDARY = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote end|timed out waiting|\[.*gloo.*\].*(closed|reset)",
+    re.IGNORECASE,
+)
+
+
+@dataclass
+class _Outcome:
+    """How a call went on one rank: exactly one of these is set."""
+
+    value: bytes | None = None
+    failure: Failure | None = None
+    death: str | None = None
+    stack: str | None = None
+
+
+def run_on_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = 60.0,
+    group_timeout_seconds: float = 30.0,
+    backend: str = "gloo",
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on every rank of a fresh process group and return the results by rank.
+
+    Args:
+        fn: A function at a module's top level. It finds the default process group initialised, as by `launch`.
+        world_size: Number of ranks, 1 to 8.
+        *args: Picklable arguments; the same on every rank.
+        timeout_seconds: Time limit of the call, from the moment at which all ranks have loaded the function.
+        group_timeout_seconds: Time limit of the group's collectives and rendezvous.
+        backend: As for ``init_process_group``.
+        **kwargs: Picklable keyword arguments.
+
+    Returns:
+        What ``fn`` returned on ranks ``0`` to ``world_size - 1``.
+
+    Raises:
+        RankError: If ``fn`` raised on some rank, or left a thread or a process group behind. The first failing rank's
+            exception is the cause.
+        RankTimeoutError: If ``fn`` did not end in time; its workers are killed.
+        RankDiedError: If a worker ended.
+
+    Collective: none; called by a test's own process.
+    """
+    call = _make_call(fn, world_size, args, kwargs, group_timeout_seconds, backend)
+    outcomes, leaks = _execute(call, timeout_seconds, _GRACE_SECONDS)
+    if any(outcome.value is None for outcome in outcomes):
+        _raise(call.qualname, outcomes, timeout_seconds)
+    for rank, left in leaks.items():
+        if left:
+            msg = f"`{call.qualname}` left behind on rank {rank}: {', '.join(left)}. Close what it opens."
+            raise RankError(msg, rank, {})
+    return [pickle.loads(outcome.value) for outcome in outcomes if outcome.value is not None]  # noqa: S301
+
+
+def expect_on_ranks(
+    error_type: type[BaseException] | tuple[type[BaseException], ...],
+    match: str,
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = 60.0,
+    group_timeout_seconds: float = 30.0,
+    backend: str = "gloo",
+    **kwargs: Any,
+) -> list[BaseException | None]:
+    """Assert that ``fn`` raises ``error_type`` on every rank, with a message in which ``match`` is found.
+
+    Args:
+        error_type: The class expected, or several.
+        match: Regular expression, searched in the text of each rank's exception.
+        fn: As for `run_on_ranks`, with the arguments that follow.
+        world_size: Number of ranks.
+        *args: Arguments of ``fn``.
+        timeout_seconds: Time limit of the call.
+        group_timeout_seconds: Time limit of the group's collectives and rendezvous.
+        backend: As for ``init_process_group``.
+        **kwargs: Keyword arguments of ``fn``.
+
+    Returns:
+        The exceptions by rank; ``None`` for one that could not be pickled.
+
+    Raises:
+        AssertionError: If a rank raised nothing, something else, or another message.
+        RankTimeoutError: As for `run_on_ranks`.
+        RankDiedError: As for `run_on_ranks`.
+
+    Collective: none; called by a test's own process.
+    """
+    call = _make_call(fn, world_size, args, kwargs, group_timeout_seconds, backend)
+    outcomes, _ = _execute(call, timeout_seconds, timeout_seconds)
+    if any(outcome.value is None and outcome.failure is None for outcome in outcomes):
+        _raise(call.qualname, outcomes, timeout_seconds)
+    kinds = error_type if isinstance(error_type, tuple) else (error_type,)
+    expected = " or ".join(kind.__name__ for kind in kinds)
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+    complaints = []
+    for rank, outcome in enumerate(outcomes):
+        failure = outcome.failure
+        if failure is None:
+            complaints.append(f"rank {rank} raised nothing")
+        elif not names.intersection(failure.kinds):
+            complaints.append(f"rank {rank} raised something else:\n{failure.text}")
+        elif not re.search(match, failure.summary):
+            complaints.append(f"rank {rank}'s message does not match {match!r}:\n{failure.text}")
+    if complaints:
+        msg = f"`{call.qualname}` should raise {expected} on every rank.\n" + "\n".join(complaints)
+        raise AssertionError(msg)
+    return [_exception(outcome.failure) for outcome in outcomes if outcome.failure is not None]
+
+
+def _make_call(
+    fn: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    group_timeout_seconds: float,
+    backend: str,
+) -> Call:
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        msg = f"`world_size={world_size}` is not between 1 and {MAX_WORLD_SIZE}."
+        raise ValueError(msg)
+    module = sys.modules.get(getattr(fn, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    qualname = getattr(fn, "__qualname__", "")
+    if file is None or "<" in qualname or not qualname:
+        msg = (
+            f"{fn!r} cannot be called on other processes: pass a function defined at the top level of a module's file."
+        )
+        raise TypeError(msg)
+    return Call(
+        module=fn.__module__,
+        file=file,
+        qualname=qualname,
+        arguments=pickle.dumps((args, kwargs)),
+        rank=0,
+        world_size=world_size,
+        store_file="",
+        backend=backend,
+        group_timeout_seconds=group_timeout_seconds,
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        path=list(sys.path),
+        warning_filters=[_portable(*entry) for entry in warnings.filters],
+    )
+
+
+def _portable(action: str, message: Any, category: Any, module: Any, line: int) -> tuple[str, str, str, str, int]:
+    """Return one of Python's warning filters in words; patterns may be compiled, text, or absent."""
+    return (
+        action,
+        getattr(message, "pattern", message) or "",
+        f"{category.__module__}.{category.__qualname__}",
+        getattr(module, "pattern", module) or "",
+        line,
+    )
+
+
+def _execute(call: Call, timeout_seconds: float, grace_seconds: float) -> tuple[list[_Outcome], dict[int, list[str]]]:
+    """Run a call on its ranks; return each rank's outcome, and what ranks left behind."""
+    pool = the_pool()
+    workers = pool.workers(call.world_size)
+    store_file = pool.store_file()
+    for rank, worker in enumerate(workers):
+        fields = {**vars(call), "rank": rank, "store_file": store_file}
+        with contextlib.suppress(OSError):  # its death is noticed below
+            worker.connection.send_bytes(pickle.dumps(Call(**fields)))
+    try:
+        outcomes = _collect(workers, timeout_seconds, grace_seconds)
+        leaks = _finish(pool, workers, outcomes)
+    except BaseException:  # an interrupt, for one: workers in an unknown state are of no use
+        for rank in range(len(workers)):
+            pool.retire(rank)
+        raise
+    Path(store_file).unlink(missing_ok=True)
+    return outcomes, leaks
+
+
+def _collect(workers: list[Worker], timeout_seconds: float, grace_seconds: float) -> list[_Outcome]:
+    """Wait until each rank has returned, raised, died, or run out of time."""
+    outcomes: dict[int, _Outcome] = {}
+    loading = set(range(len(workers)))
+    deadline = time.monotonic() + START_SECONDS
+    while len(outcomes) < len(workers) and time.monotonic() < deadline:
+        running = {workers[rank].connection: rank for rank in range(len(workers)) if rank not in outcomes}
+        was_loading, num_bad = bool(loading), _num_bad(outcomes)
+        ready = {running[connection] for connection in wait(list(running), _POLL_SECONDS)}  # type: ignore[index]
+        # A worker's own children may keep its pipe open, so that its end shows only in its exit code.
+        ready |= {rank for rank in running.values() if workers[rank].process.poll() is not None}
+        for rank in ready:
+            _take_message(rank, workers[rank], loading, outcomes)
+        if was_loading and not loading:
+            deadline = time.monotonic() + timeout_seconds
+        if not num_bad and _num_bad(outcomes):
+            deadline = min(deadline, time.monotonic() + grace_seconds)
+    for rank, worker in enumerate(workers):
+        if rank not in outcomes:
+            outcomes[rank] = _Outcome(stack=worker.dump_stack())
+    return [outcomes[rank] for rank in range(len(workers))]
+
+
+def _num_bad(outcomes: dict[int, _Outcome]) -> int:
+    return sum(outcome.value is None for outcome in outcomes.values())
+
+
+def _take_message(rank: int, worker: Worker, loading: set[int], outcomes: dict[int, _Outcome]) -> None:
+    """Note what a worker says, or that it has ended."""
+    try:
+        if worker.process.poll() is not None and not worker.connection.poll(0):
+            raise EOFError
+        kind, payload = worker.receive()
+    except EOFError:
+        loading.discard(rank)
+        outcomes[rank] = _Outcome(death=worker.describe_death())
+        return
+    loading.discard(rank)
+    if kind == "returned":
+        outcomes[rank] = _Outcome(value=payload)
+    elif kind == "raised":
+        outcomes[rank] = _Outcome(failure=payload)
+
+
+def _finish(pool: Pool, workers: list[Worker], outcomes: list[_Outcome]) -> dict[int, list[str]]:
+    """Let the ranks clean up; return what each left behind. Workers that can't be cleaned are ended."""
+    alive = [rank for rank, outcome in enumerate(outcomes) if outcome.death is None and outcome.stack is None]
+    for rank in range(len(workers)):
+        if rank not in alive:
+            pool.retire(rank)
+    for rank in alive:
+        with contextlib.suppress(OSError):
+            workers[rank].connection.send_bytes(b"finish")
+    leaks = {}
+    deadline = time.monotonic() + _CLEAN_SECONDS
+    for rank in alive:
+        is_worn = False
+        try:
+            if not workers[rank].connection.poll(max(0.0, deadline - time.monotonic())):
+                leaks[rank] = [f"a worker that does not come to its end\n{workers[rank].dump_stack()}"]
+            else:
+                leaks[rank], num_gloo_threads = workers[rank].receive()[1]
+                is_worn = num_gloo_threads > _MAX_GLOO_THREADS
+        except EOFError:
+            leaks[rank] = [f"a worker that {workers[rank].describe_death()} after the call"]
+        if leaks[rank] or is_worn:
+            pool.retire(rank)
+    return leaks
+
+
+def _exception(failure: Failure) -> BaseException | None:
+    """Return the exception that a worker sent, if it can be read here."""
+    if failure.pickled is None:
+        return None
+    try:
+        exception: BaseException = pickle.loads(failure.pickled)  # noqa: S301 - our own child
+    except Exception:  # noqa: BLE001 - a class that only the worker knows; its traceback says enough
+        return None
+    return exception
+
+
+def _raise(name: str, outcomes: list[_Outcome], timeout_seconds: float) -> NoReturn:
+    """Raise the error that tells what went wrong on which ranks, the cause first."""
+    failures = {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure is not None}
+    deaths = {rank: outcome.death for rank, outcome in enumerate(outcomes) if outcome.death is not None}
+    stacks = {rank: outcome.stack for rank, outcome in enumerate(outcomes) if outcome.stack is not None}
+    order = sorted(failures, key=lambda rank: (_is_secondary(failures[rank]), failures[rank].at_seconds))
+    exceptions = {rank: _exception(failures[rank]) for rank in order}
+    parts = [f"the process of rank {rank} {death}" for rank, death in deaths.items()]
+    parts += [f"on rank {rank}:\n{failures[rank].text.rstrip()}" for rank in order]
+    parts += [f"rank {rank} was still running; its threads were at:\n{stack}" for rank, stack in stacks.items()]
+    text = "\n\n".join(parts)
+    cause = exceptions[order[0]] if order else None
+    if cause is not None and type(cause).__qualname__ == "Skipped":
+        raise cause
+    if deaths:
+        msg = f"`{name}`: {text}"
+        raise RankDiedError(msg, next(iter(deaths)), exceptions) from cause
+    if stacks and (not order or _is_secondary(failures[order[0]])):
+        ranks = ", ".join(map(str, stacks))
+        msg = f"`{name}` did not end within {timeout_seconds:g} s on ranks {ranks} of {len(outcomes)}.\n{text}"
+        raise RankTimeoutError(msg, next(iter(stacks)), exceptions) from cause
+    msg = f"`{name}` failed on ranks {', '.join(map(str, order))} of {len(outcomes)}; {text}"
+    raise RankError(msg, order[0], exceptions) from cause
+
+
+def _is_secondary(failure: Failure) -> bool:
+    """Whether a failure only tells that another rank is gone."""
+    return bool(_SECONDARY.search(failure.summary))

@@ -1,0 +1,169 @@
+"""A tiny training with dropout, momentum, a schedule and shuffled samples, that tests stop, resume and kill."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from booster_core.booster import Booster
+from booster_core.coordinator import DistCoordinator
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from booster_core.checkpoint_io import LoadedCheckpoint
+
+
+class NumberedSamples(Dataset[tuple[int, Tensor]]):
+    """Samples that know their index; shape ``(8,)``.
+
+    Args:
+        size: Number of samples.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, torch.full((8,), index / 10.0)
+
+
+class NoisyModel(nn.Module):
+    """Draws from Python's, NumPy's and torch's generators in each forward; input of shape ``(N, 8)``.
+
+    Args:
+        width: Size of the hidden layer.
+    """
+
+    seen: Tensor
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.drop = nn.Dropout(0.3)
+        self.second = nn.Linear(width, 4)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of shape ``(N, 4)``."""
+        self.seen += len(x)
+        noise = random.random() / 9 + np.random.rand() / 9  # noqa: S311, NPY002 - the global generators are meant
+        out: Tensor = self.second(self.drop(torch.tanh(self.first(x)))) * (1 + noise)
+        return out
+
+
+class ResumableRun:
+    """Everything of a run, made anew each time as a script would.
+
+    Args:
+        samples: Size of the data set.
+        batch: Samples per rank and step.
+        precision: As for ``Booster(mixed_precision=...)``.
+        workers: Data loader processes.
+        drop_last: Leave out the end of an epoch that does not fill a batch.
+        seed: Seeds the random generators, another on each rank; not the model and the order of samples.
+        width: Size of the model.
+        plugin: Plugin of runs with several ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        samples: int = 48,
+        batch: int = 2,
+        precision: str | None = None,
+        workers: int = 0,
+        drop_last: bool = False,
+        seed: int = 0,
+        width: int = 32,
+        plugin: str = "ddp",
+    ) -> None:
+        world = DistCoordinator()
+        torch.manual_seed(100 * seed + world.rank)
+        random.seed(100 * seed + world.rank)
+        np.random.seed(100 * seed + world.rank)  # noqa: NPY002 - the global generator is meant
+        self.booster = Booster("cpu", precision, plugin if world.world_size > 1 else None)
+        loader = self.booster.prepare_dataloader(
+            NumberedSamples(samples),
+            batch,
+            shuffle=True,
+            seed=5,
+            num_workers=workers,
+            drop_last=drop_last,
+            # A fork of a process with gloo's threads may inherit a lock that nobody is left to release.
+            multiprocessing_context="forkserver" if workers else None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            module = NoisyModel(width)
+        self.model: Any
+        self.optimizer: Any
+        self.scheduler: Any
+        self.loader: Any
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+        self.model, self.optimizer, _, self.loader, self.scheduler = self.booster.boost(
+            module, optimizer, None, loader, scheduler
+        )
+        self.step = 0
+        self.seen: list[int] = []
+
+    def objects(self) -> dict[str, Any]:
+        """Return what is passed to `Booster.save_checkpoint` and `Booster.load_checkpoint`."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.scheduler,
+            "dataloader": self.loader,
+        }
+
+    def save(self, root: str | Path, **options: Any) -> None:
+        """Save the training state of the present step.
+
+        Collective: every rank of the world.
+        """
+        self.booster.save_checkpoint(root, step=self.step, **self.objects(), **options)
+
+    def load(self, root: str | Path, **options: Any) -> LoadedCheckpoint:
+        """Load a training state and go on from its step.
+
+        Collective: every rank of the world.
+        """
+        loaded = self.booster.load_checkpoint(root, **self.objects(), **options)
+        self.step = loaded.step
+        return loaded
+
+    def train(self, until: int) -> list[float]:
+        """Train to a step, over as many epochs as it takes, and return the losses; ``seen`` lists the samples.
+
+        Collective: every rank of the world.
+        """
+        losses: list[float] = []
+        while self.step < until:
+            for indices, batch in self.loader:
+                self.seen += indices.tolist()
+                loss = self.model(batch).square().mean()
+                self.booster.backward(loss, self.optimizer)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.scheduler.step()
+                self.step += 1
+                losses.append(loss.item())
+                if self.step == until:
+                    break
+        return losses
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of the model's and the optimizer's tensors as this rank holds them."""
+        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        for index, values in self.optimizer.state_dict()["state"].items():
+            state |= {f"{index}/{name}": torch.as_tensor(value).clone() for name, value in values.items()}
+        return state

@@ -1,0 +1,344 @@
+"""Brings gradients from backward into this rank's shards, bucket by bucket, as backward runs.
+
+A *round* is one backward whose gradients are reduced. In it every active bucket is reduced once, in an order that is
+fixed and the same on every rank, however the ranks' backward passes go: a bucket is started when its gradients are
+complete and all buckets before it have been started, and whatever is left is started at the end of the round, with
+zeros for parameters that took no part. Buckets that are not expected to be complete come last, so that no other waits
+for them. Rounds add up until `Reducer.clear`.
+
+Where a rank holds all of a bucket's gradient, each parameter's is added to it as soon as it comes, paused or not: to
+keep it until the bucket is complete, or the pause is over, would only take memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import GradientError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from torch import Tensor, nn
+
+    from booster_runtime.collectives.pending import Pending
+    from booster_zero.engine.bucket import ShardedBucket
+    from booster_zero.engine.partition import Slot
+
+_MOST_IN_FLIGHT = 2
+"""Buckets that are underway at once. Each keeps full gradients of its size alive."""
+
+
+@dataclass
+class _Filling:
+    """How far a bucket has come in the present round."""
+
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
+    missing: int = 0
+    is_started: bool = False
+
+
+class Reducer:
+    """Reduces gradients of the buckets' parameters.
+
+    Args:
+        buckets: All buckets, in the order in which they are reduced.
+        names: Names of the parameters, by number.
+        overlap: Go on with backward while buckets are underway.
+        agree_on_record: Called on every rank at the end of the first round, with the parameters in the order in which
+            their gradients came and those whose gradients came again too late; returns the latter over all ranks.
+
+    Parameters get a hook each; `close` takes the hooks off again.
+
+    Attributes:
+        repeated: Parameters whose gradients come several times in one backward, on any rank.
+        unused_somewhere: Parameters that took no part in the first round on some rank.
+        unused_anywhere: Parameters that took no part on any rank when that was last agreed on.
+    """
+
+    def __init__(
+        self,
+        buckets: Iterable[ShardedBucket],
+        names: Mapping[int, str],
+        *,
+        overlap: bool,
+        agree_on_record: Callable[[list[int], set[int]], set[int]],
+    ) -> None:
+        self.buckets: list[ShardedBucket] = []
+        self.is_paused = False
+        self.used: set[int] = set()
+        self.order: list[int] = []
+        self.repeated: set[int] = set()
+        self.unused_somewhere: set[int] = set()
+        self.unused_anywhere: set[int] = set()
+        self.num_rounds = 0
+        self.is_recording = True
+        self._agree_on_record = agree_on_record
+        self._names = names
+        self._overlap = overlap
+        self._place: dict[int, tuple[ShardedBucket, Slot]] = {}
+        self._filling: dict[ShardedBucket, _Filling] = {}
+        self._underway: deque[tuple[Pending, Tensor]] = deque()
+        self._spare: dict[torch.dtype, list[Tensor]] = {}
+        self._is_open = False
+        self._is_guarded = False
+        self._has_local = False
+        self._late: set[int] = set()
+        self._hooks: dict[int, Any] = {}
+        self._unhooked: dict[int, nn.Parameter] = {}
+        self.set_buckets(buckets)
+
+    # ---- layout
+
+    def set_buckets(self, buckets: Iterable[ShardedBucket]) -> None:
+        """Reduce these buckets from now on, in this order. Not during a round."""
+        self.buckets = list(buckets)
+        self._place = {slot.index: (bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots}
+        self._filling = {}  # what it says of former buckets would keep their memory
+        self._spare = {}
+        self._unhooked = {
+            slot.index: parameter
+            for bucket in self.buckets
+            for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
+            if slot.index not in self._hooks
+        }
+        self.watch()
+
+    def watch(self) -> None:
+        """Put hooks on parameters that are new, or have been unfrozen since."""
+        reducer = weakref.ref(self)  # a hook must not keep alive what its parameter belongs to
+        for index, parameter in [*self._unhooked.items()]:
+            if parameter.requires_grad:
+                self._hooks[index] = _hook(reducer, index, parameter)
+                del self._unhooked[index]
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks = {}
+
+    # ---- rounds
+
+    @contextlib.contextmanager
+    def guarded(self, *, ends: bool = True) -> Iterator[None]:
+        """Run one backward inside; it is a round unless paused, also where no gradient comes of it on this rank.
+
+        Args:
+            ends: Wait for the round. ``False`` leaves it open until `finish` is called.
+
+        Collective: every rank of the shard group, unless paused.
+        """
+        if not self.is_paused:
+            self._begin()
+        self._is_guarded = True
+        try:
+            yield
+        finally:
+            self._is_guarded = False
+        if self.is_paused:
+            self._has_local = True
+        elif ends:
+            self.finish()
+
+    def settle(self) -> None:
+        """Return once every gradient that backward has produced is in the shards.
+
+        Collective: every rank of the shard group.
+        """
+        if self._has_local and not self._is_open:
+            self._begin()
+        self.finish()
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        while self._underway:
+            self._end_oldest()
+        self._is_open = self._has_local = False
+        self._late.clear()
+        self.used.clear()
+        self._filling = {}
+        for bucket in self.buckets:
+            bucket.drop_gradient()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def zero(self) -> None:
+        """Set the gradients to zero; parameters that have one keep it."""
+        for bucket in self.buckets:
+            bucket.zero_gradient()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def _begin(self) -> None:
+        if self._is_open:
+            return
+        self.watch()
+        self._is_open = True
+        self._has_local = False
+        self._filling = {
+            bucket: _Filling(missing=sum(parameter.requires_grad for parameter in bucket.parameters))
+            for bucket in self._in_order()
+            if bucket.is_active
+        }
+
+    def _in_order(self) -> list[ShardedBucket]:
+        """Return the buckets in the order of the next round: those that others would wait for come last."""
+        unsure = self.repeated | self.unused_somewhere | self.unused_anywhere
+        if not unsure:
+            return self.buckets
+
+        def comes_last(bucket: ShardedBucket) -> bool:
+            return any(
+                slot.index in unsure and parameter.requires_grad
+                for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
+            )
+
+        return sorted(self.buckets, key=comes_last)
+
+    def finish(self) -> None:
+        """End the round: start what is left, and wait for all of it.
+
+        Collective: every rank of the shard group; none where no round is open.
+        """
+        if not self._is_open:
+            return
+        self._start_rest()
+        self._is_open = False
+        self.num_rounds += 1
+        if self.is_recording:
+            self._end_recording()
+
+    def _end_recording(self) -> None:
+        """Let the ranks agree on what the first round has shown."""
+        self.is_recording = False
+        self.repeated = self._agree_on_record(self.order, self._late)
+        if self.repeated:  # what came after its bucket had left
+            self._late.clear()
+            self._begin()
+            self._start_rest()
+            self._is_open = False
+
+    def _start_rest(self) -> None:
+        for bucket, filling in self._filling.items():
+            if filling.is_started:
+                continue
+            for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
+                if parameter.grad is not None:
+                    self._take(bucket, filling, slot, parameter)
+            self._start(bucket, filling)
+        while self._underway:
+            self._end_oldest()
+
+    # ---- gradients
+
+    def on_gradient(self, index: int, parameter: nn.Parameter) -> None:
+        """Take the gradient that backward has just accumulated in a parameter."""
+        bucket, slot = self._place[index]
+        if self.is_paused:
+            self._has_local = True
+            if bucket.adds_at_once:
+                self._add(bucket, slot, parameter)
+            return
+        if not self._is_open:
+            self._begin()
+        if not self._is_guarded:
+            # Somebody called `loss.backward()` themselves: the engine tells when that has ended.
+            self._is_guarded = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_unguarded)  # noqa: SLF001 - as DDP and FSDP do
+        filling = self._filling.get(bucket)
+        if filling is None:
+            filling = self._filling[bucket] = _Filling(missing=len(bucket.parameters))
+        if filling.is_started:
+            self._come_late(index)
+            return
+        is_new = index not in filling.taken
+        if self.is_recording and is_new:
+            self.order.append(index)
+        self._take(bucket, filling, slot, parameter)
+        filling.missing -= is_new
+        self._start_complete()
+
+    def _end_unguarded(self) -> None:
+        self._is_guarded = False
+        self.finish()
+
+    def _come_late(self, index: int) -> None:
+        if self.is_recording:
+            self._late.add(index)
+            return
+        msg = (
+            f"The gradient of '{self._names[index]}' was changed after it had been reduced over the ranks: backward "
+            "reached it several times in one call, which it did not do in the first step. Use "
+            "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
+        )
+        raise GradientError(msg)
+
+    def _take(self, bucket: ShardedBucket, filling: _Filling, slot: Slot, parameter: nn.Parameter) -> None:
+        """Take a parameter's gradient, without a copy where it has the format that travels."""
+        filling.taken.add(slot.index)
+        if bucket.adds_at_once:
+            self._add(bucket, slot, parameter)
+            return
+        with torch.no_grad():
+            flat = self._gradient_of(slot, parameter).to(bucket.format.wire).reshape(-1)
+            before = filling.gradients.get(slot.index)
+            filling.gradients[slot.index] = flat if before is None else before + flat
+
+    def _add(self, bucket: ShardedBucket, slot: Slot, parameter: nn.Parameter) -> None:
+        """Add a parameter's gradient to the bucket's."""
+        with torch.no_grad():
+            bucket.add_gradient(slot, self._gradient_of(slot, parameter))
+
+    def _gradient_of(self, slot: Slot, parameter: nn.Parameter) -> Tensor:
+        """Return a parameter's gradient, and let the parameter forget it."""
+        gradient = parameter.grad
+        assert gradient is not None, "asked for a gradient that is not there"
+        self.used.add(slot.index)
+        parameter.grad = None
+        return gradient.to_dense() if gradient.is_sparse else gradient
+
+    def _start_complete(self) -> None:
+        for bucket, filling in self._filling.items():
+            if filling.is_started:
+                continue
+            if filling.missing > 0 or any(slot.index in self.repeated for slot in bucket.plan.slots):
+                return
+            self._start(bucket, filling)
+
+    def _start(self, bucket: ShardedBucket, filling: _Filling) -> None:
+        gradients, filling.gradients, filling.is_started = filling.gradients, {}, True
+        scratch = self._borrow(bucket)
+        self._underway.append((bucket.start_reduction(gradients, scratch), scratch))
+        while len(self._underway) > (_MOST_IN_FLIGHT if self._overlap else 0):
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        pending, scratch = self._underway.popleft()
+        with torch.no_grad():
+            pending.wait()
+        self._spare.setdefault(scratch.dtype, []).append(scratch)
+
+    def _borrow(self, bucket: ShardedBucket) -> Tensor:
+        """Return memory to receive into, long enough for any bucket; a few pieces serve all of them in turn."""
+        wire = bucket.format.wire
+        spare = self._spare.setdefault(wire, [])
+        if spare:
+            return spare.pop()
+        return torch.empty(max(each.scratch_numel for each in self.buckets if each.format.wire == wire), dtype=wire)
+
+
+def _hook(reducer: weakref.ref[Reducer], index: int, parameter: nn.Parameter) -> Any:
+    def take(parameter: nn.Parameter) -> None:
+        owner = reducer()
+        if owner is not None:
+            owner.on_gradient(index, parameter)
+
+    return parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from booster_core.coordinator import DistCoordinator
+from booster_core.errors import CheckpointError
+from booster_runtime.sharding.dtensor import DTensorStateAdapter, dtensor_shards, local_of, sharded_like
+from booster_testing import run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
+
+PLACEMENTS = {
+    "rows": ((4,), [Shard(0)], (7, 5)),
+    "columns": ((4,), [Shard(1)], (7, 6)),
+    "fewer rows than ranks": ((4,), [Shard(0)], (2, 3)),
+    "replicas of rows": ((2, 2), [Replicate(), Shard(0)], (5, 3)),
+    "rows and columns": ((2, 2), [Shard(0), Shard(1)], (5, 3)),
+    "rows twice": ((2, 2), [Shard(0), Shard(0)], (7, 3)),
+    "whole": ((2, 2), [Replicate(), Replicate()], (3,)),
+    "scalar": ((4,), [Replicate()], ()),
+}
+
+
+def owned_parts(name):
+    sizes, placements, shape = PLACEMENTS[name]
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    mesh = init_device_mesh("cpu", sizes)
+    tensor = distribute_tensor(whole, mesh, placements)
+    shards = list(dtensor_shards("w", None, tensor))
+    for shard in shards:
+        assert torch.equal(shard.data, whole[tuple(slice(*edges) for edges in shard.box)])
+    again = sharded_like(whole, tensor)
+    assert again.placements == tensor.placements
+    assert torch.equal(local_of(again), local_of(tensor))
+    assert torch.equal(again.full_tensor(), whole)
+    return [shard.data.flatten().tolist() for shard in shards if shard.is_owner]
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_owned_parts_cover_a_tensor_once(name):
+    numel = torch.Size(PLACEMENTS[name][2]).numel()
+    parts = run_on_ranks(owned_parts, 4, name)
+    assert sorted(value for of_rank in parts for part in of_rank for value in part) == [float(i) for i in range(numel)]
+
+
+def strided_rows():
+    """Cut by the second axis first and by the first axis within, as `fully_shard` does after tensor parallelism."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 9)
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    parallelize_module(model, mesh["tp"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["dp"])
+    shards = list(DTensorStateAdapter(model, None, DistCoordinator()).model_shards())
+    for shard in shards:
+        assert torch.equal(shard.data, whole[shard.name][tuple(slice(*edges) for edges in shard.box)])
+    return [(shard.name, *row) for shard in shards if shard.is_owner for row in [range(*shard.box[0])]]
+
+
+def test_rows_cut_by_two_axes_out_of_order_are_found():
+    per_rank = run_on_ranks(strided_rows, 4)
+    for name in ("weight", "bias"):
+        rows = [row for of_rank in per_rank for held, *chosen in of_rank if held == name for row in chosen]
+        assert sorted(rows) == list(range(9))
+
+
+def partial_sum():
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+    with pytest.raises(CheckpointError, match=r"'w/sum' is placed as .* so no rank holds its values"):
+        list(dtensor_shards("w", "sum", tensor))
+
+
+def test_values_that_are_still_to_be_summed_are_refused():
+    run_on_ranks(partial_sum, 2)
+
+
+MESHES = {
+    "rows": ((2,), ("dp",)),
+    "replicas of rows": ((2, 2), ("replicas", "dp")),
+    "rows within columns": ((2, 2), ("dp", "tp")),
+    "more rows": ((4,), ("dp",)),
+}
+
+
+def sharded_run(name):
+    """Return a model sharded by torch over a mesh, by hand, and an optimizer over its DTensors."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    sizes, axes = MESHES[name]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    torch.manual_seed(len(sizes))
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3), nn.Tanh())
+    if "tp" in axes:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"] if "tp" in axes else mesh)
+    # DTensors of two meshes do not fit into one call of a fused or foreach kernel.
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+
+
+def step(model, optimizer, number):
+    generator = torch.Generator().manual_seed(number)
+    model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole_values(model, optimizer):
+    parameters = dict(model.named_parameters())
+    moments = {f"{name}/exp_avg": optimizer.state[parameter]["exp_avg"] for name, parameter in parameters.items()}
+    return {name: tensor.detach().full_tensor().clone() for name, tensor in {**parameters, **moments}.items()}
+
+
+def save_and_go_on(name, folder):
+    from booster_runtime.checkpoint.files import CheckpointFiles
+
+    io, coordinator = CheckpointFiles(DistCoordinator()), DistCoordinator()
+    model, optimizer = sharded_run(name)
+    step(model, optimizer, 0)
+    io.save_model(DTensorStateAdapter(model, optimizer, coordinator), f"{folder}/m", module=model, shard=True)
+    io.save_optimizer(DTensorStateAdapter(model, optimizer, coordinator), f"{folder}/o", shard=True)
+    step(model, optimizer, 1)
+    return whole_values(model, optimizer)
+
+
+def load_and_go_on(name, folder):
+    from booster_runtime.checkpoint.files import CheckpointFiles
+
+    io, coordinator = CheckpointFiles(DistCoordinator()), DistCoordinator()
+    model, optimizer = sharded_run(name)
+    io.load_model(DTensorStateAdapter(model, optimizer, coordinator), f"{folder}/m")
+    io.load_optimizer(DTensorStateAdapter(model, optimizer, coordinator), f"{folder}/o")
+    step(model, optimizer, 1)
+    return whole_values(model, optimizer)
+
+
+@pytest.mark.parametrize("loaded", MESHES)
+@pytest.mark.parametrize("saved", MESHES)
+def test_an_optimizer_over_dtensors_goes_on_over_another_mesh(saved, loaded, tmp_path):
+    sizes = {name: torch.Size(sizes).numel() for name, (sizes, _) in MESHES.items()}
+    expected = run_on_ranks(save_and_go_on, sizes[saved], saved, str(tmp_path))[0]
+    tolerance = EXACT if saved == loaded else tolerance_for(torch.float32)
+    for actual in run_on_ranks(load_and_go_on, sizes[loaded], loaded, str(tmp_path)):
+        assert_same_tensors(actual, expected, tolerance)

@@ -1,0 +1,134 @@
+"""Lazy models on several ranks: one model everywhere, whatever seeds the ranks have, and memory for one tensor."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from booster_core import Boosted, Booster, LazyInitContext
+from booster_core.coordinator import DistCoordinator
+from booster_core.errors import LazyInitError
+from booster_core.plugin import Plugin
+from booster_core.state.shard import TensorShard, full_box
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_runtime.lazy import materialize, take_recording
+from booster_testing import close_ranks, expect_on_ranks, run_on_ranks
+from booster_testing.memory import peak_memory
+from booster_testing.models import TinyMixedBag
+
+MIB = 2**20
+
+
+class Rows(Plugin):
+    """Keeps of each parameter the flat part that is this rank's, in `kept`."""
+
+    name: ClassVar[str] = "rows"
+    api_version: ClassVar[int] = 1
+    handles_lazy: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def configure(self, objects: Boosted, context: Any) -> Boosted:
+        rank, size = context.coordinator.rank, context.coordinator.world_size
+        recording = take_recording(objects.model)
+        shards = []
+        for name, parameter in objects.model.named_parameters():
+            flat = (rank * parameter.numel() // size, (rank + 1) * parameter.numel() // size)
+            shape, data = tuple(parameter.shape), torch.empty(flat[1] - flat[0], dtype=parameter.dtype)
+            shards.append(
+                TensorShard(name=name, global_shape=shape, dtype=data.dtype, box=full_box(shape), flat=flat, data=data)
+            )
+            self.kept[name] = data
+        recording.fill(shards, context.device)
+        optimizer = objects.optimizer and OptimizerWrapper(objects.optimizer)
+        return objects._replace(model=ModelWrapper(objects.model), optimizer=optimizer)
+
+
+def build(seed: int, *, lazy: bool) -> TinyMixedBag:
+    torch.manual_seed(seed)
+    with LazyInitContext() if lazy else contextlib.nullcontext():
+        return TinyMixedBag()
+
+
+def keep_parts() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
+    """Boost with another seed on every rank; return what is kept, the buffers, and whether the generator is right."""
+    rank = DistCoordinator().rank
+    build(rank, lazy=False)
+    expected_state = torch.get_rng_state()
+    model, plugin = build(rank, lazy=True), Rows()
+    Booster(plugin=plugin).boost(model)
+    return plugin.kept, dict(model.named_buffers()), torch.equal(torch.get_rng_state(), expected_state)
+
+
+def test_ranks_with_other_seeds_keep_parts_of_the_first_ranks_model() -> None:
+    results = run_on_ranks(keep_parts, 3)
+    eager = build(0, lazy=False)
+    for name, parameter in eager.named_parameters():
+        assert torch.equal(torch.cat([kept[name] for kept, _, _ in results]), parameter.flatten()), name
+    for _, buffers, generator_is_right in results:
+        assert generator_is_right
+        assert all(torch.equal(buffers[name], buffer) for name, buffer in eager.named_buffers())
+
+
+def build_differently() -> None:
+    with LazyInitContext():
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + DistCoordinator().rank)))
+    Booster(plugin=Rows()).boost(model)
+
+
+def test_other_models_on_other_ranks_are_refused() -> None:
+    expect_on_ranks(LazyInitError, "built another model than rank 0", build_differently, 2)
+
+
+def build_in_another_order() -> dict[str, torch.Tensor]:
+    """Let tensors be made in an order of this rank's own, as threads that read files do."""
+    rank, plugin = DistCoordinator().rank, Rows()
+    with LazyInitContext():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        for index in range(3):
+            number = (index + rank) % 3
+            layer: Any = model[number]
+            layer.bias.data = torch.full((2,), number, dtype=torch.float64).float() if number else torch.zeros(2)
+    Booster(plugin=plugin).boost(model)
+    return plugin.kept
+
+
+def test_what_draws_nothing_may_come_in_any_order() -> None:
+    of_ranks = run_on_ranks(build_in_another_order, 2)
+    for number in range(3):
+        bias = torch.cat([kept[f"{number}.bias"] for kept in of_ranks])
+        assert bias.tolist() == [number, number]
+
+
+def record_and_materialize() -> tuple[float, float, float]:
+    """Return the peaks of recording, of keeping a sixteenth, and of materializing a model of 64 MiB, in MiB."""
+
+    def make() -> nn.Module:
+        with LazyInitContext():
+            return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16))).bfloat16()
+
+    make()
+    with peak_memory() as recording:
+        model = make()
+    taken = take_recording(model)
+    kept = {name: torch.zeros(1024, 64, dtype=torch.bfloat16) for name, _ in model.named_parameters()}
+    with peak_memory() as sharded:
+        taken.place(lambda name, value: kept[name].copy_(value[:, :64]), taken.names)
+    model = make()
+    with peak_memory() as whole:
+        materialize(model)
+    return recording.peak_bytes / MIB, sharded.peak_bytes / MIB, whole.peak_bytes / MIB
+
+
+def test_one_tensor_is_made_at_a_time() -> None:
+    close_ranks()  # a heap that earlier tests have cut up would serve one tensor and not the next
+    ((recording, sharded, whole),) = run_on_ranks(record_and_materialize, 1)
+    assert recording < 2
+    # The sixteenth (2 MiB), and a matrix in fp32 (4 MiB) and in bf16 (2 MiB).
+    assert sharded < 8 + 2
+    # All of the model in bf16 (32 MiB), and a matrix in fp32; eager construction peaks at 64 MiB.
+    assert whole < 32 + 4 + 2

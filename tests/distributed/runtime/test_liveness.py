@@ -1,0 +1,424 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+LIMIT_SECONDS = 30.0
+"""What Booster promises, from the failure to the end of the last process."""
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from booster_core.coordinator import DistCoordinator
+from booster_core.launch import launch, launch_from_torch
+
+from booster_runtime.liveness import member
+
+member.GRACE_SECONDS = GRACE or member.GRACE_SECONDS
+what, victim, where = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+
+def tell(*words):
+    # In one piece, or the processes' lines mix.
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+if where == "launch":
+    tell("PID", os.getpid())
+if where == "launch" and sys.argv[4] == str(victim):
+    opened = dist.init_process_group
+
+    def open_wrongly(*args, **kwargs):
+        tell("FAILS", time.time())
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
+        opened(*args, **kwargs)
+
+    dist.init_process_group = open_wrongly
+if len(sys.argv) > 4:
+    c = launch(int(sys.argv[4]), int(sys.argv[5]), "127.0.0.1", int(sys.argv[6]), verbose=False)
+else:
+    c = launch_from_torch(verbose=False)
+dist.all_reduce(torch.ones(1))
+tell("PID", os.getpid())
+
+def innermost_cause():
+    raise ZeroDivisionError("the original error")
+
+def fail():
+    time.sleep(0.5)
+    tell("FAILS", time.time())
+    if what == "raise":
+        innermost_cause()
+    elif what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "exit":
+        os._exit(3)
+    elif what == "sys.exit":
+        sys.exit(3)
+    elif what == "sys.exit with words":
+        sys.exit("no such data")
+    elif what == "sys.exit after an error":
+        try:
+            innermost_cause()
+        except ZeroDivisionError:
+            sys.exit(1)
+    elif what == "fork":
+        if os.fork() == 0:
+            tell("PID", os.getpid())
+            time.sleep(40)
+            os._exit(0)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "hook":
+        sys.excepthook = sys.__excepthook__
+        innermost_cause()
+    elif what == "caught":
+        try:
+            innermost_cause()
+        except ZeroDivisionError:
+            pass
+        try:
+            sys.exit(3)
+        except SystemExit as error:
+            assert error.code == 3
+        if os.fork() == 0:
+            sys.exit(4)
+        assert os.WEXITSTATUS(os.wait()[1]) == 4
+        c.rendezvous("end")
+        tell("FINE")
+        sys.exit(0)
+
+def wait():
+    if what == "caught":
+        c.rendezvous("end")
+        tell("FINE")
+    elif where == "collective":
+        dist.all_reduce(torch.ones(1))
+        time.sleep(300)
+    elif where == "sleep":
+        time.sleep(300)
+    elif where == "rendezvous":
+        c.rendezvous("step", timeout_seconds=300)
+    elif where == "loop":
+        while True:
+            sum(range(1000))
+
+fail() if c.rank == victim else wait()
+"""
+
+
+@dataclass
+class Run:
+    codes: list[int]
+    output: str
+    seconds: float
+    pids: list[int]
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A script whose ranks end soon after another's failure, to save the tests' time."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("GRACE or", "0.5 or"))
+    return path
+
+
+@pytest.fixture
+def unhurried_script(tmp_path):
+    """A script as it is, with the time that ranks have to end by themselves."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("GRACE or", "None or"))
+    return path
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _run(commands, cwd, *, leaves_children=False):
+    """Run processes that share one screen, until all have ended; what they forked, where they do, is ended here."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as screen:
+        processes = [
+            subprocess.Popen(command, cwd=cwd, stdout=screen, stderr=subprocess.STDOUT, env=environment)
+            for command in commands
+        ]
+        try:
+            codes = [process.wait(timeout=120) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        end = time.time()
+        screen.seek(0)
+        output = screen.read()
+    words = [line.split() for line in output.splitlines()]
+    pids = [int(line[1]) for line in words if line[:1] == ["PID"]]
+    start = next((float(line[1]) for line in words if line[:1] == ["FAILS"]), end)
+    for pid in pids:
+        if leaves_children and _is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+        else:
+            assert not _is_alive(pid), output
+    return Run(codes, output, end - start, pids)
+
+
+def run_by_hand(script, num_ranks, what, victim, where, *, leaves_children=False):
+    port = _free_port()
+    rest = [what, str(victim), where]
+    commands = [[sys.executable, script, *rest, str(r), str(num_ranks), str(port)] for r in range(num_ranks)]
+    return _run(commands, script.parent, leaves_children=leaves_children)
+
+
+def run_by_torchrun(script, num_ranks, what, victim, where):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return _run([[*command, script, what, str(victim), where]], script.parent)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["collective", "sleep", "rendezvous", "loop"])
+def test_an_exception_ends_all_and_is_seen_last(script, victim, where):
+    run = run_by_hand(script, 2, "raise", victim, where)
+    assert run.codes == [1, 1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert run.output.rstrip().endswith("ZeroDivisionError: the original error"), run.output
+    assert "innermost_cause" in run.output
+    assert run.output.count("Traceback") == 1, run.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["collective", "sleep"])
+def test_torchruns_report_ends_with_the_original_traceback(script, victim, where):
+    run = run_by_torchrun(script, 2, "raise", victim, where)
+    assert run.codes == [1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    report = run.output.partition("Root Cause")[2]
+    assert "innermost_cause" in report, run.output
+    assert f"(local_rank: {victim})" in report, run.output
+    assert report.rstrip().rstrip("=").rstrip().endswith("ZeroDivisionError: the original error"), run.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["collective", "sleep"])
+@pytest.mark.parametrize(("what", "code"), [("kill", -9), ("exit", 3)])
+def test_a_death_without_words_ends_all_and_is_told(script, victim, where, what, code):
+    run = run_by_hand(script, 2, what, victim, where)
+    assert run.codes[victim] == code, run.output
+    assert run.codes[1 - victim] == 1, run.output
+    assert run.seconds < LIMIT_SECONDS
+    last = run.output.rstrip().splitlines()[-1]
+    assert last.startswith(f"Booster: rank {victim}"), run.output
+    assert "died without a traceback" in last
+    assert run.output.count("Traceback") == 0, run.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_children_that_live_on_do_not_hide_a_death(script, victim):
+    run = run_by_hand(script, 2, "fork", victim, "sleep", leaves_children=True)
+    assert run.codes[1 - victim] == 1, run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert "died without a traceback" in run.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["collective", "sleep"])
+def test_an_exit_with_a_failures_code_ends_all_and_is_told(script, victim, where):
+    run = run_by_hand(script, 2, "sys.exit", victim, where)
+    assert run.codes[victim] == 3, run.output
+    assert run.codes[1 - victim] == 1, run.output
+    assert run.seconds < LIMIT_SECONDS
+    last = run.output.rstrip().splitlines()[-1]
+    assert last.startswith(f"Booster: rank {victim} failed; all other ranks end. `sys.exit(3)` was called at "), last
+    assert "train.py:" in last
+    assert "Traceback" not in run.output
+
+
+def test_an_exit_with_words(script):
+    run = run_by_hand(script, 2, "sys.exit with words", 1, "sleep")
+    assert run.codes == [1, 1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert run.output.count("no such data") == 2, run.output
+
+
+def test_an_exit_after_an_error(script):
+    run = run_by_hand(script, 2, "sys.exit after an error", 1, "sleep")
+    assert run.codes == [1, 1], run.output
+    assert run.seconds < LIMIT_SECONDS
+
+
+def test_torchruns_report_names_an_exit(script):
+    run = run_by_torchrun(script, 2, "sys.exit", 1, "sleep")
+    assert run.codes == [1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert "`sys.exit(3)` was called at" in run.output.partition("Root Cause")[2], run.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_whose_group_cannot_be_opened_ends_all(script, victim):
+    run = run_by_hand(script, 2, "raise", victim, "launch")
+    assert run.codes == [1, 1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert (
+        run.output.rstrip()
+        .splitlines()[-1]
+        .startswith(
+            f"booster_core.errors.LaunchError: Rank {victim} could not start the process group of backend 'gloo': "
+        )
+    ), run.output
+    assert "GLOO_SOCKET_IFNAME" in run.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_while_the_group_is_opened_ends_all(script, victim):
+    run = run_by_hand(script, 2, "kill", victim, "launch")
+    assert run.codes[victim] == -9, run.output
+    assert run.codes[1 - victim] == 1, run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert f"rank {victim}" in run.output
+
+
+def test_the_monitor_can_be_turned_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("BOOSTER_MONITOR", "0")
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+        import os, signal, sys, threading, time, warnings
+        warnings.simplefilter("error")
+        from booster_core.launch import launch
+        from booster_core.world import current_world
+        c = launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]), verbose=False)
+        assert current_world().monitor is None
+        assert not any("monitor" in thread.name for thread in threading.enumerate())
+        c.rendezvous("step")
+        if c.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(4)
+        """)
+    )
+    port = str(_free_port())
+    run = _run([[sys.executable, path, str(rank), port] for rank in range(2)], tmp_path)
+    assert run.codes == [0, -9], run.output
+    assert "Booster" not in run.output
+
+
+def test_the_monitors_switch_is_checked_before_anything_is_opened(tmp_path, monkeypatch):
+    monkeypatch.setenv("BOOSTER_MONITOR", "off")
+    path = tmp_path / "train.py"
+    path.write_text("from booster_core.launch import launch\nlaunch(0, 2, '127.0.0.1', 1)\n")
+    run = _run([[sys.executable, path]], tmp_path)
+    assert run.codes == [1], run.output
+    assert "BOOSTER_MONITOR='off' must be 1 (ranks learn at once when one dies) or 0." in run.output
+
+
+def test_launching_again_after_a_launch_that_failed(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+        import os, sys
+        import torch.distributed as dist
+        from booster_core.errors import LaunchError
+        from booster_core.launch import launch
+        rank, first, second = map(int, sys.argv[1:])
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
+        try:
+            launch(rank, 2, "127.0.0.1", first, verbose=False, timeout_seconds=60)
+        except LaunchError:
+            assert not dist.is_initialized()
+        else:
+            raise SystemExit("it did not fail")
+        del os.environ["GLOO_SOCKET_IFNAME"]
+        c = launch(rank, 2, "127.0.0.1", second, verbose=False, timeout_seconds=60)
+        assert c.all_gather_object(c.rank) == [0, 1]
+        """)
+    )
+    ports = [str(_free_port()), str(_free_port())]
+    run = _run([[sys.executable, path, str(rank), *ports] for rank in range(2)], tmp_path)
+    assert run.codes == [0, 0], run.output
+
+
+def test_launching_twice_in_one_process(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+        import sys
+        import torch, torch.distributed as dist
+        from booster_core.launch import launch, shutdown
+        for port in sys.argv[2:]:
+            c = launch(int(sys.argv[1]), 2, "127.0.0.1", int(port), verbose=False, timeout_seconds=60)
+            c.rendezvous("step")
+            assert c.all_gather_object(c.rank) == [0, 1]
+            hook = sys.excepthook
+            shutdown()
+            assert sys.excepthook is not hook
+            assert not dist.is_initialized()
+        """)
+    )
+    ports = [str(_free_port()), str(_free_port())]
+    run = _run([[sys.executable, path, str(rank), *ports] for rank in range(2)], tmp_path)
+    assert run.codes == [0, 0], run.output
+
+
+def test_a_death_without_words_under_torchrun(script):
+    run = run_by_torchrun(script, 2, "kill", 1, "sleep")
+    assert run.codes == [1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert "SIGKILL" in run.output.partition("Root Cause")[2]
+
+
+def test_four_ranks_print_one_traceback(unhurried_script):
+    run = run_by_hand(unhurried_script, 4, "raise", 2, "collective")
+    assert run.codes == [1, 1, 1, 1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert run.output.count("Traceback") == 1, run.output
+    assert run.output.rstrip().endswith("ZeroDivisionError: the original error"), run.output
+
+
+def test_an_excepthook_of_the_script_does_not_hide_a_failure(script):
+    run = run_by_hand(script, 2, "hook", 1, "sleep")
+    assert run.codes == [1, 1], run.output
+    assert run.seconds < LIMIT_SECONDS
+    assert "ZeroDivisionError: the original error" in run.output
+
+
+def test_what_the_script_catches_ends_nothing(script):
+    run = run_by_hand(script, 2, "caught", 1, "-")
+    assert run.codes == [0, 0], run.output
+    assert run.output.count("FINE") == 2
+
+
+def test_an_interrupt_behaves_as_usual(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+        import sys, os, signal, time
+        from booster_core.launch import launch
+        launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]), verbose=False)
+        if sys.argv[1] == "1":
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(300)
+        """)
+    )
+    port = str(_free_port())
+    run = _run([[sys.executable, path, str(rank), port] for rank in range(2)], Path(tmp_path))
+    assert run.codes == [1, -2], run.output
+    assert "KeyboardInterrupt" in run.output

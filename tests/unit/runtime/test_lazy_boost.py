@@ -1,0 +1,178 @@
+"""Lazy models under the default plugin, and in the hands of a plugin that places values itself."""
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Boosted, Booster, LazyInitContext, Plugin
+from booster_core.single import SingleDevicePlugin
+from booster_core.state.shard import TensorShard
+from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_runtime.lazy import is_lazy, take_recording
+from booster_runtime.lazy.replay import Replay
+from booster_testing.models import TinyMixedBag, TinyMLP
+
+
+def build(lazy: bool, model_class: type[nn.Module] = TinyMLP) -> nn.Module:
+    torch.manual_seed(5)
+    if not lazy:
+        return model_class()
+    with LazyInitContext():
+        return model_class()
+
+
+def losses(lazy: bool, make_optimizer: Any, **changes: Any) -> list[float]:
+    model = build(lazy)
+    optimizer = make_optimizer(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    booster = Booster(**changes)
+    boosted, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+    assert not is_lazy(model)
+    found = []
+    torch.manual_seed(6)
+    for _ in range(4):
+        loss = boosted(torch.randn(4, 8)).square().mean()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_lazy_model_trains_as_an_eager_one(make_optimizer, precision) -> None:
+    assert losses(True, make_optimizer, mixed_precision=precision) == losses(
+        False, make_optimizer, mixed_precision=precision
+    )
+
+
+def test_what_was_run_is_described(capsys) -> None:
+    with LazyInitContext():
+        model = nn.Linear(4, 4)
+        model.register_buffer("picked", torch.randn(6)[torch.rand(6) > 0.5])
+    booster = Booster()
+    booster.boost(model)
+    assert "lazy init  run instead of recorded: aten::index (1)" in booster.describe()
+
+
+class SlicingPlugin(SingleDevicePlugin):
+    """Keeps the first row of every matrix, and all of the rest."""
+
+    name: ClassVar[str] = "slicing"
+    handles_lazy: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def configure(self, objects: Boosted, context: Any) -> Boosted:
+        recording = take_recording(objects.model)
+        shards = []
+        for name, parameter in objects.model.named_parameters():
+            assert parameter.is_meta
+            if parameter.dim() == 2:
+                shape = tuple(parameter.shape)
+                self.kept[name] = torch.empty(1, shape[1])
+                box = ((0, 1), (0, shape[1]))
+                shards.append(
+                    TensorShard(name=name, global_shape=shape, dtype=parameter.dtype, box=box, data=self.kept[name])
+                )
+        recording.fill(shards, context.device)
+        optimizer = objects.optimizer and OptimizerWrapper(objects.optimizer)
+        return objects._replace(model=ModelWrapper(objects.model), optimizer=optimizer)
+
+
+def test_a_plugin_may_keep_parts() -> None:
+    plugin = SlicingPlugin()
+    assert isinstance(plugin, Plugin)
+    model = build(lazy=True, model_class=TinyMixedBag)
+    Booster(plugin=plugin).boost(model)
+    eager = build(lazy=False, model_class=TinyMixedBag)
+    for name, parameter in eager.named_parameters():
+        if parameter.dim() == 2:
+            assert torch.equal(plugin.kept[name], parameter[:1])
+            assert model.get_parameter(name).is_meta
+        else:
+            assert torch.equal(model.get_parameter(name), parameter)
+    for name, buffer in eager.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer)
+
+
+def test_place_hands_each_tensor_over_once() -> None:
+    model = build(lazy=True, model_class=TinyMixedBag)
+    eager = build(lazy=False, model_class=TinyMixedBag)
+    recording = take_recording(model)
+    seen: dict[str, torch.Tensor] = {}
+
+    def place(name: str, value: torch.Tensor) -> None:
+        assert name not in seen
+        seen[name] = value.clone()
+
+    recording.place(place, recording.names)
+    expected = {**dict(eager.named_parameters()), **dict(eager.named_buffers())}
+    assert seen.keys() == expected.keys()
+    assert all(torch.equal(seen[name], tensor) for name, tensor in expected.items())
+
+
+def test_values_go_while_the_replay_runs(monkeypatch) -> None:
+    with LazyInitContext():
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).half()
+    recording = take_recording(model)
+    alive: list[int] = []
+    finish = Replay._finish
+
+    def count(replay: Replay, index: int) -> None:
+        alive.append(len(replay._storages))
+        finish(replay, index)
+
+    monkeypatch.setattr(Replay, "_finish", count)
+    dtypes = []
+    recording.place(lambda name, value: dtypes.append((name, value.dtype)), recording.names)
+    # A weight and what it was converted from, although conversion was asked for after the last layer was made.
+    assert max(alive) == 2
+    assert dtypes == [(name, torch.float16) for name, _ in model.named_parameters()]
+
+
+def test_what_stands_in_for_values_takes_one_element_each_whatever_its_shape() -> None:
+    with LazyInitContext():
+        model = nn.Linear(3, 2)
+        model.scale = nn.Parameter(torch.ones(()))
+        model.gate = nn.Parameter(torch.ones(1))
+        model.register_buffer("mean", torch.zeros(()))
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    recording = take_recording(model, "cpu")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "weight": (2, 3),
+        "bias": (2,),
+        "scale": (),
+        "gate": (1,),
+        "mean": (),
+    }
+    assert all(tensor.untyped_storage().nbytes() == 4 for tensor in tensors.values())
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert recording.name_of == {id(tensor): name for name, tensor in tensors.items()}
+
+
+def test_nothing_is_made_for_parameters_that_the_model_has_lost() -> None:
+    model = build(lazy=True, model_class=TinyMixedBag)
+    eager = build(lazy=False, model_class=TinyMixedBag)
+    recording = take_recording(model)
+    del model.embedding.weight, model.repeated.weight
+    kept = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    recording.leave_out_absent()
+    assert "repeated.weight" not in recording.names
+    assert "embedding.weight" in recording.names, "the head has it still"
+    recording.fill((), "cpu")
+    assert all(torch.equal(model.get_parameter(name), eager.get_parameter(name)) for name in kept)

@@ -1,0 +1,130 @@
+"""What is not possible with a model that has no values yet says so."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Booster, LazyInitContext
+from booster_core.errors import ConfigError, LazyInitError
+from booster_runtime.lazy import is_lazy, load_pretrained, materialize, take_recording
+from booster_testing.models import TinyMixedBag, TinyMLP
+
+
+@pytest.fixture
+def model() -> TinyMLP:
+    with LazyInitContext():
+        return TinyMLP()
+
+
+def test_forward_names_the_way_out(model) -> None:
+    with pytest.raises(
+        LazyInitError, match=r"A lazy model was run.*`Booster\.boost`.*`booster_runtime\.lazy\.materialize`"
+    ):
+        model(torch.ones(2, 8))
+
+
+def test_embedding_forward_names_the_way_out() -> None:
+    with LazyInitContext():
+        model = TinyMixedBag()
+    with pytest.raises(LazyInitError, match="`embedding` got real inputs"):
+        model(torch.ones(2, 3, dtype=torch.long))
+
+
+def test_deepcopy_is_refused(model) -> None:
+    with pytest.raises(LazyInitError, match=r"deepcopy.*Copy it inside of the context"):
+        copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model.state_dict(), io.BytesIO())])
+def test_pickling_is_refused(model, save) -> None:
+    with pytest.raises(LazyInitError, match="no values to pickle or save"):
+        save(model)
+
+
+def test_contexts_do_not_nest() -> None:
+    with LazyInitContext(), pytest.raises(LazyInitError, match="inside of another one"), LazyInitContext():
+        pass
+    assert not is_lazy(nn.Linear(2, 2))
+
+
+def test_a_context_is_used_once() -> None:
+    context = LazyInitContext()
+    with context:
+        pass
+    with pytest.raises(LazyInitError, match="used already"), context:
+        pass
+
+
+def test_an_error_inside_leaves_the_context() -> None:
+    with pytest.raises(ZeroDivisionError), LazyInitContext():
+        raise ZeroDivisionError
+    assert not is_lazy(nn.Linear(2, 2))
+    assert torch.nn.init._no_grad_trunc_normal_.__module__ == "torch.nn.init"
+
+
+def test_materialize_needs_the_context_to_be_over() -> None:
+    with LazyInitContext():
+        model = nn.Linear(2, 2)
+        with pytest.raises(LazyInitError, match="End the `with` block first"):
+            materialize(model)
+
+
+@pytest.mark.parametrize(("device", "message"), [("nowhere", "not a device"), ("meta", "no values to initialise")])
+def test_default_device_is_checked(device, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LazyInitContext(default_device=device)
+
+
+def test_boosting_twice_is_refused(model) -> None:
+    booster = Booster()
+    booster.boost(model)
+    with pytest.raises(ConfigError, match="was lazy and is boosted already"):
+        booster.boost(model)
+
+
+def test_an_optimizer_of_another_model_is_refused(model) -> None:
+    with LazyInitContext():
+        other = TinyMLP()
+    with pytest.raises(ConfigError, match="not the model's"):
+        Booster().boost(model, torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_tensors_of_two_contexts_do_not_mix(model) -> None:
+    with LazyInitContext():
+        other = nn.Linear(8, 16)
+    with pytest.raises(LazyInitError, match="two `LazyInitContext`s"):
+        model.first.weight.data.add_(other.weight.data)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.zero_, lambda values: values.data.zero_()], ids=["plain", "data"])
+def test_a_tensor_that_was_read_and_changed_since_is_noticed(change) -> None:
+    values = torch.arange(10_000.0)
+    with LazyInitContext():
+        model = nn.Linear(100, 100)
+        model.weight.data.copy_(values.view(100, 100))
+    change(values)
+    with pytest.raises(LazyInitError, match="changed in place since"):
+        materialize(model)
+
+
+def test_wrong_shapes_raise_where_they_are_written(model) -> None:
+    with pytest.raises(RuntimeError, match=r"size of tensor|broadcast|shape"):
+        model.first.weight.data.copy_(torch.ones(3, 3))
+
+
+def test_load_pretrained_is_for_lazy_models(tmp_path) -> None:
+    with pytest.raises(LazyInitError, match=r"Boost it and use `Booster\.load_model`"):
+        load_pretrained(TinyMLP(), tmp_path)
+
+
+def test_a_taken_recording_leaves_meta_tensors(model) -> None:
+    parameters = list(model.parameters())
+    recording = take_recording(model)
+    assert not is_lazy(model)
+    assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
+    assert all(type(parameter) is nn.Parameter and parameter.is_meta for parameter in parameters)
+    assert recording.names == [name for name, _ in model.named_parameters()]

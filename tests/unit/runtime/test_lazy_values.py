@@ -1,0 +1,454 @@
+"""Lazy models have, bit for bit, the values that they would have without the context, and so has the generator."""
+
+import copy
+import math
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from booster_core import LazyInitContext
+from booster_runtime.lazy import is_lazy, materialize
+from booster_runtime.lazy.log import Const
+from booster_testing.models import TinyMixedBag
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers, non-persistent and tied ones too."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def assert_same_state(lazy: nn.Module, eager: nn.Module) -> None:
+    actual, expected = state_of(lazy), state_of(eager)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        other = actual[name]
+        assert type(other) is type(tensor), name
+        assert (other.dtype, other.stride(), other.requires_grad) == (
+            tensor.dtype,
+            tensor.stride(),
+            tensor.requires_grad,
+        )
+        torch.testing.assert_close(other.detach(), tensor.detach(), rtol=0, atol=0, equal_nan=True, msg=name)
+    ties = [[name for name in expected if expected[name] is tensor] for tensor in expected.values()]
+    assert ties == [[name for name in actual if actual[name] is tensor] for tensor in actual.values()]
+
+
+def assert_lazy_equals_eager(build: Callable[[], nn.Module]) -> LazyInitContext:
+    torch.manual_seed(3)
+    eager = build()
+    expected_state = torch.get_rng_state()
+    torch.manual_seed(3)
+    with LazyInitContext() as context:
+        lazy = build()
+    assert is_lazy(lazy)
+    parameters = list(lazy.parameters())
+    materialize(lazy)
+    assert not is_lazy(lazy)
+    assert all(now is before for now, before in zip(lazy.parameters(), parameters, strict=True))
+    assert_same_state(lazy, eager)
+    assert torch.equal(torch.get_rng_state(), expected_state)
+    return context
+
+
+def reads_values() -> nn.Module:
+    model = nn.Linear(50, 30)
+    scale = float(torch.rand(1))
+    model.weight.data.mul_(scale)
+    if (model.weight > 0).any():
+        nn.init.uniform_(model.bias)
+    return model
+
+
+def assigns_data() -> nn.Module:
+    model = nn.Linear(50, 30)
+    model.weight.data.normal_(mean=0.0, std=0.02)
+    model.bias.data = torch.randn(30) * 2
+    return model
+
+
+def post_processes() -> nn.Module:
+    model = nn.Embedding(20, 8, padding_idx=3)
+    with torch.no_grad():
+        model.weight[4:8] /= math.sqrt(2)
+        model.weight[:, 0] = torch.arange(20.0)
+        model.weight[10:12] = torch.randn(8)
+        model.weight[model.weight > 1.5] = 1.5
+    return model
+
+
+def seeds_inside() -> nn.Module:
+    first = nn.Linear(4, 4)
+    torch.manual_seed(11)
+    return nn.Sequential(first, nn.Linear(4, 4))
+
+
+def forks_generator() -> nn.Module:
+    layers = [nn.Linear(4, 4)]
+    with torch.random.fork_rng(devices=[]):
+        layers.append(nn.Linear(5, 3))
+    layers.append(nn.Linear(4, 4))
+    state = torch.get_rng_state()
+    layers += [nn.Linear(4, 4), nn.Linear(4, 4)]
+    torch.set_rng_state(state)
+    layers.append(nn.Linear(4, 4))
+    return nn.Sequential(*layers)
+
+
+def own_generator() -> nn.Module:
+    model = nn.Linear(4, 4)
+    generator = torch.Generator().manual_seed(5)
+    nn.init.normal_(model.weight, generator=generator)
+    model.register_buffer("noise", torch.randn(4, generator=generator))
+    return model
+
+
+def runs_itself() -> nn.Module:
+    features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    with torch.no_grad():
+        size = features(torch.zeros(1, 3, 8, 8)).flatten(1).shape[1]
+    return nn.Sequential(features, nn.Linear(size, 2))
+
+
+def values_decide_shapes() -> nn.Module:
+    mask = torch.rand(40) > 0.5
+    return nn.ParameterDict({"picked": nn.Parameter(torch.randn(40)[mask]), "other": nn.Parameter(torch.rand(3))})
+
+
+def draws_on_real() -> nn.Module:
+    model = nn.Linear(3, 3)
+    constant = torch.arange(9.0).view(3, 3)
+    constant.add_(torch.rand(3, 3))
+    table = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    table.normal_()
+    model.register_buffer("table", table)
+    model.register_buffer("constant", constant)
+    model.register_buffer("after", torch.rand(2))
+    return model
+
+
+def writes_what_was_read() -> nn.Module:
+    source = torch.arange(10_000.0)
+    model = nn.Linear(100, 100)
+    with torch.no_grad():
+        model.weight.copy_(source.view(100, 100))
+    source.zero_()
+    return model
+
+
+def converts() -> nn.Module:
+    model = TinyMixedBag().to(torch.bfloat16)
+    model.norm.to(torch.float32)
+    model.requires_grad_(requires_grad=False)
+    model.head.half()
+    return model
+
+
+def copies() -> nn.Module:
+    model = nn.TransformerEncoderLayer(8, 2, 16)
+    return nn.ModuleList([copy.deepcopy(model), model, copy.deepcopy(model)])
+
+
+def shares_memory() -> nn.Module:
+    model = nn.Module()
+    whole = torch.randn(6, 4)
+    model.register_buffer("whole", whole)
+    model.register_buffer("rows", whole[2:4])
+    model.register_buffer("column", whole[:, 1])
+    model.top = nn.Parameter(torch.randn(8, 3).t())
+    return model
+
+
+def in_double() -> nn.Module:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested_tensor:UserWarning")
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.Linear(5, 3),
+        lambda: nn.Conv2d(3, 4, 3, padding=1),
+        lambda: nn.BatchNorm2d(4),
+        lambda: nn.LSTM(4, 5, num_layers=2, bidirectional=True),
+        lambda: nn.Bilinear(2, 3, 4),
+        lambda: nn.MultiheadAttention(8, 2, kdim=4, vdim=6),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 8), 2),
+        TinyMixedBag,
+        reads_values,
+        assigns_data,
+        post_processes,
+        seeds_inside,
+        forks_generator,
+        own_generator,
+        runs_itself,
+        writes_what_was_read,
+        converts,
+        copies,
+        shares_memory,
+        in_double,
+        lambda: parametrizations.weight_norm(nn.Linear(4, 3)),
+        lambda: parametrizations.spectral_norm(nn.Linear(4, 3)),
+        lambda: parametrizations.orthogonal(nn.Linear(4, 4)),
+        lambda: nn.utils.spectral_norm(nn.Linear(4, 3)),
+        pytest.param(
+            lambda: nn.utils.weight_norm(nn.Linear(4, 3)),
+            marks=pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning"),
+        ),
+    ],
+)
+def test_modules_equal_eager_ones(build: Callable[[], nn.Module]) -> None:
+    assert_lazy_equals_eager(build)
+
+
+@pytest.mark.parametrize(
+    "initialise",
+    [
+        nn.init.uniform_,
+        nn.init.normal_,
+        nn.init.trunc_normal_,
+        lambda tensor: nn.init.trunc_normal_(tensor, mean=0.5, std=1.5, a=-1, b=1),
+        nn.init.xavier_uniform_,
+        nn.init.xavier_normal_,
+        nn.init.kaiming_uniform_,
+        nn.init.kaiming_normal_,
+        nn.init.orthogonal_,
+        nn.init.eye_,
+        lambda tensor: nn.init.constant_(tensor, 3.0),
+        lambda tensor: nn.init.sparse_(tensor, 0.3),
+        lambda tensor: nn.init.trunc_normal_(tensor[2:5]),
+        lambda tensor: tensor.data.bernoulli_(0.3),
+        lambda tensor: tensor.data.exponential_(),
+        lambda tensor: tensor.data.copy_(torch.poisson(torch.rand(9, 7) * 5)),
+        lambda tensor: tensor.data.copy_(nn.functional.dropout(tensor.data)),
+    ],
+)
+def test_initialisers_equal_eager_ones(initialise: Callable[[Tensor], object]) -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(7, 9)
+        initialise(model.weight)
+        nn.init.normal_(model.bias)
+        return model
+
+    assert_lazy_equals_eager(build)
+
+
+def test_dirac_equals_eager() -> None:
+    def build() -> nn.Module:
+        model = nn.Conv2d(4, 8, 3)
+        nn.init.dirac_(model.weight)
+        return model
+
+    assert_lazy_equals_eager(build)
+
+
+def test_what_cannot_be_recorded_is_run_and_reported() -> None:
+    context = assert_lazy_equals_eager(values_decide_shapes)
+    assert context.run_eagerly == {"aten::index": 1}
+
+
+def test_draws_on_real_tensors_are_run_and_reported() -> None:
+    context = assert_lazy_equals_eager(draws_on_real)
+    assert context.run_eagerly == {"aten::add_": 1, "aten::normal_": 1}
+
+
+def test_two_models_of_one_context_are_materialized_one_by_one() -> None:
+    torch.manual_seed(0)
+    eager = [nn.Linear(4, 4), TinyMixedBag()]
+    expected_state = torch.get_rng_state()
+    torch.manual_seed(0)
+    with LazyInitContext():
+        lazy = [nn.Linear(4, 4), TinyMixedBag()]
+    materialize(lazy[1])
+    assert torch.equal(torch.get_rng_state(), expected_state)
+    assert is_lazy(lazy[0])
+    materialize(lazy[0])
+    for one, other in zip(lazy, eager, strict=True):
+        assert_same_state(one, other)
+
+
+def test_a_generator_seeded_after_the_context_is_left_alone() -> None:
+    with LazyInitContext():
+        model = nn.Linear(4, 4)
+    torch.manual_seed(9)
+    expected = torch.get_rng_state()
+    materialize(model)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_construction_may_go_on_after_the_context() -> None:
+    def finish(model: nn.Module) -> None:
+        model.to(torch.bfloat16)
+        model.head.weight = model.embedding.weight
+        nn.init.normal_(model.norm.weight)
+        with torch.no_grad():
+            model.repeated.weight.mul_(0.5)
+            model.repeated.bias.copy_(torch.arange(8.0))
+
+    torch.manual_seed(1)
+    eager = TinyMixedBag()
+    finish(eager)
+    torch.manual_seed(1)
+    with LazyInitContext():
+        lazy = TinyMixedBag()
+    finish(lazy)
+    assert is_lazy(lazy)
+    assert_same_state(materialize(lazy), eager)
+
+
+def test_values_of_a_lazy_tensor_can_be_asked_for() -> None:
+    torch.manual_seed(1)
+    expected = nn.Linear(4, 3).weight
+    torch.manual_seed(1)
+    with LazyInitContext():
+        model = nn.Linear(4, 3)
+        inside = model.weight.tolist()
+    assert inside == expected.tolist()
+    assert model.weight.sum().item() == expected.sum().item()
+    assert model.weight.detach().numpy().tolist() == expected.tolist()
+    assert is_lazy(model)
+
+
+def test_asking_for_values_draws_each_number_once_more_at_most() -> None:
+    with LazyInitContext() as context:
+        for _ in range(20):
+            nn.Linear(4, 4)
+            float(torch.rand(1))
+    draws = [entry.draw for entry in context.recorder.entries if entry.draw is not None]
+    assert len(draws) == 60
+    assert all(draw.after is not None for draw in draws[:-1])
+
+
+def test_attributes_of_a_tensor_stay() -> None:
+    with LazyInitContext():
+        model = nn.Linear(4, 3)
+        model.weight.is_special = True
+    seen: list[Tensor] = []
+    model.weight.register_hook(seen.append)
+    materialize(model)
+    assert model.weight.is_special
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(seen) == 1
+
+
+def test_plain_attributes_get_values_too() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.table = torch.randn(3)
+        model.tables = {"a": [torch.randn(2), torch.randn(4)]}
+        return model
+
+    torch.manual_seed(2)
+    eager = build()
+    torch.manual_seed(2)
+    with LazyInitContext():
+        lazy = build()
+    materialize(lazy)
+    assert torch.equal(lazy.table, eager.table)
+    assert torch.equal(lazy.tables["a"][1], eager.tables["a"][1])
+
+
+def test_recurrent_layers_run_and_convert_afterwards() -> None:
+    torch.manual_seed(2)
+    eager = nn.GRU(3, 4)
+    torch.manual_seed(2)
+    with LazyInitContext():
+        lazy = nn.GRU(3, 4)
+    materialize(lazy)
+    x = torch.randn(5, 1, 3)
+    assert torch.equal(lazy(x)[0], eager(x)[0])
+    assert torch.equal(lazy.double()(x.double())[0], eager.double()(x.double())[0])
+
+
+def test_random_recordings_equal_eager_runs() -> None:
+    steps: list[Callable[[list[Tensor]], object]] = [
+        lambda pool: pool.append(torch.randn(4, 6)),
+        lambda pool: pool.append(torch.zeros(4, 6)),
+        lambda pool: pool.append(pool[-1].t().contiguous().t()),
+        lambda pool: pool.append(pool[0][1:3].clone().repeat(2, 1)),
+        lambda pool: pool[-1].normal_(),
+        lambda pool: pool[0][2].uniform_(),
+        lambda pool: pool[-1].mul_(pool[0]),
+        lambda pool: pool[0].add_(pool[-1], alpha=0.5),
+        lambda pool: pool[0][:, 1:3].copy_(pool[-1][:, 2:4]),
+        lambda pool: pool[-1].zero_(),
+        lambda pool: pool.append(torch.where(pool[0] > 0, pool[-1], pool[0])),
+        lambda pool: pool.append(pool[-1] * float(pool[0].max())),
+        lambda pool: pool[-1].fill_(pool[0][0, 0]),
+        lambda pool: pool.reverse(),
+        lambda pool: pool.append(torch.rand_like(pool[0])),
+    ]
+
+    def build(choices: list[int]) -> nn.Module:
+        model = nn.Module()
+        pool = [torch.randn(4, 6), torch.ones(4, 6)]
+        for choice in choices:
+            steps[choice](pool)
+        for number, tensor in enumerate(pool):
+            model.register_buffer(f"b{number}", tensor)
+        return model
+
+    chance = random.Random(0)
+    for _ in range(60):
+        choices = [chance.randrange(len(steps)) for _ in range(chance.randrange(1, 25))]
+        assert_lazy_equals_eager(lambda choices=choices: build(choices))
+
+
+def test_parametrized_model_keeps_training() -> None:
+    with LazyInitContext():
+        model = parametrizations.weight_norm(nn.Linear(4, 3))
+    materialize(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert parametrize.is_parametrized(model)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_memory_that_others_write_to_is_copied_when_it_is_read() -> None:
+    buffer = np.empty((100, 100), dtype=np.float32)
+    shown = torch.zeros(100, 100)
+    as_numpy = shown.numpy()
+    shared = torch.zeros(100, 100).share_memory_()
+    sources = {"from_numpy": buffer, "frombuffer": bytearray(40_000), "numpy": as_numpy, "shared": shared.numpy()}
+    tensors = {
+        "from_numpy": torch.from_numpy(buffer),
+        "frombuffer": torch.frombuffer(sources["frombuffer"], dtype=torch.float32).view(100, 100),
+        "numpy": shown,
+        "shared": shared,
+    }
+    sources["frombuffer"] = np.frombuffer(sources["frombuffer"], dtype=np.float32).reshape(100, 100)
+    with LazyInitContext():
+        model = nn.ModuleDict({name: nn.ModuleList(nn.Linear(100, 100) for _ in range(3)) for name in sources})
+        for name, source in sources.items():
+            for number in range(3):
+                source[:] = number + np.arange(100)
+                model[name][number].weight.data.copy_(tensors[name])
+    buffer[:] = -1
+    materialize(model)
+    for name in sources:
+        for number in range(3):
+            assert torch.equal(model[name][number].weight, (number + torch.arange(100.0)).expand(100, 100)), name
+
+
+def test_a_large_tensor_is_kept_once_and_not_copied() -> None:
+    values = torch.arange(10_000.0).view(100, 100)
+    with LazyInitContext() as context:
+        model = nn.ModuleList(nn.Linear(100, 100) for _ in range(3))
+        for layer in model:
+            layer.weight.data.copy_(values)
+    consts = {id(leaf): leaf for entry in context.recorder.entries for leaf in entry.args if isinstance(leaf, Const)}
+    assert [const.get().data_ptr() for const in consts.values()] == [values.data_ptr()]
+    assert values.untyped_storage().resizable()
+    materialize(model)
+    assert all(torch.equal(layer.weight, values) for layer in model)

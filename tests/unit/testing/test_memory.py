@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import mmap
+import resource
+import time
+
+import pytest
+import torch
+
+from booster_testing import data_limit, peak_memory
+
+MIB = 2**20
+
+
+def test_a_peak_is_seen_after_it_has_passed():
+    with peak_memory() as peak:
+        block = torch.ones(64 * MIB, dtype=torch.uint8)
+        del block
+    assert 60 * MIB < peak.peak_bytes < 80 * MIB
+    assert abs(peak.kept_bytes) < 8 * MIB
+
+
+def test_what_stays_is_seen():
+    with peak_memory() as peak:
+        block = torch.ones(64 * MIB, dtype=torch.uint8)
+    assert 60 * MIB < peak.kept_bytes < 80 * MIB
+    del block
+
+
+def test_earlier_peaks_do_not_count():
+    block = torch.ones(128 * MIB, dtype=torch.uint8)
+    del block
+    with peak_memory() as peak:
+        torch.ones(16 * MIB, dtype=torch.uint8)
+    assert peak.peak_bytes < 32 * MIB
+
+
+def test_pages_of_files_do_not_count(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * MIB))
+    with peak_memory(maps_files=True) as peak, path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        assert sum(mapped[index] for index in range(0, 64 * MIB, mmap.PAGESIZE)) == 0
+        mapped.close()
+    assert peak.peak_bytes < 8 * MIB
+
+
+def test_pages_of_files_that_stay_mapped_do_not_count(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * MIB))
+    with path.open("rb") as file:
+        with peak_memory() as peak:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            assert sum(mapped[index] for index in range(0, 64 * MIB, mmap.PAGESIZE)) == 0
+        mapped.close()
+    assert peak.peak_bytes < 8 * MIB
+
+
+def test_sampling_sees_a_peak():
+    with peak_memory(maps_files=True) as peak:
+        block = torch.ones(64 * MIB, dtype=torch.uint8)
+        time.sleep(0.1)
+        del block
+    assert 60 * MIB < peak.peak_bytes < 80 * MIB
+
+
+def test_beyond_the_limit_allocations_raise():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with data_limit(64 * MIB):
+        torch.ones(16 * MIB, dtype=torch.uint8)
+        with pytest.raises(RuntimeError, match="allocate"):
+            torch.ones(256 * MIB, dtype=torch.uint8)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    torch.ones(256 * MIB, dtype=torch.uint8)

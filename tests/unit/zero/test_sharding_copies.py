@@ -1,0 +1,34 @@
+"""Parameters that several places hold are laid out alike at each of them, whatever lies beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from booster_runtime.sharding.ranks import ShardingRanks
+from booster_zero.engine.bucket import Format
+from booster_zero.engine.layout import Layout
+
+
+def plans_of_copies(kind, bucket_bytes, others):
+    cpu = torch.device("cpu")
+    dtypes = {"working": torch.float32, "master": torch.float32, "wire": torch.float32}
+    plain = Format(**dtypes, device=cpu, home=cpu, is_trained=True)
+    copied = Format(**dtypes, device=cpu, home=cpu, is_trained=True, copies=(0, 3))
+    layout = Layout(
+        ShardingRanks(shard_group=None, shard_rank=0, shard_size=2),
+        lambda plan, parameters, format_, ranks: (plan, format_),
+        kind=kind,
+        bucket_bytes=bucket_bytes,
+    )
+    own = {10 + index: nn.Parameter(torch.zeros(size)) for index, size in enumerate(others)}
+    layout.add(own, dict.fromkeys(own, plain))
+    shared = {index: nn.Parameter(torch.zeros(size)) for index, size in ((3, 40), (2, 7), (1, 300))}
+    layout.add(shared, dict.fromkeys(shared, copied))
+    return [plan for plan, format_ in layout.buckets if format_.copies]
+
+
+@pytest.mark.parametrize("kind", ["flat", "parameter"])
+def test_copies_are_cut_alike_at_every_place(kind):
+    assert plans_of_copies(kind, 64, [5, 1000, 3]) == plans_of_copies(kind, 2**20, [17])

@@ -1,0 +1,65 @@
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from booster_zero.engine.partition import ALIGNMENT, assign_owners, plan_flat, plan_whole
+
+sizes = st.lists(st.integers(0, 200), min_size=1, max_size=12).map(lambda numels: list(enumerate(numels)))
+worlds = st.integers(1, 5)
+
+
+def owned_once(plans, expected, world_size):
+    """Assert that the ranks' pieces of each parameter cover it, in order and without overlap."""
+    seen = {}
+    for plan in plans:
+        assert all(low <= high for low, high in pairwise(plan.bounds))
+        for slot in plan.slots:
+            pieces = [plan.owned(slot, rank) for rank in range(world_size)]
+            held = [piece for piece in pieces if piece is not None]
+            assert held[0][0] == 0
+            assert held[-1][1] == slot.numel
+            assert all(before[1] == after[0] for before, after in pairwise(held))
+            assert len(held) == 1 or slot.numel
+            seen[slot.index] = slot.numel
+    assert seen == dict(expected)
+
+
+@given(sizes, worlds, st.integers(1, 300))
+def test_flat_plans_cover_every_parameter_once(sizes, world_size, bucket_numel):
+    plans = plan_flat(sizes, world_size, bucket_numel)
+    owned_once(plans, sizes, world_size)
+    for plan in plans:
+        lengths = {high - low for low, high in pairwise(plan.bounds)}
+        assert len(lengths) == 1, "slices are equal"
+        assert plan.numel < sum(-(-slot.numel // ALIGNMENT) * ALIGNMENT for slot in plan.slots) + world_size * ALIGNMENT
+
+
+@given(sizes, worlds, st.integers(1, 300))
+def test_whole_plans_leave_every_parameter_to_one_rank(sizes, world_size, bucket_numel):
+    owners = assign_owners(sizes, world_size)
+    plans = plan_whole(sizes, owners, world_size, bucket_numel)
+    owned_once(plans, sizes, world_size)
+    for plan in plans:
+        for slot in plan.slots:
+            if slot.numel:
+                assert plan.owned(slot, owners[slot.index]) == (0, slot.numel)
+
+
+@given(sizes, worlds)
+def test_slots_keep_their_order_and_do_not_overlap(sizes, world_size):
+    for plan in plan_flat(sizes, world_size, 100):
+        ends = [slot.offset + slot.numel for slot in plan.slots]
+        assert all(end <= slot.offset for end, slot in zip(ends, plan.slots[1:], strict=False))
+        assert all(slot.offset % ALIGNMENT == 0 for slot in plan.slots)
+
+
+def test_owners_are_balanced():
+    owners = assign_owners([(0, 100), (1, 60), (2, 50), (3, 40), (4, 0)], 2)
+    loads = [sum(numel for index, numel in [(0, 100), (1, 60), (2, 50), (3, 40)] if owners[index] == r) for r in (0, 1)]
+    assert sorted(loads) == [110, 140]
+
+
+def test_a_bucket_takes_no_parameter_beyond_its_size():
+    plans = plan_flat([(0, 64), (1, 64), (2, 500), (3, 16)], 2, 128)
+    assert [[slot.index for slot in plan.slots] for plan in plans] == [[0, 1], [2], [3]]

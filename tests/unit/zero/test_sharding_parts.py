@@ -1,0 +1,78 @@
+import pytest
+import torch
+from torch import nn, optim
+
+from booster_zero.engine.parts import only, steps_in_parts
+
+
+def parameters():
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))]
+
+
+class CountsByGroup(optim.Optimizer):
+    """Keeps its count of steps in the group, as some libraries do, so that a step in parts counts too often."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["steps"])
+
+
+class CountsByParameter(CountsByGroup):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                parameter.sub_(parameter.grad, alpha=group["lr"] / state["steps"])
+
+
+class Breaks(CountsByGroup):
+    def step(self, closure=None):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.Adagrad, optim.Adafactor])
+def test_torch_keeps_everything_by_parameter(kind):
+    assert steps_in_parts(kind(parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(("kind", "answer"), [(CountsByGroup, False), (CountsByParameter, True), (Breaks, False)])
+def test_other_classes_are_tried_out(kind, answer):
+    held = parameters()
+    before = [parameter.detach().clone() for parameter in held]
+    optimizer = kind(held)
+    assert steps_in_parts(optimizer) is answer
+    assert all(torch.equal(parameter, value) for parameter, value in zip(held, before, strict=True))
+    assert not optimizer.state
+
+
+def test_hooks_that_count_steps_see_one():
+    optimizer = optim.SGD(parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert not steps_in_parts(optimizer)
+
+
+def test_groups_list_some_for_a_while_also_when_the_body_raises():
+    first, second = parameters()
+    optimizer = optim.SGD([{"params": [first, second]}, {"params": []}], lr=0.1)
+    listed = optimizer.param_groups[0]["params"]
+    seen = []
+
+    def step_only_the_second():
+        with only(optimizer, [[second], []]):
+            seen.extend(id(each) for each in listed)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        step_only_the_second()
+    assert seen == [id(second)]
+    assert [id(each) for each in listed] == [id(first), id(second)]
