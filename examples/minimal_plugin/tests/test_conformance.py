@@ -1,4 +1,4 @@
-"""Core's conformance kit, inherited: it tries each capability that the plugin declares."""
+"""The conformance kit of booster-testing, inherited: it tries each capability that the plugin declares."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class _Draw:
 
 
 class _Randomness:
-    """States of the global generators on the CPU, beside those of the run.
+    """States of the global generators on the CPU, apart from those of the run.
 
     Args:
         seed: What they start from.
