@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster_core import Booster
-from booster_core.world import close_world, open_world
+from booster_core.ranks.world import close_world, open_world
 from booster_runtime.checkpoint.manifest import verify_folder
 
 WIDTH = 40_000

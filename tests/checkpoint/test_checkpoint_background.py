@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.replicated import ReplicatedStateAdapter
 from booster_runtime.checkpoint import CheckpointFiles, ModelPart
 from booster_runtime.checkpoint import saver as saver_module
@@ -194,7 +194,7 @@ SCRIPT = """
 import sys
 from torch import nn
 from booster_runtime.checkpoint import CheckpointFiles, saver as saver_module
-from booster_core.coordinator import DistCoordinator
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.replicated import ReplicatedStateAdapter
 if sys.argv[2] == "fail":
     def fail(*args):

@@ -7,8 +7,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.replicated import ReplicatedStateAdapter
 from booster_runtime.checkpoint import CheckpointFiles
 from booster_testing import run_on_ranks

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.replicated import ReplicatedStateAdapter
 from booster_runtime.checkpoint import CheckpointFiles, raw
 from booster_testing import run_on_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from booster_core.coordinator import DistCoordinator
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles
 from booster_testing import run_on_ranks
 from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter

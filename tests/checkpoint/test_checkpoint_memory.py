@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core.coordinator import DistCoordinator
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.replicated import ReplicatedStateAdapter
 from booster_runtime.checkpoint import CheckpointFiles
 from booster_testing import peak_memory, run_on_ranks

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from booster_core.coordinator import DistCoordinator
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.replicated import ReplicatedStateAdapter
 from booster_runtime.checkpoint import CheckpointFiles
 from booster_testing import run_on_ranks

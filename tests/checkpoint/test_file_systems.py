@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 import torch
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError
-from booster_core.host import Host
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.host import Host
 from booster_runtime.checkpoint import CheckpointFiles, raw, session
 from booster_runtime.checkpoint.manifest import verify_folder
 from booster_testing import expect_on_ranks, run_on_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from booster_core.single import SingleDevicePlugin
+from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_testing import run_on_ranks

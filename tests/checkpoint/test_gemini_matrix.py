@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from booster_core.single import SingleDevicePlugin
+from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_testing import peak_memory, run_on_ranks

@@ -7,7 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from booster_core import Booster, discovery
+from booster_core import Booster
+from booster_core.plugin import discovery
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model

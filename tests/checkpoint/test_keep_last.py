@@ -11,7 +11,7 @@ import pytest
 
 from booster_core import hookimpl
 from booster_core.errors import CheckpointError
-from booster_core.hooks import register_hooks, unregister_hooks
+from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_runtime.checkpoint import steps
 from booster_runtime.checkpoint.steps_remote import open_steps
 from booster_testing.resumable import ResumableRun as Run

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from booster_core.coordinator import DistCoordinator
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.adapter import ParamGroup, TensorMeta
 from booster_core.state.replicated import ReplicatedStateAdapter
 from booster_runtime.checkpoint import CheckpointFiles

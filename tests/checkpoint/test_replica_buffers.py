@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from booster_core import Booster
-from booster_core.coordinator import DistCoordinator
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin

@@ -7,7 +7,7 @@ from torch import nn
 
 from booster_core import Booster, hookimpl
 from booster_core.errors import CheckpointError
-from booster_core.hooks import register_hooks, unregister_hooks
+from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_runtime.checkpoint.async_writer import BackgroundWriter
 
 

@@ -10,9 +10,9 @@ import torch
 
 from booster_core import hookimpl
 from booster_core.checkpoint_io import local_path, scheme_of
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError
-from booster_core.hooks import register_hooks, unregister_hooks
+from booster_core.plugin.hooks import register_hooks, unregister_hooks
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint.manifest import FileEntry, Manifest
 from booster_runtime.checkpoint.steps_remote import download, open_steps
 from booster_runtime.storage import FsspecStorage, storage_for

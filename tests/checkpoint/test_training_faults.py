@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, MissingRanksError
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint import manifest, steps, writer
 from booster_runtime.checkpoint.manifest import verify_folder
 from booster_testing import expect_on_ranks, run_on_ranks

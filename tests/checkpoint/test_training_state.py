@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint.files import CheckpointFiles
 from booster_runtime.checkpoint.manifest import verify_folder
 from booster_testing import expect_on_ranks, run_on_ranks

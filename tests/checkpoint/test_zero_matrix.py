@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from booster_core.coordinator import DistCoordinator
-from booster_core.single import SingleDevicePlugin
+from booster_core.plugin.single import SingleDevicePlugin
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_testing import run_on_ranks
 from booster_testing.compare import tolerance_for

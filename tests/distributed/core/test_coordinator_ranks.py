@@ -5,9 +5,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError, RankFailedError
-from booster_core.world import current_world
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.world import current_world
 from booster_testing import expect_on_ranks, run_on_ranks
 
 

@@ -1,4 +1,4 @@
-from booster_core.single import SingleDevicePlugin
+from booster_core.plugin.single import SingleDevicePlugin
 from booster_testing.conformance import PluginConformance
 
 

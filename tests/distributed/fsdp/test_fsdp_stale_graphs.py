@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster, PrecisionPolicy
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import GradientError
 from booster_core.precision import LossScaleConfig
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_fsdp import TorchFSDPPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 

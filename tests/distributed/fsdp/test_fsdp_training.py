@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from booster_core import Booster
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_fsdp import TorchFSDPPlugin
 from booster_runtime.sharding.dtensor import local_of
 from booster_testing import expect_on_ranks, run_on_ranks

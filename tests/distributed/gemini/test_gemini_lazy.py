@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from booster_core import Booster
-from booster_core.coordinator import DistCoordinator
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_gemini import GeminiPlugin
 from booster_runtime.lazy import LazyInitContext, load_pretrained
 from booster_testing import run_on_ranks

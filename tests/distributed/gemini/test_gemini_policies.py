@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from booster_core import Booster
-from booster_core.discovery import register_hooks, unregister_hooks
 from booster_core.errors import PluginError
-from booster_core.hookspecs import hookimpl
+from booster_core.plugin.discovery import register_hooks, unregister_hooks
+from booster_core.plugin.hookspecs import hookimpl
 from booster_gemini import GeminiPlugin
 from booster_gemini.placement.policy import Moves, PlacementPolicy
 from booster_testing import expect_on_ranks, run_on_ranks

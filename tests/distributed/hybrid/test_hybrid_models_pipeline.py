@@ -21,8 +21,8 @@ from model_parity import (
 from torch.utils import _pytree as pytree
 
 from booster_core import Booster
-from booster_core.coordinator import DistCoordinator
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.tensor_parallel.logits import SplitLogits
 from booster_testing import run_on_ranks

@@ -136,7 +136,7 @@ def go_on(folder, plugin, options):
 
 
 def plugin_of(name, options):
-    from booster_core import discovery
+    from booster_core.plugin import discovery
 
     return discovery.load(name)(**options)
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, MissingRanksError
-from booster_core.world import current_world
+from booster_core.ranks.world import current_world
 from booster_hybrid import HybridParallelPlugin, SplitLogits
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.logits import split_logits

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.sharding.dtensor import DTensorStateAdapter, dtensor_shards, local_of, sharded_like
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from booster_core import Boosted, Booster, LazyInitContext
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import LazyInitError
 from booster_core.plugin import Plugin
+from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.shard import TensorShard, full_box
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper
 from booster_runtime.lazy import materialize, take_recording
 from booster_testing import close_ranks, expect_on_ranks, run_on_ranks
 from booster_testing.memory import peak_memory

@@ -19,8 +19,8 @@ LIMIT_SECONDS = 30.0
 SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from booster_core.coordinator import DistCoordinator
-from booster_core.launch import launch, launch_from_torch
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.launch import launch, launch_from_torch
 
 from booster_runtime.liveness import member
 
@@ -304,8 +304,8 @@ def test_the_monitor_can_be_turned_off(tmp_path, monkeypatch):
         textwrap.dedent("""
         import os, signal, sys, threading, time, warnings
         warnings.simplefilter("error")
-        from booster_core.launch import launch
-        from booster_core.world import current_world
+        from booster_core.ranks.launch import launch
+        from booster_core.ranks.world import current_world
         c = launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]), verbose=False)
         assert current_world().monitor is None
         assert not any("monitor" in thread.name for thread in threading.enumerate())
@@ -324,7 +324,7 @@ def test_the_monitor_can_be_turned_off(tmp_path, monkeypatch):
 def test_the_monitors_switch_is_checked_before_anything_is_opened(tmp_path, monkeypatch):
     monkeypatch.setenv("BOOSTER_MONITOR", "off")
     path = tmp_path / "train.py"
-    path.write_text("from booster_core.launch import launch\nlaunch(0, 2, '127.0.0.1', 1)\n")
+    path.write_text("from booster_core.ranks.launch import launch\nlaunch(0, 2, '127.0.0.1', 1)\n")
     run = _run([[sys.executable, path]], tmp_path)
     assert run.codes == [1], run.output
     assert "BOOSTER_MONITOR='off' must be 1 (ranks learn at once when one dies) or 0." in run.output
@@ -337,7 +337,7 @@ def test_launching_again_after_a_launch_that_failed(tmp_path):
         import os, sys
         import torch.distributed as dist
         from booster_core.errors import LaunchError
-        from booster_core.launch import launch
+        from booster_core.ranks.launch import launch
         rank, first, second = map(int, sys.argv[1:])
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
         try:
@@ -362,7 +362,7 @@ def test_launching_twice_in_one_process(tmp_path):
         textwrap.dedent("""
         import sys
         import torch, torch.distributed as dist
-        from booster_core.launch import launch, shutdown
+        from booster_core.ranks.launch import launch, shutdown
         for port in sys.argv[2:]:
             c = launch(int(sys.argv[1]), 2, "127.0.0.1", int(port), verbose=False, timeout_seconds=60)
             c.rendezvous("step")
@@ -411,7 +411,7 @@ def test_an_interrupt_behaves_as_usual(tmp_path):
     path.write_text(
         textwrap.dedent("""
         import sys, os, signal, time
-        from booster_core.launch import launch
+        from booster_core.ranks.launch import launch
         launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]), verbose=False)
         if sys.argv[1] == "1":
             os.kill(os.getpid(), signal.SIGINT)

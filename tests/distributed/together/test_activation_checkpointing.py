@@ -8,7 +8,7 @@ from torch import nn
 
 from booster_core import Booster, disable_activation_checkpointing, enable_activation_checkpointing
 from booster_core.errors import ConfigError
-from booster_core.single import SingleDevicePlugin
+from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from booster_core import Booster, enable_activation_checkpointing
-from booster_core.single import SingleDevicePlugin
+from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin

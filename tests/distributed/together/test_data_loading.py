@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler, WeightedRandomSampler
 
 from booster_core import Booster
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
 
 COUNT = 9

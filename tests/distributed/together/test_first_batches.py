@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from booster_core import Booster
-from booster_core.coordinator import DistCoordinator
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
 
 

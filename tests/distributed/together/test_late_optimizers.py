@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from booster_core import Booster
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import GradientError
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_testing import expect_on_ranks, run_on_ranks

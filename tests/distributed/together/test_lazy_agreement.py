@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from booster_core import Booster, LazyInitContext
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import LazyInitError
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.lazy import load_pretrained
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors

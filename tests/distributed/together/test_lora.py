@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from booster_core import Booster
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import Capability
-from booster_core.single import SingleDevicePlugin
+from booster_core.plugin.single import SingleDevicePlugin
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin

@@ -9,7 +9,7 @@ from apart import FOLDER, import_quietly, missing_libraries, use_libraries_apart
 
 from booster_core import Booster, LazyInitContext
 from booster_core.errors import ConfigError
-from booster_core.single import SingleDevicePlugin
+from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin

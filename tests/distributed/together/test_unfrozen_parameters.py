@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from booster_core import Booster
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import GradientError
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyMLP, tiny_llama
 from booster_testing.training import whole_model

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from booster_core import Booster, PrecisionPolicy
-from booster_core.coordinator import DistCoordinator
 from booster_core.precision import LossScaleConfig
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_testing import run_on_ranks

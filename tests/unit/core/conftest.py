@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 HOOKS = """
-from booster_core.hookspecs import hookimpl
+from booster_core.plugin.hookspecs import hookimpl
 from {package}.plugin import {class_name}
 
 @hookimpl

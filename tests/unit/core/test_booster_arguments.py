@@ -6,9 +6,9 @@ from torch import nn
 
 from booster_core import Booster, Plugin
 from booster_core.errors import ConfigError, PluginError
-from booster_core.launch import shutdown
 from booster_core.plugin import Capability
-from booster_core.single import SingleDevicePlugin
+from booster_core.plugin.single import SingleDevicePlugin
+from booster_core.ranks.launch import shutdown
 from booster_testing.models import TinyMLP
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError
-from booster_core.rendezvous import name_ranks
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.rendezvous import name_ranks
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from booster_core import hooks, hookspecs
-from booster_core.discovery import hook_relay, register_hooks, unregister_hooks
 from booster_core.errors import PluginError
-from booster_core.hookspecs import hookimpl, is_implemented
+from booster_core.plugin import hooks, hookspecs
+from booster_core.plugin.discovery import hook_relay, register_hooks, unregister_hooks
+from booster_core.plugin.hookspecs import hookimpl, is_implemented
 
 
 @pytest.fixture

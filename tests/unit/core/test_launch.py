@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError, LaunchError
-from booster_core.launch import (
+from booster_core.ranks.launch import (
     ensure_process_group,
     launch,
     launch_from_openmpi,
@@ -19,7 +19,7 @@ from booster_core.launch import (
     launch_from_torch,
     shutdown,
 )
-from booster_core.store import _openings
+from booster_core.ranks.store import _openings
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
 LAUNCHERS = [*TORCHRUN, "MASTER_PORT", "SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"]
@@ -254,7 +254,7 @@ def test_a_process_that_found_a_stranger_ends():
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        call = f"from booster_core.launch import launch; launch(1, 2, '127.0.0.1', {port}, timeout_seconds=1)"
+        call = f"from booster_core.ranks.launch import launch; launch(1, 2, '127.0.0.1', {port}, timeout_seconds=1)"
         done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "did not answer as rank 0" in done.stderr.splitlines()[-1]
@@ -262,7 +262,7 @@ def test_a_process_that_found_a_stranger_ends():
 
 def test_the_function_is_not_hidden_by_its_module():
     lines = (
-        "import sys, booster_core.launch",
+        "import sys, booster_core.ranks.launch",
         "from booster_core import launch",
         "assert callable(launch) and callable(booster_core.launch)",
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules",

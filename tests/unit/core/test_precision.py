@@ -6,11 +6,11 @@ import torch
 
 from booster_core.booster import Booster
 from booster_core.errors import ConfigError
+from booster_core.plugin.replicated import place_model
+from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_core.precision.casting import cast_floating
 from booster_core.precision.loss_scaler import any_nonfinite
-from booster_core.replicated import place_model
-from booster_core.single import SingleDevicePlugin
 from booster_testing.models import TinyMLP
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from booster_core.errors import MissingRanksError
-from booster_core.progress import PROGRESS, Progress, describe_progress, naming_missing_ranks
-from booster_core.world import current_world
+from booster_core.ranks.progress import PROGRESS, Progress, describe_progress, naming_missing_ranks
+from booster_core.ranks.world import current_world
 from booster_runtime.liveness.wire import Lines, encode
 
 

@@ -3,7 +3,7 @@ import torch
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.launch import launched_world_size
+from booster_core.ranks.launch import launched_world_size
 
 VARIABLES = ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"]
 

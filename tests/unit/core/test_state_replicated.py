@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError
+from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.replicated import ReplicatedStateAdapter, balanced_shards
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper
 from booster_runtime.checkpoint import CheckpointFiles
 
 

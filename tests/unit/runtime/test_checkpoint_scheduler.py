@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles
 
 SCHEDULERS = {

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from booster_core.errors import CheckpointError, RankFailedError
-from booster_core.world import World
+from booster_core.ranks.world import World
 from booster_runtime.liveness import start_monitor
 from booster_runtime.liveness.member import _is_consequence, _obituary
 from booster_runtime.liveness.server import Server

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from booster_core.world import World
+from booster_core.ranks.world import World
 from booster_runtime.liveness import server as server_module
 from booster_runtime.liveness import start_monitor
 from booster_runtime.liveness.member import NOT_WANTED, Monitor

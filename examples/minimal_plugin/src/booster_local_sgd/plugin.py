@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import BoostContext, Boosted, Capability, Plugin
-from booster_core.replicated import check_no_masters, place_model
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.plugin import (
+    BoostContext,
+    Boosted,
+    Capability,
+    ModelWrapper,
+    OptimizerWrapper,
+    Plugin,
+    check_no_masters,
+    place_model,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_core import PrecisionPolicy
-    from booster_core.state.adapter import StateAdapter
+    from booster_core.state import StateAdapter
 
 
 class LocalSGDPlugin(Plugin):

@@ -5,20 +5,17 @@ Public names are imported when they are first used, so that importing this packa
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-# The module `launch` and its function share a name: whichever import of the module comes first would hide the function,
-# so it happens here, before the function takes the name. The module is light and imports torch where it uses it.
-from booster_core.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from booster_core._lazy import public_names
 
 if TYPE_CHECKING:
     from booster_core.booster import Booster
     from booster_core.checkpoint_io import CheckpointIO
-    from booster_core.coordinator import DistCoordinator
-    from booster_core.hookspecs import hookimpl
-    from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin
+    from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin, hookimpl
     from booster_core.precision import LossScaleConfig, PrecisionPolicy
+    from booster_core.ranks import DistCoordinator
+    from booster_core.ranks.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
     from booster_runtime.activation_checkpointing import (
         disable_activation_checkpointing,
         enable_activation_checkpointing,
@@ -48,23 +45,22 @@ __all__ = [
     "launch_from_torch",
 ]
 
-_HOMES = {
-    "BoostContext": "booster_core.plugin",
-    "Boosted": "booster_core.plugin",
-    "Booster": "booster_core.booster",
-    "Capability": "booster_core.plugin",
-    "CheckpointIO": "booster_core.checkpoint_io",
-    "DistCoordinator": "booster_core.coordinator",
-    "LazyInitContext": "booster_runtime.lazy",
-    "LossScaleConfig": "booster_core.precision",
-    "PipelinePlugin": "booster_core.plugin",
-    "Plugin": "booster_core.plugin",
-    "PrecisionPolicy": "booster_core.precision",
-    "disable_activation_checkpointing": "booster_runtime.activation_checkpointing",
-    "enable_activation_checkpointing": "booster_runtime.activation_checkpointing",
-    "hookimpl": "booster_core.hookspecs",
-}
-"""Where each of the other public names is defined."""
+_import, _names = public_names(
+    __name__,
+    {
+        ".booster": ["Booster"],
+        ".checkpoint_io": ["CheckpointIO"],
+        ".plugin": ["BoostContext", "Boosted", "Capability", "PipelinePlugin", "Plugin", "hookimpl"],
+        ".precision": ["LossScaleConfig", "PrecisionPolicy"],
+        ".ranks": ["DistCoordinator"],
+        ".ranks.launch": ["launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"],
+        "booster_runtime.activation_checkpointing": [
+            "disable_activation_checkpointing",
+            "enable_activation_checkpointing",
+        ],
+        "booster_runtime.lazy": ["LazyInitContext"],
+    },
+)
 
 
 def __getattr__(name: str) -> object:
@@ -72,19 +68,9 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         from importlib.metadata import version
 
-        value: object = version("booster-core")
-    elif name in _HOMES:
-        value = getattr(_home(_HOMES[name], name), name)
-    else:
-        msg = f"module 'booster_core' has no attribute '{name}'"
-        raise AttributeError(msg)
-    globals()[name] = value
-    return value
-
-
-def _home(module: str, name: str) -> object:
+        return version("booster-core")
     try:
-        return importlib.import_module(module)
+        return _import(name)
     except ModuleNotFoundError as error:
         if error.name != "booster_runtime":
             raise
@@ -94,4 +80,4 @@ def _home(module: str, name: str) -> object:
 
 def __dir__() -> list[str]:
     """List the public names, imported or not."""
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*_names(), "__version__"})

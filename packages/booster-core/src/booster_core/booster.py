@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from booster_core.arguments import check_boost_arguments, check_boosted
-from booster_core.coordinator import DistCoordinator
 from booster_core.data import deal_dataloader
 from booster_core.data.first_batch import show_first_batch, watch_first_batch
 from booster_core.data.metrics import gather_samples
-from booster_core.discovery import check_api_version, load, names_of_plugins
 from booster_core.errors import ConfigError
-from booster_core.frozen import FrozenParameters, untrained_names
-from booster_core.hooks import hook_relay
-from booster_core.hookspecs import is_implemented
-from booster_core.launch import launched_world_size
-from booster_core.plugin import BoostContext, Boosted, PipelinePlugin, Plugin
+from booster_core.plugin.arguments import check_boost_arguments, check_boosted
+from booster_core.plugin.discovery import check_api_version, load, names_of_plugins
+from booster_core.plugin.frozen import FrozenParameters, untrained_names
+from booster_core.plugin.hooks import hook_relay
+from booster_core.plugin.hookspecs import is_implemented
+from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
+from booster_core.plugin.single import SingleDevicePlugin
+from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 from booster_core.precision import PrecisionPolicy
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.launch import launched_world_size
 from booster_core.saving import Saving
-from booster_core.single import SingleDevicePlugin
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -115,7 +115,7 @@ class Booster(Saving):
         """Device, ranks, precision and hooks of this run, fixed at the first use."""
         if self._context is None:
             if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
-                from booster_core.launch import ensure_process_group
+                from booster_core.ranks.launch import ensure_process_group
 
                 ensure_process_group()
             relay = hook_relay()

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 import importlib_metadata
 
 from booster_core.errors import CheckpointError, ConfigError, PluginError, shorten
-from booster_core.hooks import distribution_of
+from booster_core.plugin.hooks import distribution_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
 
-    from booster_core.plugin import BoostContext, Plugin
+    from booster_core.plugin.interface import BoostContext, Plugin
     from booster_core.precision.loss_scaler import DynamicLossScaler
     from booster_core.state.adapter import StateAdapter
 

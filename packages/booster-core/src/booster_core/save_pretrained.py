@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
+from booster_core.plugin.wrappers import unwrap_model
 from booster_core.state.adapted import is_adapted, without_adapters
 from booster_core.state.naming import own_class
-from booster_core.wrappers import unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from booster_core.plugin.wrappers import ModelWrapper
     from booster_core.saving import Saving
-    from booster_core.wrappers import ModelWrapper
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _MIB = 2**20

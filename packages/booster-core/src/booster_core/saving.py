@@ -20,7 +20,7 @@ from booster_core.checkpoint_io import (
     local_path,
     scheme_of,
 )
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
+from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_core.checkpoint_io import LoadedCheckpoint, LoadReport
-    from booster_core.plugin import BoostContext, Plugin
+    from booster_core.plugin.interface import BoostContext, Plugin
     from booster_core.state.adapter import StateAdapter
 
 
@@ -51,7 +51,7 @@ class Saving(ABC):
     @property
     def keeps_whole_values(self) -> bool:
         """Whether each rank's own model holds the values of the whole model, as the plugin's view of it says."""
-        from booster_core.plugin import Plugin
+        from booster_core.plugin.interface import Plugin
 
         return type(self.plugin).state_adapter is Plugin.state_adapter
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
-    from booster_core.wrappers import ModelWrapper
+    from booster_core.plugin import ModelWrapper
 
 
 class FirstStep:

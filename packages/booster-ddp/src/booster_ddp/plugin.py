@@ -10,9 +10,15 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.plugin import Boosted, Capability, Plugin
-from booster_core.replicated import check_no_masters, place_model
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.plugin import (
+    Boosted,
+    Capability,
+    ModelWrapper,
+    OptimizerWrapper,
+    Plugin,
+    check_no_masters,
+    place_model,
+)
 from booster_ddp.comm_hooks import BY_DTYPE, register_comm_hook
 from booster_ddp.config import DDPConfig
 from booster_ddp.first_step import FirstStep

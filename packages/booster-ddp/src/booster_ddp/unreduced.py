@@ -21,8 +21,7 @@ from booster_ddp.averaging import average_gradients
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from booster_core.plugin import BoostContext
-    from booster_core.wrappers import ModelWrapper
+    from booster_core.plugin import BoostContext, ModelWrapper
 
 
 class UnreducedGradients:

@@ -1,8 +1,8 @@
-"""The entry point through which `booster_core.discovery` finds this package's plugin."""
+"""The entry point through which `booster_core.plugin.discovery` finds this package's plugin."""
 
 from __future__ import annotations
 
-from booster_core.hookspecs import hookimpl
+from booster_core.plugin import hookimpl
 from booster_fsdp.plugin import TorchFSDPPlugin
 
 

@@ -8,16 +8,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from booster_core.replicated import rebind
+from booster_core.plugin import rebind
 from booster_runtime.lazy import take_recording
-from booster_runtime.sharding.agreement import send_first
-from booster_runtime.sharding.dtensor import dtensor_shards, local_of
+from booster_runtime.sharding import dtensor_shards, local_of, send_first
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from booster_core.coordinator import DistCoordinator
     from booster_core.precision import PrecisionPolicy
+    from booster_core.ranks import DistCoordinator
     from booster_fsdp.units import Units
     from booster_runtime.lazy import Recording
 
@@ -105,7 +104,7 @@ def fill_model(
 
 
 def _format(parameter: nn.Parameter, policy: PrecisionPolicy) -> torch.dtype:
-    """Return the format in which a parameter is kept; see `booster_core.replicated.place_model`."""
+    """Return the format in which a parameter is kept; see `booster_core.plugin.replicated.place_model`."""
     is_kept = policy.uses_autocast and not parameter.requires_grad
     if policy.param_dtype is None or is_kept or not parameter.is_floating_point():
         return parameter.dtype

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core.originals import through_door
-from booster_core.progress import naming_missing_ranks
-from booster_core.wrappers import ModelWrapper
+from booster_core.plugin import ModelWrapper, through_door
+from booster_core.ranks import naming_missing_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

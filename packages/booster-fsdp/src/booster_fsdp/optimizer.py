@@ -9,13 +9,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
-from booster_core.gradients.clip import clip_by_norm
-from booster_core.wrappers import OptimizerWrapper
+from booster_core.gradients import clip_by_norm
+from booster_core.plugin import OptimizerWrapper
 from booster_fsdp.pieces import ParameterPiece, WholeParameters, rows_here, show_rows
 from booster_runtime import collectives
-from booster_runtime.sharding.dtensor import local_of
-from booster_runtime.sharding.elementwise import check_takes_parts, partition_for
-from booster_runtime.sharding.hosting import HostedOptimizer
+from booster_runtime.sharding import HostedOptimizer, check_takes_parts, local_of, partition_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from booster_fsdp.config import FSDPConfig
     from booster_fsdp.settling import Settlement
     from booster_fsdp.units import Units
-    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_runtime.sharding import ShardingRanks
 
 
 class FSDPOptimizer(OptimizerWrapper):

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from booster_runtime.sharding.dtensor import local_of
+from booster_runtime.sharding import local_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
-    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_runtime.sharding import ShardingRanks
 
 
 @dataclass(eq=False)

@@ -17,11 +17,9 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, Capability, Plugin
+from booster_core.plugin import Boosted, Capability, Plugin, place_model, unwrap_model
 from booster_core.precision import PrecisionPolicy
-from booster_core.replicated import place_model
-from booster_core.state.naming import NamedTensors
-from booster_core.wrappers import unwrap_model
+from booster_core.state import NamedTensors
 from booster_fsdp.config import FSDPConfig
 from booster_fsdp.lazy import fill_model, hollow_model
 from booster_fsdp.model import FSDPModel
@@ -30,7 +28,7 @@ from booster_fsdp.settling import Settlement
 from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, shard_model
 from booster_fsdp.state import FSDPStateAdapter
 from booster_runtime.lazy import is_lazy
-from booster_runtime.sharding.agreement import agree_on_values
+from booster_runtime.sharding import agree_on_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext
-    from booster_core.state.adapter import StateAdapter
+    from booster_core.state import StateAdapter
 
 
 class TorchFSDPPlugin(Plugin):

@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from booster_core.progress import naming_missing_ranks
+from booster_core.ranks import naming_missing_ranks
 from booster_runtime import collectives
-from booster_runtime.sharding.agreement import send_first
-from booster_runtime.sharding.buffers import BufferWatch
+from booster_runtime.sharding import BufferWatch, send_first
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

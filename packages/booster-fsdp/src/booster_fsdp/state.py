@@ -9,19 +9,24 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state.adapter import JSONValue, ParamGroup, TensorMeta
-from booster_core.state.optimizer_state import flatten_state, restore_state
-from booster_core.state.replicated import MASTER
-from booster_core.state.shard import TensorShard, full_box
-from booster_runtime.sharding.dtensor import DTensorStateAdapter, dtensor_shards
-from booster_runtime.sharding.hosting import is_cut
+from booster_core.state import (
+    MASTER,
+    JSONValue,
+    ParamGroup,
+    TensorMeta,
+    TensorShard,
+    flatten_state,
+    full_box,
+    restore_state,
+)
+from booster_runtime.sharding import DTensorStateAdapter, dtensor_shards, is_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
-    from booster_core.coordinator import DistCoordinator
+    from booster_core.ranks import DistCoordinator
     from booster_fsdp.optimizer import FSDPOptimizer
     from booster_fsdp.pieces import ParameterPiece
     from booster_fsdp.units import Units

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.state.shard import TensorShard, full_box
+from booster_core.state import TensorShard, full_box
 
 if TYPE_CHECKING:
     from torch import nn

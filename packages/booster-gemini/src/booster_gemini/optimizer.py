@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError, OffloadError
-from booster_core.gradients.norm import check_finite_norm, global_norm
+from booster_core.gradients import check_finite_norm, global_norm
+from booster_core.ranks import DistCoordinator
 from booster_gemini.memory.home import Role
 from booster_runtime import collectives
 from booster_zero.engine.optimizer import ShardedOptimizer

@@ -9,11 +9,8 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, Capability, Plugin
-from booster_core.precision import PrecisionPolicy
-from booster_core.precision.narrow import NARROW, kept_as_they_are
-from booster_core.replicated import check_no_masters, place_model
-from booster_core.wrappers import unwrap_model
+from booster_core.plugin import Boosted, Capability, Plugin, check_no_masters, place_model, unwrap_model
+from booster_core.precision import NARROW, PrecisionPolicy, kept_as_they_are
 from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
@@ -22,13 +19,15 @@ from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_nu
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
 from booster_gemini.state import GeminiStateAdapter
-from booster_runtime.lazy import is_lazy
-from booster_runtime.lazy.boosting import hollow_objects
-from booster_runtime.sharding.agreement import agree_on_values
-from booster_runtime.sharding.distinct import check_distinct_memory
-from booster_runtime.sharding.elementwise import partition_for
-from booster_runtime.sharding.ranks import ShardingRanks, make_ranks
-from booster_runtime.sharding.unreduced import refuse_all_gradients
+from booster_runtime.lazy import hollow_objects, is_lazy
+from booster_runtime.sharding import (
+    ShardingRanks,
+    agree_on_values,
+    check_distinct_memory,
+    make_ranks,
+    partition_for,
+    refuse_all_gradients,
+)
 from booster_zero.engine.bucket import Format
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext
-    from booster_core.state.adapter import StateAdapter
+    from booster_core.state import StateAdapter
 
 
 class GeminiPlugin(Plugin):

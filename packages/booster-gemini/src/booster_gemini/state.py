@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core.state.naming import NamedTensors
-from booster_core.state.replicated import MASTER, balanced_shards
-from booster_core.state.shard import TensorShard, full_box
+from booster_core.state import MASTER, NamedTensors, TensorShard, balanced_shards, full_box
 from booster_gemini.memory.home import Role
 from booster_gemini.optimizer import GeminiOptimizer
 from booster_zero.engine.state import ShardedStateAdapter
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_core.coordinator import DistCoordinator
+    from booster_core.ranks import DistCoordinator
     from booster_gemini.chunk.chunk import Chunk
     from booster_gemini.module import GeminiModel
     from booster_zero.engine.bucket import Piece

@@ -9,7 +9,7 @@ from booster_core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from booster_core.coordinator import DistCoordinator
+    from booster_core.ranks import DistCoordinator
 
 _MOST = 100
 """Characters of a value that a message shows."""

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.state.naming import NamedTensors
-from booster_core.state.replicated import MASTER
+from booster_core.state import MASTER, NamedTensors
 from booster_hybrid.tensor_parallel.split import is_repeated
 
 if TYPE_CHECKING:
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.plugin import BoostContext
-    from booster_core.state.adapter import StateAdapter
-    from booster_core.state.shard import TensorShard
+    from booster_core.state import StateAdapter, TensorShard
     from booster_runtime.lazy import Recording
 
 

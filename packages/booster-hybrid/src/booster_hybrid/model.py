@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.originals import through_door
-from booster_core.progress import naming_missing_ranks
+from booster_core.plugin import through_door
+from booster_core.ranks import naming_missing_ranks
 from booster_hybrid.same_batch import check_same_batch
 from booster_hybrid.tensor_parallel.group import refuse_copy
 from booster_zero.model import ZeroModel
 
 if TYPE_CHECKING:
-    from booster_core.mesh import Axis
+    from booster_core.ranks import Axis
     from booster_hybrid.optimizer import ModelPlace
     from booster_hybrid.pipeline.engine import PipelineEngine
     from booster_hybrid.pipeline.stages import StageMap

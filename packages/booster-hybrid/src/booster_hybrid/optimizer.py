@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.gradients.clip import clip_by_norm
-from booster_core.wrappers import check_loss
+from booster_core.gradients import clip_by_norm
+from booster_core.plugin import check_loss
 from booster_hybrid.user_optimizer import check_elementwise
 from booster_runtime import collectives
 from booster_zero.optimizer import ZeroOptimizer

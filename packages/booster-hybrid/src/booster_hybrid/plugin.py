@@ -12,15 +12,18 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.mesh import Axis, make_axes
-from booster_core.plugin import Boosted, Capability, PipelinePlugin
-from booster_core.precision import PrecisionPolicy
-from booster_core.precision.narrow import working_dtypes
-from booster_core.replicated import place_model
-from booster_core.state.adapted import without_adapters
-from booster_core.state.naming import NamedTensors, named_modules
-from booster_core.state.replicated import Place
-from booster_core.wrappers import boosted_inside, unscaled_gradient, unwrap_model
+from booster_core.plugin import (
+    Boosted,
+    Capability,
+    PipelinePlugin,
+    boosted_inside,
+    place_model,
+    unscaled_gradient,
+    unwrap_model,
+)
+from booster_core.precision import PrecisionPolicy, working_dtypes
+from booster_core.ranks import Axis, make_axes
+from booster_core.state import NamedTensors, Place, named_modules, without_adapters
 from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
@@ -43,11 +46,8 @@ from booster_hybrid.tensor_parallel.apply import TensorParallelModel, paralleliz
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime import collectives
-from booster_runtime.lazy import is_lazy
-from booster_runtime.lazy.boosting import hollow_objects
-from booster_runtime.sharding.agreement import agree_on_values
-from booster_runtime.sharding.distinct import check_distinct_memory
-from booster_runtime.sharding.ranks import ShardingRanks
+from booster_runtime.lazy import hollow_objects, is_lazy
+from booster_runtime.sharding import ShardingRanks, agree_on_values, check_distinct_memory
 from booster_zero import LowLevelZeroPlugin, ZeroConfig
 from booster_zero.state import ZeroStateAdapter
 
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.coordinator import DistCoordinator
     from booster_core.plugin import BoostContext
-    from booster_core.precision.loss_scaler import LossScaleConfig
-    from booster_core.state.adapter import StateAdapter
+    from booster_core.precision import LossScaleConfig
+    from booster_core.ranks import DistCoordinator
+    from booster_core.state import StateAdapter
     from booster_hybrid.policy.base import ShardingPolicy
 
 

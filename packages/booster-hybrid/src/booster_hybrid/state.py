@@ -9,17 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from booster_core.state.adapter import StateAdapter, TensorMeta
-from booster_core.state.regions import regions_of
-from booster_core.state.shard import TensorShard, box_shape
+from booster_core.state import StateAdapter, TensorMeta, TensorShard, box_shape, regions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from booster_core.state.adapter import JSONValue, ParamGroup
-    from booster_core.state.shard import Box
+    from booster_core.state import Box, JSONValue, ParamGroup
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.tensor_parallel.split import Split
 

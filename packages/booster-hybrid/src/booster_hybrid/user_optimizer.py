@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
-from booster_core.state.naming import NamedTensors
-from booster_runtime.sharding.elementwise import partition_for
+from booster_core.state import NamedTensors
+from booster_runtime.sharding import partition_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError, MissingRanksError
-from booster_core.progress import naming_missing_ranks
+from booster_core.ranks import DistCoordinator, naming_missing_ranks
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster_core.errors import ConfigError
-from booster_core.state.naming import named_modules
-from booster_core.wrappers import unwrap_model
+from booster_core.plugin import unwrap_model
+from booster_core.state import named_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -15,9 +15,8 @@ import torch
 
 from booster_core.checkpoint_io import MovingAverage
 from booster_core.errors import ConfigError
-from booster_core.state.naming import NamedTensors
-from booster_core.state.shard import TensorShard
-from booster_core.wrappers import unwrap_model
+from booster_core.plugin import unwrap_model
+from booster_core.state import NamedTensors, TensorShard
 from booster_runtime.checkpoint.view import ModelView
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_core.checkpoint_io import CheckpointIO, LoadReport
-    from booster_core.state.adapter import StateAdapter
+    from booster_core.state import StateAdapter
 
 _Key = tuple[str, Any, "tuple[int, int] | None"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from booster_core.hookspecs import hookimpl
+from booster_core.plugin import hookimpl
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.plugin import BoostContext, Boosted, Plugin
-    from booster_core.world import Monitor, World
+    from booster_core.ranks import Monitor, World
 
 
 @hookimpl

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from booster_core.errors import CheckpointError, ConfigError
-from booster_core.plugin import Capability
-from booster_core.state.adapted import has_adapters
-from booster_core.state.naming import NamedTensors, compiled_module
-from booster_core.wrappers import ModelWrapper, boosted_inside
+from booster_core.plugin import Capability, ModelWrapper, boosted_inside
+from booster_core.state import NamedTensors, compiled_module, has_adapters
 from booster_runtime.lazy.context import continued
 from booster_runtime.lazy.model import is_lazy
 

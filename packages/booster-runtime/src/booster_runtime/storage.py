@@ -47,7 +47,7 @@ def storage_for(scheme: str) -> Storage:
 
     Collective: none.
     """
-    from booster_core.hooks import hook_relay
+    from booster_core.plugin import hook_relay
 
     found = hook_relay().storage(scheme=scheme)
     if found is None:

@@ -10,10 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from booster_core.coordinator import DistCoordinator
-from booster_core.hooks import register_hooks, unregister_hooks
-from booster_core.hookspecs import hookimpl
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.plugin import ModelWrapper, OptimizerWrapper, hookimpl, register_hooks, unregister_hooks
+from booster_core.ranks import DistCoordinator
 from booster_testing.replicas import look_locally
 from booster_testing.training import summed_loss, whole_model
 

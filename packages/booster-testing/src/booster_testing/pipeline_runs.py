@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core.coordinator import DistCoordinator
+from booster_core.ranks import DistCoordinator
 from booster_runtime.lazy import LazyInitContext
 from booster_testing.models import TinyStack
 from booster_testing.training import Trained, Training, summed_loss, whole_model

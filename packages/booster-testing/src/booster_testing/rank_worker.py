@@ -215,7 +215,7 @@ def _open_group(call: Call) -> None:
     """Open the default process group by the code that `booster_core.launch` uses."""
     from torch.distributed import FileStore  # type: ignore[attr-defined] # torch does not list it as public
 
-    from booster_core.world import open_world
+    from booster_core.ranks import open_world
     from booster_runtime.liveness import start_monitor
 
     if "cuda" in call.backend:
@@ -239,13 +239,13 @@ def _has_foreign_group() -> bool:
     """Whether the default group is not the one that was opened for the call."""
     import torch.distributed as dist
 
-    from booster_core.world import opened_world
+    from booster_core.ranks import opened_world
 
     return dist.is_initialized() and not opened_world().is_current
 
 
 def _close_group() -> None:
-    from booster_core.world import close_world
+    from booster_core.ranks import close_world
 
     with contextlib.suppress(RuntimeError):  # the other ends may be gone already
         close_world()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from booster_core.booster import Booster
-from booster_core.coordinator import DistCoordinator
+from booster_core.ranks import DistCoordinator
 
 if TYPE_CHECKING:
     from pathlib import Path

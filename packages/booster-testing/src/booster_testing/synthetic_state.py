@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from booster_core.state.adapter import ParamGroup, StateAdapter
-from booster_core.state.regions import slices_of
-from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
+from booster_core.state import Box, ParamGroup, StateAdapter, TensorShard, box_numel, box_shape, full_box, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from booster_core.state.adapter import JSONValue, TensorMeta
+    from booster_core.state import JSONValue, TensorMeta
 
 Part = tuple[Box, "tuple[int, int] | None", bool]
 """Box, flat range, and whether this rank owns it."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from booster_core.booster import Booster
-from booster_core.coordinator import DistCoordinator
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
+from booster_core.ranks import DistCoordinator
 from booster_runtime.lazy import LazyInitContext
 from booster_testing.models import TinyMixedBag
 

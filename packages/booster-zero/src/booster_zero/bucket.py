@@ -18,8 +18,8 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
-from booster_runtime.collectives.pending import Pending
-from booster_runtime.sharding.hosting import is_cut
+from booster_runtime.collectives import Pending
+from booster_runtime.sharding import is_cut
 from booster_zero.engine.bucket import ShardedBucket
 from booster_zero.engine.lane import in_ram
 
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_runtime.sharding.hosting import State
-    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_runtime.sharding import ShardingRanks, State
     from booster_zero.engine.bucket import Format, Piece
     from booster_zero.engine.partition import BucketPlan
     from booster_zero.room import Room

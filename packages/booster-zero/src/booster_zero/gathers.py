@@ -26,14 +26,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from booster_core.progress import naming_missing_ranks
+from booster_core.ranks import naming_missing_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
-    from booster_runtime.collectives.pending import Pending
+    from booster_runtime.collectives import Pending
     from booster_zero.bucket import Bucket
 
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_core.precision.casting import cast_floating
-from booster_core.precision.narrow import NARROW
-from booster_core.wrappers import ModelWrapper
+from booster_core.plugin import ModelWrapper
+from booster_core.precision import NARROW, cast_floating
 
 if TYPE_CHECKING:
     from booster_core.precision import PrecisionPolicy

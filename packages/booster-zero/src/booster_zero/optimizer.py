@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_runtime import collectives
-from booster_runtime.sharding.elementwise import partition_for
+from booster_runtime.sharding import partition_for
 from booster_zero.bucket import Bucket
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.optimizer import ShardedOptimizer
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_runtime.collectives.pending import Pending
-    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_runtime.collectives import Pending
+    from booster_runtime.sharding import ShardingRanks
     from booster_zero.config import ZeroConfig
     from booster_zero.engine.bucket import Format
     from booster_zero.room import Room

@@ -10,17 +10,25 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, Capability, Plugin
-from booster_core.precision import PrecisionPolicy
-from booster_core.precision.narrow import NARROW, working_dtypes
-from booster_core.replicated import check_no_masters, place_model
-from booster_core.wrappers import unscaled_gradient, unwrap_model
+from booster_core.plugin import (
+    Boosted,
+    Capability,
+    Plugin,
+    check_no_masters,
+    place_model,
+    unscaled_gradient,
+    unwrap_model,
+)
+from booster_core.precision import NARROW, PrecisionPolicy, working_dtypes
 from booster_runtime import collectives
-from booster_runtime.memory.mapped import MappedFolder
-from booster_runtime.sharding.agreement import agree_on_values
-from booster_runtime.sharding.distinct import check_distinct_memory
-from booster_runtime.sharding.ranks import ShardingRanks, make_ranks
-from booster_runtime.sharding.unreduced import refuse_all_gradients
+from booster_runtime.memory import MappedFolder
+from booster_runtime.sharding import (
+    ShardingRanks,
+    agree_on_values,
+    check_distinct_memory,
+    make_ranks,
+    refuse_all_gradients,
+)
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.bucket import Format
 from booster_zero.model import ZeroModel
@@ -37,7 +45,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext
-    from booster_core.state.adapter import StateAdapter
+    from booster_core.state import StateAdapter
 
 
 class LowLevelZeroPlugin(Plugin):

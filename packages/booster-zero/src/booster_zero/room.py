@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import OffloadError
+from booster_core.ranks import DistCoordinator
 from booster_runtime import collectives
 from booster_zero.engine.lane import in_ram
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from booster_runtime.memory.mapped import MappedFolder
+    from booster_runtime.memory import MappedFolder
 
 
 class Room:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core.state.replicated import MASTER
-from booster_core.state.shard import TensorShard, full_box
+from booster_core.state import MASTER, TensorShard, full_box
 from booster_zero.engine.state import ShardedStateAdapter
 from booster_zero.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from booster_core.state.adapter import JSONValue, ParamGroup, TensorMeta
+    from booster_core.state import JSONValue, ParamGroup, TensorMeta
 
 
 class ZeroStateAdapter(ShardedStateAdapter[ZeroOptimizer]):

@@ -35,7 +35,7 @@ def summary(entries: list[EntryPoint]) -> str:
     """Return what ``booster --help`` says of a verb: the first line of its module's docstring, or what is wrong."""
     if len(entries) > 1:
         return _doubled(entries)
-    from booster_core.plugin_source import PluginSource, SourceError
+    from booster_core.plugin.plugin_source import PluginSource, SourceError
 
     try:
         return PluginSource().docstring(entries[0].module).partition("\n")[0]
@@ -54,7 +54,7 @@ def load(verb: str, entries: list[EntryPoint]) -> click.Command:
     if len(entries) > 1:
         msg = f"Verb '{verb}': {_doubled(entries)}"
         raise click.ClickException(msg)
-    from booster_core.hooks import distribution_of
+    from booster_core.plugin.hooks import distribution_of
 
     entry = entries[0]
     whose = f"Verb '{verb}' ({distribution_of(entry)})"
@@ -71,6 +71,6 @@ def load(verb: str, entries: list[EntryPoint]) -> click.Command:
 
 
 def _doubled(entries: list[EntryPoint]) -> str:
-    from booster_core.hooks import distribution_of
+    from booster_core.plugin.hooks import distribution_of
 
     return f"Several distributions bring it: {', '.join(map(distribution_of, entries))}. Uninstall all but one."

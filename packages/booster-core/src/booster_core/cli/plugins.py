@@ -10,8 +10,8 @@ import json
 
 import click
 
-from booster_core import discovery
 from booster_core.errors import PluginError
+from booster_core.plugin import discovery
 
 
 @click.command()

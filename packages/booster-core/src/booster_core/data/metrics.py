@@ -17,7 +17,7 @@ from booster_core.errors import ConfigError
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from booster_core.coordinator import DistCoordinator
+    from booster_core.ranks.coordinator import DistCoordinator
 
 
 def gather_samples(

@@ -14,13 +14,13 @@ from booster_core.data.pass_watch import watch_passes
 from booster_core.data.sampler import ShardedSampler
 from booster_core.data.user_order import UserOrder
 from booster_core.errors import ConfigError
-from booster_core.rendezvous import name_ranks
+from booster_core.ranks.rendezvous import name_ranks
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from booster_core.coordinator import DistCoordinator
-    from booster_core.plugin import Plugin
+    from booster_core.plugin.interface import Plugin
+    from booster_core.ranks.coordinator import DistCoordinator
 
 
 def prepare_dataloader(

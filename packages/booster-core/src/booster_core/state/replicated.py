@@ -15,11 +15,11 @@ import torch
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError, ConfigError
+from booster_core.plugin.wrappers import unwrap_model
 from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter
 from booster_core.state.naming import NamedTensors, extra_state_modules
 from booster_core.state.optimizer_state import flatten_state, restore_state
 from booster_core.state.shard import TensorShard, full_box
-from booster_core.wrappers import unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.coordinator import DistCoordinator
+    from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.state.adapter import TensorMeta
 
 MASTER = "master"

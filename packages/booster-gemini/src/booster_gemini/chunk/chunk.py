@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from booster_gemini.chunk.pool import BufferPool
     from booster_gemini.chunk.watch import ChangeWatch
     from booster_gemini.memory.home import Home
-    from booster_runtime.collectives.pending import Pending
-    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_runtime.collectives import Pending
+    from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Format
     from booster_zero.engine.partition import BucketPlan
 

@@ -16,7 +16,7 @@ from torch import nn
 from booster_gemini.memory.disk import aligned_buffer
 from booster_gemini.memory.home import Role
 from booster_runtime.collectives import Pending
-from booster_runtime.sharding.hosting import is_cut
+from booster_runtime.sharding import is_cut
 from booster_zero.engine.bucket import ShardedBucket
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_gemini.memory.home import Home
-    from booster_runtime.sharding.hosting import State
-    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_runtime.sharding import ShardingRanks, State
     from booster_zero.engine.bucket import Format
     from booster_zero.engine.partition import BucketPlan
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.state.naming import NamedTensors
+from booster_core.state import NamedTensors
 from booster_gemini.chunk.chunk import Chunk
 from booster_gemini.chunk.pool import BufferPool
 from booster_gemini.chunk.state import ChunkState
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_gemini.memory.home import Home
-    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Format
     from booster_zero.engine.partition import BucketPlan
 

@@ -26,7 +26,7 @@ def command(*, run: Path, number: int | None, out: Path | None, as_png: bool) ->
     from booster_gemini.pictures.drawing import draw
     from booster_gemini.pictures.reading import read_records
     from booster_gemini.pictures.tracing import trace_of
-    from booster_runtime.pictures.png import write_png
+    from booster_runtime.pictures import write_png
 
     folder = run if out is None else out
     try:

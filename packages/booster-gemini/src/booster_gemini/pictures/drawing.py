@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from booster_gemini.pictures.levels import GATHERED, OTHER, ROLES, columns, least_of_process, samples
-from booster_runtime.pictures.axes import byte_ticks, format_bytes, format_seconds, ticks
-from booster_runtime.pictures.svg import Drawing
+from booster_runtime.pictures import Drawing, byte_ticks, format_bytes, format_seconds, ticks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

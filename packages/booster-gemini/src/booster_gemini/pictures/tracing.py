@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from booster_gemini.pictures.levels import least_of_process, samples
 from booster_gemini.pictures.reading import MOVING
-from booster_runtime.pictures.trace import Trace
+from booster_runtime.pictures import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -26,7 +26,7 @@ def command(*, run: Path, number: int | None, out: Path | None, as_png: bool) ->
     from booster_hybrid.pictures.drawing import draw
     from booster_hybrid.pictures.reading import read_pipelines
     from booster_hybrid.pictures.tracing import trace_of
-    from booster_runtime.pictures.png import write_png
+    from booster_runtime.pictures import write_png
 
     folder = run if out is None else out
     try:

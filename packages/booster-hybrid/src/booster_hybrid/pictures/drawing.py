@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_runtime.pictures.axes import format_seconds, ticks
-from booster_runtime.pictures.svg import Drawing
+from booster_runtime.pictures import Drawing, format_seconds, ticks
 
 if TYPE_CHECKING:
     from booster_hybrid.pictures.reading import Batch, Slice

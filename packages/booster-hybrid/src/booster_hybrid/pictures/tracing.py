@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_runtime.pictures.trace import Trace
+from booster_runtime.pictures import Trace
 
 if TYPE_CHECKING:
     from booster_hybrid.pictures.reading import Pipeline

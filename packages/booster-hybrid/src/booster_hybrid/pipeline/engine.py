@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_core.progress import naming_missing_ranks
+from booster_core.ranks import naming_missing_ranks
 from booster_hybrid.pipeline.example import to_device
 from booster_hybrid.pipeline.microbatches import join_outputs, num_samples, share_samples, split_batch
 from booster_hybrid.pipeline.random import stream_of
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_core.coordinator import DistCoordinator
-    from booster_core.mesh import Axis
+    from booster_core.ranks import Axis, DistCoordinator
     from booster_hybrid.config import PipelineConfig
     from booster_hybrid.optimizer import HybridOptimizer
     from booster_hybrid.pipeline.cut import StagedModel

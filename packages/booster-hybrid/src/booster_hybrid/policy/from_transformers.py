@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.state.naming import NamedTensors, named_modules
+from booster_core.state import NamedTensors, named_modules
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 
 _STYLES = {

@@ -13,8 +13,7 @@ from typing import Any
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.state.adapted import without_adapters
-from booster_core.state.naming import compiled_module
+from booster_core.state import compiled_module, without_adapters
 from booster_hybrid.policy.base import WHOLE_SEQUENCES, ModuleRule, ShardingPolicy
 from booster_hybrid.policy.from_transformers import read_plan, vocabulary_rules
 
@@ -28,7 +27,7 @@ def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, ho
     Args:
         model: The user's model.
         custom_policy: The user's own policy, which wins.
-        hooks: The hook relay of `booster_core.hookspecs`, asked for a third party's policy.
+        hooks: The hook relay of `booster_core.plugin.hookspecs`, asked for a third party's policy.
 
     Raises:
         ConfigError: If there is none.

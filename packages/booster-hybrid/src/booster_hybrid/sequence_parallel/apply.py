@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.state.naming import compiled_module
+from booster_core.state import compiled_module
 from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention, place_attention
 from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.mask import make_mask

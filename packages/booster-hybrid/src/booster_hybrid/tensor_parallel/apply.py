@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.state.adapted import without_adapters
-from booster_core.state.naming import compiled_module
+from booster_core.state import compiled_module, without_adapters
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.arguments import cut_arguments

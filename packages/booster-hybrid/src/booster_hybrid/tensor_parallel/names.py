@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from booster_core.state.naming import named_modules
+from booster_core.state import named_modules
 
 if TYPE_CHECKING:
     from torch import nn

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_core.state.shard import Box
+    from booster_core.state import Box
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.state.adapted import is_adapted
-from booster_core.state.naming import NamedTensors, own_class
+from booster_core.state import NamedTensors, is_adapted, own_class
 from booster_runtime.checkpoint.naming import SAFETENSORS, TORCH, FileNames
 from booster_runtime.checkpoint.parts import ModelPart
 from booster_runtime.checkpoint.view import ModelView
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import nn
 
-    from booster_core.state.adapter import StateAdapter
-    from booster_core.state.shard import TensorShard
+    from booster_core.state import StateAdapter, TensorShard
     from booster_runtime.checkpoint.files import CheckpointFiles
 
 _FILE = "adapter_model"

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from booster_core.checkpoint_io import LoadReport
-from booster_core.state.adapter import TensorMeta
-from booster_core.state.jsonable import tensor_references
+from booster_core.state import TensorMeta, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from booster_core.state.adapter import StateAdapter
+    from booster_core.state import StateAdapter
 
 
 @dataclass(frozen=True, kw_only=True)

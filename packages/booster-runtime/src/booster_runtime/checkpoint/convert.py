@@ -9,8 +9,8 @@ import shutil
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import CheckpointError, ConfigError
+from booster_core.ranks import DistCoordinator
 from booster_runtime.checkpoint.dcp_table import METADATA
 from booster_runtime.checkpoint.files import CheckpointFiles
 from booster_runtime.checkpoint.job import TEMPORARY, sync_folder

@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state.regions import pack, regions_of
-from booster_core.state.shard import box_shape
+from booster_core.state import box_shape, pack, regions_of
 from booster_runtime.checkpoint.dcp_file import GROUPS, SHAPES, STATE
 from booster_runtime.checkpoint.dcp_table import read_table
 from booster_runtime.checkpoint.job import local_specs, merge_specs, sync_folder
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from booster_core.state.adapter import StateAdapter
-    from booster_core.state.shard import TensorShard
+    from booster_core.state import StateAdapter, TensorShard
     from booster_runtime.checkpoint.session import Session
 
 _PathInState = tuple[Any, ...]

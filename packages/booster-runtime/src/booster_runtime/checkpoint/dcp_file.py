@@ -17,10 +17,18 @@ import torch
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state.adapter import TensorMeta
-from booster_core.state.jsonable import encode
-from booster_core.state.regions import intersect, is_contiguous, regions_of, slices_of, span_of
-from booster_core.state.shard import Box, box_numel, box_shape
+from booster_core.state import (
+    Box,
+    TensorMeta,
+    box_numel,
+    box_shape,
+    encode,
+    intersect,
+    is_contiguous,
+    regions_of,
+    slices_of,
+    span_of,
+)
 from booster_runtime.checkpoint.dcp_table import Slice, read_table
 from booster_runtime.checkpoint.formats import TensorFile
 from booster_runtime.checkpoint.raw import as_bytes, pread_into, read_strided

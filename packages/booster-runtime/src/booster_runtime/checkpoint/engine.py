@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from booster_core.checkpoint_io import LoadedCheckpoint, LoadReport, MovingAverage, TrainingState
     from booster_core.plugin import BoostContext, Plugin
-    from booster_core.state.adapter import StateAdapter
+    from booster_core.state import StateAdapter
 
 
 class CheckpointEngine(CheckpointIO):

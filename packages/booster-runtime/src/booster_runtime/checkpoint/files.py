@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_core.checkpoint_io import LoadReport
-    from booster_core.coordinator import DistCoordinator
-    from booster_core.state.adapter import StateAdapter
+    from booster_core.ranks import DistCoordinator
+    from booster_core.state import StateAdapter
     from booster_runtime.checkpoint.job import WrittenFile
 
 _MIB = 1 << 20

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from booster_core.state.adapter import TensorMeta
-    from booster_core.state.shard import Box
+    from booster_core.state import Box, TensorMeta
     from booster_runtime.checkpoint.plan import TensorSpec
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
-from booster_core.state.jsonable import tensor_references
+from booster_core.state import tensor_references
 from booster_runtime.checkpoint.convert import kinds_at
 from booster_runtime.checkpoint.index import read_index, read_json
 from booster_runtime.checkpoint.manifest import MANIFEST, Manifest

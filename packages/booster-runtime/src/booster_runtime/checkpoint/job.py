@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from booster_core.state.shard import TensorShard
+    from booster_core.state import TensorShard
     from booster_runtime.checkpoint.parts import Part
 
 TEMPORARY = ".tmp"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointError, shorten
-from booster_core.state.adapter import TensorMeta
+from booster_core.state import TensorMeta
 from booster_runtime.checkpoint.compare import misfit
 from booster_runtime.checkpoint.index import read_json
 from booster_runtime.checkpoint.parts import OptimizerInfo
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from booster_core.state.adapter import StateAdapter
+    from booster_core.state import StateAdapter
     from booster_runtime.checkpoint.source import Source
 
 

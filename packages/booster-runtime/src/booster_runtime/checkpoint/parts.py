@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state.adapter import ParamGroup
-from booster_core.state.jsonable import decode, encode
-from booster_core.state.shard import TensorShard, full_box
+from booster_core.state import ParamGroup, TensorShard, decode, encode, full_box
 from booster_runtime.checkpoint.plan import natural_order
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from booster_core.state.adapter import StateAdapter
+    from booster_core.state import StateAdapter
     from booster_runtime.checkpoint.naming import FileNames
 
 FORMAT_VERSION = 1

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.state.regions import pack
+from booster_core.state import pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from booster_core.state.shard import Box
+    from booster_core.state import Box
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,8 +6,7 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any
 
-from booster_core.state.adapted import without_adapters
-from booster_core.state.naming import own_class
+from booster_core.state import own_class, without_adapters
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state.jsonable import decode, encode
+from booster_core.state import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

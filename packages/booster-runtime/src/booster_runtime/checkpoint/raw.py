@@ -18,14 +18,13 @@ import numpy as np
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state.regions import runs_of, slices_of
-from booster_core.state.shard import box_numel, box_shape
+from booster_core.state import box_numel, box_shape, runs_of, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from booster_core.state.shard import Box
+    from booster_core.state import Box
 
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB per call."""

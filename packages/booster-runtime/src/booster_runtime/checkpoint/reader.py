@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from booster_core.state.regions import Region, regions_of, unpack
+from booster_core.state import Region, regions_of, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from booster_core.state.adapter import TensorMeta
-    from booster_core.state.shard import Box, TensorShard
+    from booster_core.state import Box, TensorMeta, TensorShard
 
 _MIN_THREAD_BYTES = 1 << 20
 """Parts smaller than this are not worth a thread."""

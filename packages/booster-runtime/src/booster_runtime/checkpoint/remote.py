@@ -24,7 +24,7 @@ from booster_runtime.storage import storage_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from booster_core.coordinator import DistCoordinator
+    from booster_core.ranks import DistCoordinator
     from booster_runtime.storage import Storage
 
 METADATA = ".metadata"

@@ -18,8 +18,7 @@ import torch
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state.adapter import TensorMeta
-from booster_core.state.regions import is_contiguous, span_of
+from booster_core.state import TensorMeta, is_contiguous, span_of
 from booster_runtime.checkpoint.formats import Container, TensorFile
 from booster_runtime.checkpoint.naming import SAFETENSORS
 from booster_runtime.checkpoint.raw import as_bytes, pread_into, pwrite_from, read_strided
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from booster_core.state.shard import Box
+    from booster_core.state import Box
     from booster_runtime.checkpoint.plan import TensorSpec
 
 DTYPE_NAMES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
-from booster_core.state.jsonable import decode, encode
+from booster_core.state import decode, encode
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler

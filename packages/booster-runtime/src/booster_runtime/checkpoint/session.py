@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
-from booster_core.host import this_host
+from booster_core.ranks import this_host
 from booster_runtime.checkpoint.job import TOKEN_CHARACTERS, as_checkpoint_error
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from booster_core.coordinator import DistCoordinator
-    from booster_core.host import Host
+    from booster_core.ranks import DistCoordinator, Host
 
 _LINGER_SECONDS = 10.0
 _WRITE_TIMEOUT_SECONDS = 24 * 3600.0
@@ -106,7 +105,7 @@ class Session:
 
     def exchange(self, name: str, token: str) -> Callable[[str, Exception | None, str], list[str]]:
         """Return the way in which a write job's ranks give rank 0 a text each; over the store only."""
-        from booster_core.world import current_world
+        from booster_core.ranks import current_world
 
         store, agree = current_world().store, self.agree(name)
 
@@ -228,7 +227,7 @@ class Session:
 
         The process of rank 0 may hold the store, and the interpreter may be about to end.
         """
-        from booster_core.world import current_world
+        from booster_core.ranks import current_world
 
         store = current_world().store
         if store is None or self.world_size == 1:
@@ -244,7 +243,7 @@ class Session:
 
     def before_close(self, callback: Callable[[], None]) -> None:
         """Have something called before the process group is destroyed, once however often this is called."""
-        from booster_core.world import current_world
+        from booster_core.ranks import current_world
 
         callbacks = current_world().at_close
         if callback not in callbacks:

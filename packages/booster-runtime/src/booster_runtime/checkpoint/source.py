@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, shorten
-from booster_core.state.jsonable import decode, tensor_references
-from booster_core.state.shard import full_box
+from booster_core.state import decode, full_box, tensor_references
 from booster_runtime.checkpoint.formats import TensorFile, open_tensor_file
 from booster_runtime.checkpoint.index import read_index
 from booster_runtime.checkpoint.naming import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from booster_core.state.adapter import TensorMeta
-    from booster_core.state.shard import Box
+    from booster_core.state import Box, TensorMeta
 
 INTERRUPTED = ".interrupted"
 """Suffix of the file that says that a save is replacing a checkpoint's files; after a kill, it stays."""

@@ -13,15 +13,13 @@ import torch
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state.adapter import StateAdapter
-from booster_core.state.jsonable import decode, tensor_references
-from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
+from booster_core.state import Box, StateAdapter, TensorShard, box_numel, box_shape, decode, full_box, tensor_references
 from booster_runtime.checkpoint.optimizer_check import read_optimizer_info
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from booster_core.state.adapter import JSONValue, ParamGroup, TensorMeta
+    from booster_core.state import JSONValue, ParamGroup, TensorMeta
     from booster_runtime.checkpoint.source import Source
 
 _PIECE_BYTES = 4 << 20

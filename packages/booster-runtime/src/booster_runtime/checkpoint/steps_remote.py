@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError
-from booster_core.host import this_host
+from booster_core.ranks import this_host
 from booster_runtime.checkpoint.job import TEMPORARY, as_checkpoint_error
 from booster_runtime.checkpoint.manifest import MANIFEST, verify_folder
 from booster_runtime.checkpoint.steps import LATEST, LocalSteps, Steps, folder_name, log_failed_removal, parse_name

@@ -17,10 +17,16 @@ import torch
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state.adapter import TensorMeta
-from booster_core.state.jsonable import decode, encode, tensor_references
-from booster_core.state.regions import is_contiguous, slices_of, span_of
-from booster_core.state.shard import box_shape
+from booster_core.state import (
+    TensorMeta,
+    box_shape,
+    decode,
+    encode,
+    is_contiguous,
+    slices_of,
+    span_of,
+    tensor_references,
+)
 from booster_runtime.checkpoint.formats import Container, TensorFile
 from booster_runtime.checkpoint.naming import SAFETENSORS, TORCH
 from booster_runtime.checkpoint.raw import as_bytes, pread_into, read_strided
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from booster_core.state.shard import Box
+    from booster_core.state import Box
     from booster_runtime.checkpoint.plan import TensorSpec
 
 

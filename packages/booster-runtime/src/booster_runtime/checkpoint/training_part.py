@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state.jsonable import decode, encode, tensor_references
-from booster_core.state.shard import full_box
+from booster_core.state import decode, encode, full_box, tensor_references
 from booster_runtime.checkpoint.formats import open_tensor_file
 from booster_runtime.checkpoint.index import read_json
 from booster_runtime.checkpoint.naming import FileNames
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from booster_core.checkpoint_io import TrainingObjects
-    from booster_core.state.shard import TensorShard
+    from booster_core.state import TensorShard
 
 BASE = "training_state"
 VALUES = f"{BASE}.json"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from booster_core.checkpoint_io import TrainingState
-    from booster_core.coordinator import DistCoordinator
+    from booster_core.ranks import DistCoordinator
     from booster_runtime.checkpoint.files import CheckpointFiles
     from booster_runtime.checkpoint.job import WrittenFile
     from booster_runtime.checkpoint.parts import Part

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from booster_core.state.adapted import without_adapters
+from booster_core.state import without_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

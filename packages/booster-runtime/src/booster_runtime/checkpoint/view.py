@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter, TensorMeta
+from booster_core.state import JSONValue, ParamGroup, StateAdapter, TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from booster_core.state.shard import TensorShard
+    from booster_core.state import TensorShard
 
 
 class ModelView(StateAdapter):

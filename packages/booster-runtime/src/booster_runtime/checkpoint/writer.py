@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state.regions import is_contiguous, regions_of, span_of
+from booster_core.state import is_contiguous, regions_of, span_of
 from booster_runtime.checkpoint.formats import container_for
 from booster_runtime.checkpoint.naming import SAFETENSORS
 from booster_runtime.checkpoint.pieces import Bucket, Piece, fill_buckets, synchronize

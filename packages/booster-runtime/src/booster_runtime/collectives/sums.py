@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.precision.narrow import NARROW
+from booster_core.precision import NARROW
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

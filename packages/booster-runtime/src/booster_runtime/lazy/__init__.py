@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from booster_runtime.lazy.boosting import hollow_objects
 from booster_runtime.lazy.context import LazyInitContext
 from booster_runtime.lazy.model import Recording, is_lazy, materialize, take_recording
 from booster_runtime.lazy.pretrained import load_pretrained
 
-__all__ = ["LazyInitContext", "Recording", "is_lazy", "load_pretrained", "materialize", "take_recording"]
+__all__ = [
+    "LazyInitContext",
+    "Recording",
+    "hollow_objects",
+    "is_lazy",
+    "load_pretrained",
+    "materialize",
+    "take_recording",
+]

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError, LazyInitError
-from booster_core.replicated import place_model, rebind
+from booster_core.plugin import place_model, rebind
 from booster_runtime.lazy.model import Recording, is_lazy, take_recording
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.coordinator import DistCoordinator
     from booster_core.plugin import BoostContext, Boosted, Plugin
     from booster_core.precision import PrecisionPolicy
+    from booster_core.ranks import DistCoordinator
     from booster_runtime.lazy.recorder import Recorder
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from booster_core.state.adapter import TensorMeta
+    from booster_core.state import TensorMeta
 
 _SAMPLE_NUMEL = 256
 """How many values of a tensor are read to compare what ranks have in their files."""

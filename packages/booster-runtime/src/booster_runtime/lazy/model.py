@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.errors import LazyInitError
-from booster_core.state.regions import pack, slices_of
+from booster_core.state import pack, slices_of
 from booster_runtime.checkpoint.reader import ShardReader
 from booster_runtime.lazy.direct import find_reads
 from booster_runtime.lazy.fingerprints import fingerprints, geometry
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_core.state.shard import TensorShard
+    from booster_core.state import TensorShard
     from booster_runtime.lazy.files import FileRead
     from booster_runtime.lazy.recorder import Recorder
 

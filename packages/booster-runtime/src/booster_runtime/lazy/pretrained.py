@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.errors import CheckpointError, LazyInitError
-from booster_core.state.adapter import TensorMeta
-from booster_core.state.naming import NamedTensors, extra_state_modules
+from booster_core.state import NamedTensors, TensorMeta, extra_state_modules
 from booster_runtime.checkpoint.compare import Expectation, compare
 from booster_runtime.checkpoint.naming import MODEL
 from booster_runtime.checkpoint.source import open_source

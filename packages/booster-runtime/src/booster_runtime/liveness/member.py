@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from booster_core.errors import RankFailedError
-from booster_core.progress import LOST_PEER, PROGRESS
+from booster_core.ranks import LOST_PEER, PROGRESS
 from booster_runtime.liveness.exits import FailedExit, failed_exit
 from booster_runtime.liveness.server import Server
 from booster_runtime.liveness.verdicts import DISAGREE
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from booster_core.world import World
+    from booster_core.ranks import World
 
 GRACE_SECONDS = 5.0
 """How long the main thread may take to end by itself when another rank has failed."""

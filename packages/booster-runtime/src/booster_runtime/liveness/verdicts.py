@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from booster_core.progress import ENDED, describe_ended, describe_mismatch
+from booster_core.ranks import ENDED, describe_ended, describe_mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

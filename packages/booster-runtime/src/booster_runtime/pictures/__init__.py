@@ -2,3 +2,20 @@
 
 Nothing here imports torch.
 """
+
+from __future__ import annotations
+
+from booster_runtime.pictures.axes import byte_ticks, format_bytes, format_seconds, ticks
+from booster_runtime.pictures.png import write_png
+from booster_runtime.pictures.svg import Drawing
+from booster_runtime.pictures.trace import Trace
+
+__all__ = [
+    "Drawing",
+    "Trace",
+    "byte_ticks",
+    "format_bytes",
+    "format_seconds",
+    "ticks",
+    "write_png",
+]

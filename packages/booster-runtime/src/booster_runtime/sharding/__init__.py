@@ -1,1 +1,43 @@
 """What every strategy that splits state over ranks needs: who shares a replica, and what an optimizer lets one cut."""
+
+from __future__ import annotations
+
+from booster_runtime.sharding.agreement import agree_on_values, send_first
+from booster_runtime.sharding.buffers import BufferWatch
+from booster_runtime.sharding.distinct import check_distinct_memory
+from booster_runtime.sharding.dtensor import DTensorStateAdapter, dtensor_shards, local_of
+from booster_runtime.sharding.elementwise import (
+    ELEMENTWISE,
+    WHOLE,
+    check_takes_parts,
+    distinct_groups,
+    partition_for,
+    probed_steps,
+)
+from booster_runtime.sharding.hosting import HostedOptimizer, State, is_cut
+from booster_runtime.sharding.ranks import ShardingRanks, make_ranks, sharding_groups
+from booster_runtime.sharding.unreduced import refuse_all_gradients, refuse_gradient
+
+__all__ = [
+    "ELEMENTWISE",
+    "WHOLE",
+    "BufferWatch",
+    "DTensorStateAdapter",
+    "HostedOptimizer",
+    "ShardingRanks",
+    "State",
+    "agree_on_values",
+    "check_distinct_memory",
+    "check_takes_parts",
+    "distinct_groups",
+    "dtensor_shards",
+    "is_cut",
+    "local_of",
+    "make_ranks",
+    "partition_for",
+    "probed_steps",
+    "refuse_all_gradients",
+    "refuse_gradient",
+    "send_first",
+    "sharding_groups",
+]

@@ -13,9 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state.naming import NamedTensors
-from booster_core.state.replicated import ReplicatedStateAdapter, balanced_shards
-from booster_core.state.shard import TensorShard
+from booster_core.state import NamedTensors, ReplicatedStateAdapter, TensorShard, balanced_shards
 from booster_runtime.sharding.placements import Split, local_boxes
 
 if TYPE_CHECKING:
@@ -24,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.coordinator import DistCoordinator
-    from booster_core.state.adapter import JSONValue, ParamGroup, TensorMeta
+    from booster_core.ranks import DistCoordinator
+    from booster_core.state import JSONValue, ParamGroup, TensorMeta
 
 
 def dtensor_shards(name: str, state: str | None, tensor: DTensor) -> Iterator[TensorShard]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from booster_core.state.shard import Box
+    from booster_core.state import Box
 
 Ranges = list[tuple[int, int]]
 """Half-open index ranges of one dimension, in the order in which they are held; none empty, none touching the next."""

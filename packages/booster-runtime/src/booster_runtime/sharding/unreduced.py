@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import GradientError
-from booster_core.state.naming import NamedTensors
+from booster_core.state import NamedTensors
 
 if TYPE_CHECKING:
     from torch import nn

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster_runtime import collectives
-from booster_runtime.collectives.pending import Pending
+from booster_runtime.collectives import Pending
 from booster_runtime.collectives.sums import sum_into
 from booster_zero.engine.lane import Lane, in_ram
 
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_runtime.sharding.hosting import State
-    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_runtime.sharding import ShardingRanks, State
     from booster_zero.engine.partition import BucketPlan, Slot
 
 _SMALL_NUMEL = 1 << 13

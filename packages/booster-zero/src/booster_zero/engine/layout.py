@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from booster_runtime import collectives
-from booster_runtime.sharding.hosting import State, is_cut
+from booster_runtime.sharding import State, is_cut
 from booster_zero.engine.partition import assign_owners, plan_flat, plan_whole
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Format, Piece, ShardedBucket
     from booster_zero.engine.partition import BucketPlan
 

@@ -12,16 +12,12 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.gradients.clip import clip_by_norm
-from booster_core.progress import naming_missing_ranks
-from booster_core.state.naming import NamedTensors
-from booster_core.wrappers import OptimizerWrapper
+from booster_core.gradients import clip_by_norm
+from booster_core.plugin import OptimizerWrapper
+from booster_core.ranks import naming_missing_ranks
+from booster_core.state import NamedTensors
 from booster_runtime import collectives
-from booster_runtime.sharding.agreement import send_first
-from booster_runtime.sharding.buffers import BufferWatch
-from booster_runtime.sharding.elementwise import check_takes_parts
-from booster_runtime.sharding.hosting import HostedOptimizer
-from booster_runtime.sharding.unreduced import refuse_gradient
+from booster_runtime.sharding import BufferWatch, HostedOptimizer, check_takes_parts, refuse_gradient, send_first
 from booster_zero.engine.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-    from booster_runtime.sharding.ranks import ShardingRanks
+    from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import ShardedBucket
     from booster_zero.engine.layout import Layout
 

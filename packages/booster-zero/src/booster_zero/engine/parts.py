@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_runtime.sharding.elementwise import ELEMENTWISE, WHOLE, distinct_groups, probed_steps
+from booster_runtime.sharding import ELEMENTWISE, WHOLE, distinct_groups, probed_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_runtime.collectives.pending import Pending
+    from booster_runtime.collectives import Pending
     from booster_zero.engine.bucket import ShardedBucket
     from booster_zero.engine.partition import Slot
 

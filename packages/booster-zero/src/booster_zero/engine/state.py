@@ -11,18 +11,27 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter, TensorMeta
-from booster_core.state.optimizer_state import flatten_state, restore_state
-from booster_core.state.replicated import MASTER, Place, ReplicatedStateAdapter
-from booster_core.state.shard import TensorShard, full_box
-from booster_runtime.sharding.hosting import is_cut
+from booster_core.state import (
+    MASTER,
+    JSONValue,
+    ParamGroup,
+    Place,
+    ReplicatedStateAdapter,
+    StateAdapter,
+    TensorMeta,
+    TensorShard,
+    flatten_state,
+    full_box,
+    restore_state,
+)
+from booster_runtime.sharding import is_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
-    from booster_core.coordinator import DistCoordinator
+    from booster_core.ranks import DistCoordinator
     from booster_zero.engine.bucket import Piece
     from booster_zero.engine.optimizer import ShardedOptimizer
 

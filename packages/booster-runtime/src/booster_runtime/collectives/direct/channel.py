@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from booster_core.progress import PROGRESS
+from booster_core.ranks import PROGRESS
 from booster_runtime.collectives.direct import memory
 from booster_runtime.collectives.direct.signatures import describe
 
@@ -415,7 +415,7 @@ def _can_read(fact: tuple[bool, int, int, int, int]) -> bool:
 
 
 def _timeout_of(group: ProcessGroup) -> float:
-    from booster_core.world import current_world
+    from booster_core.ranks import current_world
 
     try:
         backend: Any = group._get_backend(torch.device("cpu"))  # noqa: SLF001 - where torch keeps the time limit

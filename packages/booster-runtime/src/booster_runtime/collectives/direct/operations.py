@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_core.precision.narrow import NARROW
+from booster_core.precision import NARROW
 from booster_runtime.collectives.direct.channel import SCRATCH_BYTES
 from booster_runtime.collectives.direct.signatures import (
     ALL_GATHER,

@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from booster_core.coordinator import DistCoordinator
 from booster_core.errors import ConfigError, LaunchError
-from booster_core.hooks import hook_relay
-from booster_core.host import Host, distinct_names, this_host
-from booster_core.world import DEFAULT_TIMEOUT_SECONDS, close_world, current_world, open_world
+from booster_core.plugin.hooks import hook_relay
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.host import Host, distinct_names, this_host
+from booster_core.ranks.world import DEFAULT_TIMEOUT_SECONDS, close_world, current_world, open_world
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
 
-    from booster_core.world import World
+    from booster_core.ranks.world import World
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID")
@@ -323,7 +323,7 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
     """Open the store and the process group, and set device and seeds."""
     from torch.distributed import DistNetworkError
 
-    from booster_core.store import meet_at_launch, open_store
+    from booster_core.ranks.store import meet_at_launch, open_store
 
     backend = _choose_backend(start.backend)
     hook_relay().before_launch(

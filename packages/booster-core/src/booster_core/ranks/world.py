@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-from booster_core.rendezvous import Rendezvous
+from booster_core.ranks.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -233,7 +233,7 @@ def _describe_foreign_group(group: Any) -> World:
         return World()
     import torch.distributed as dist
 
-    from booster_core.launch import local_rank_from_environment
+    from booster_core.ranks.launch import local_rank_from_environment
 
     rank = dist.get_rank()
     local_rank = local_rank_from_environment()

@@ -9,12 +9,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from booster_core.errors import ConfigError, PluginError
-from booster_core.plugin import Boosted
+from booster_core.plugin.interface import Boosted
+from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside
 from booster_core.state.naming import NamedTensors
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside
 
 if TYPE_CHECKING:
-    from booster_core.plugin import Plugin
+    from booster_core.plugin.interface import Plugin
 
 _WRAPPED_ELSEWHERE = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 _ORDER = "`boost(model, optimizer, criterion, dataloader, lr_scheduler)`"

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import LaunchError, MissingRanksError
-from booster_core.rendezvous import Rendezvous
+from booster_core.ranks.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public

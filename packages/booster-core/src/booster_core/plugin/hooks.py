@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import importlib_metadata
 import pluggy
 
-from booster_core import hookspecs
 from booster_core.errors import PluginError
+from booster_core.plugin import hookspecs
 
 if TYPE_CHECKING:
     from importlib_metadata import EntryPoint

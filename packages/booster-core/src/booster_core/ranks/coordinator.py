@@ -1,7 +1,7 @@
 """Rank facts and small collective calls for whoever needs to know where it runs.
 
 `DistCoordinator` is a plain object, made wherever it is needed, and works the same without a process group, as a world
-of one where nobody is ever waited for. Its collective calls meet first (`booster_core.rendezvous`), so that a rank
+of one where nobody is ever waited for. Its collective calls meet first (`rendezvous`), so that a rank
 that never comes is named instead of waited for in vain.
 """
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from booster_core import errors
 from booster_core.errors import ConfigError, RankFailedError
-from booster_core.progress import PROGRESS
-from booster_core.rendezvous import name_ranks
-from booster_core.world import close_world, current_world
+from booster_core.ranks.progress import PROGRESS
+from booster_core.ranks.rendezvous import name_ranks
+from booster_core.ranks.world import close_world, current_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """The hooks through which third parties observe and extend Booster, as pluggy specifications.
 
 An implementation is marked with `hookimpl` and reaches Booster through the entry-point group ``booster.hooks`` or
-`booster_core.discovery.register_hooks`; ``booster_plugins`` alone belongs into the group ``booster.plugins``. A hook
+`booster_core.plugin.register_hooks`; ``booster_plugins`` alone belongs into the group ``booster.plugins``. A hook
 takes only the arguments it names, so that a specification can gain arguments without breaking older implementations.
 Observing hooks run on every rank and must not call collectives unless every rank does.
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from booster_core.plugin import BoostContext, Boosted, Plugin
-    from booster_core.world import Monitor, World
+    from booster_core.plugin.interface import BoostContext, Boosted, Plugin
+    from booster_core.ranks.world import Monitor, World
 
 PROJECT_NAME = "booster"
 

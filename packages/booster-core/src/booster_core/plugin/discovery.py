@@ -3,7 +3,7 @@
 Plugins are listed from the metadata of installed distributions (entry-point group ``booster.plugins``) and from their
 source text, so a listing imports none of them. Loading imports the one that is asked for, through pluggy; unknown,
 doubled, broken and incompatible plugins are reported by name, and never disturb another one. Hooks of third parties
-(group ``booster.hooks``) are the business of `booster_core.hooks`.
+(group ``booster.hooks``) are the business of `booster_core.plugin.hooks`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import importlib_metadata
 
 from booster_core.errors import PluginError, PluginNotInstalledError
-from booster_core.hooks import distribution_of, hook_relay, new_manager, register_hooks, unregister_hooks
-from booster_core.plugin import API_VERSION, Plugin
+from booster_core.plugin.hooks import distribution_of, hook_relay, new_manager, register_hooks, unregister_hooks
+from booster_core.plugin.interface import API_VERSION, Plugin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from importlib_metadata import EntryPoint
 
-    from booster_core.plugin_source import ClassFacts, PluginSource
+    from booster_core.plugin.plugin_source import ClassFacts, PluginSource
 
 __all__ = [
     "PluginListing",
@@ -91,7 +91,7 @@ def installed() -> list[PluginListing]:
 
     Collective: none.
     """
-    from booster_core.plugin_source import PluginSource
+    from booster_core.plugin.plugin_source import PluginSource
 
     source = PluginSource()
     by_name = _entry_points_by_name()
@@ -190,7 +190,7 @@ def _entry_points_by_name() -> dict[str, list[EntryPoint]]:
 
 
 def _listing(entry: EntryPoint, namesakes: list[EntryPoint], source: PluginSource) -> PluginListing:
-    from booster_core.plugin_source import SourceError
+    from booster_core.plugin.plugin_source import SourceError
 
     facts: ClassFacts | None = None
     problem: str | None = None

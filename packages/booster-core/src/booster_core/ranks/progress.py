@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import BoosterError, MissingRanksError
-from booster_core.rendezvous import name_ranks
+from booster_core.ranks.rendezvous import name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -131,7 +131,7 @@ class naming_missing_ranks:  # noqa: N801 - reads as what a with statement does
 
 
 def _explain(name: str, count: int, ranks: Sequence[int] | None, seconds: float) -> str:
-    from booster_core.world import current_world
+    from booster_core.ranks.world import current_world
 
     world = current_world()
     start = f"`{name}` #{count} timed out after {seconds:.3g} s"
@@ -154,14 +154,14 @@ def current_rank() -> int:
 
     Collective: none.
     """
-    from booster_core.world import current_world
+    from booster_core.ranks.world import current_world
 
     return current_world().rank
 
 
 def _ended_before(name: str, count: int, ranks: Sequence[int] | None) -> list[int]:
     """Return the ranks that have ended normally without having come to a call."""
-    from booster_core.world import current_world
+    from booster_core.ranks.world import current_world
 
     monitor = current_world().monitor
     records = (None if monitor is None else monitor.ask_progress()) or {}

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.launch import launched_world_size
-from booster_core.plugin import Boosted, Capability, Plugin
-from booster_core.replicated import place_model
-from booster_core.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.plugin.interface import Boosted, Capability, Plugin
+from booster_core.plugin.replicated import place_model
+from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.ranks.launch import launched_world_size
 
 if TYPE_CHECKING:
-    from booster_core.plugin import BoostContext
+    from booster_core.plugin.interface import BoostContext
     from booster_core.precision import PrecisionPolicy
 
 

@@ -1,6 +1,6 @@
 """What a plugin's source text says of the plugin, read without importing any of it.
 
-`booster_core.discovery` lists plugins from here, so that a listing is quick, never imports torch, and never runs a
+`booster_core.plugin` lists plugins from here, so that a listing is quick, never imports torch, and never runs a
 stranger's code. Only plain declarations are understood: names, strings, numbers, sets of capabilities, base classes and
 imports. What needs running stays unknown, which is a fact of its own (``None``) and never a guess.
 """
@@ -14,7 +14,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from booster_core.plugin import Capability
+from booster_core.plugin.interface import Capability
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

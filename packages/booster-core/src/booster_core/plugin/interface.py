@@ -1,8 +1,8 @@
-"""The interface between `Booster` and a parallel strategy, and the one door to installed strategies' classes.
+"""The interface between `Booster` and a parallel strategy.
 
 A strategy subclasses `Plugin` (or `PipelinePlugin`), states a ``name`` and its `Capability` set, and implements
 ``configure``. Everything else has a default here that is right for a strategy that keeps the whole model on every rank.
-``from booster_core.plugin import GeminiPlugin`` imports the class of any installed plugin.
+``from booster_core.plugin.interface import GeminiPlugin`` imports the class of any installed plugin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     import torch
@@ -24,16 +24,9 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset, Sampler
     from typing_extensions import TypeVar
 
-    from booster_core.coordinator import DistCoordinator
     from booster_core.precision import PrecisionPolicy
+    from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.state.adapter import StateAdapter
-
-    # The classes that `__getattr__` below finds, for whoever has them installed.
-    from booster_ddp import TorchDDPPlugin as TorchDDPPlugin  # noqa: PLC0414 - re-exported
-    from booster_fsdp import TorchFSDPPlugin as TorchFSDPPlugin  # noqa: PLC0414 - re-exported
-    from booster_gemini import GeminiPlugin as GeminiPlugin  # noqa: PLC0414 - re-exported
-    from booster_hybrid import HybridParallelPlugin as HybridParallelPlugin  # noqa: PLC0414 - re-exported
-    from booster_zero import LowLevelZeroPlugin as LowLevelZeroPlugin  # noqa: PLC0414 - re-exported
 
     _ModelT_co = TypeVar("_ModelT_co", bound=nn.Module, default=nn.Module, covariant=True)
     _OptimizerT_co = TypeVar("_OptimizerT_co", bound="Optimizer | None", default="Optimizer | None", covariant=True)
@@ -105,7 +98,7 @@ class BoostContext:
         coordinator: Rank facts, and rendezvous that name missing ranks.
         precision: The resolved precision of the run.
         timeout_seconds: How long a collective call waits for a missing rank.
-        hooks: The pluggy hook relay of `booster_core.hookspecs`.
+        hooks: The pluggy hook relay of `booster_core.plugin.hookspecs`.
         after_step: To be called with the optimizer and its metrics after each step; ``None`` where nobody can.
     """
 
@@ -168,7 +161,7 @@ class Plugin(ABC):
         Raises:
             ConfigError: If the plugin can't keep the formats that the policy names.
         """
-        from booster_core.replicated import check_no_masters
+        from booster_core.plugin.replicated import check_no_masters
 
         return check_no_masters(policy, self.name)
 
@@ -219,8 +212,8 @@ class Plugin(ABC):
 
         Collective: none.
         """
+        from booster_core.plugin.wrappers import unwrap_model
         from booster_core.state.naming import NamedTensors
-        from booster_core.wrappers import unwrap_model
 
         module = unwrap_model(model)
         present = {path for path, _ in module.named_parameters(remove_duplicate=False)}
@@ -242,7 +235,7 @@ class Plugin(ABC):
 
         Collective: every rank of the plugin's mesh, in step.
         """
-        from booster_core.wrappers import unscaled_gradient, unwrap_model
+        from booster_core.plugin.wrappers import unscaled_gradient, unwrap_model
 
         return unscaled_gradient(unwrap_model(model).get_parameter(name), optimizer)
 
@@ -262,8 +255,8 @@ class Plugin(ABC):
 
         Ranks are told apart by `data_parallel_coordinates`: those that work on one batch together get the same.
         """
-        from booster_core.coordinator import DistCoordinator
         from booster_core.data import prepare_dataloader
+        from booster_core.ranks.coordinator import DistCoordinator
 
         rank, world_size = self.data_parallel_coordinates(DistCoordinator())
         return prepare_dataloader(
@@ -311,18 +304,3 @@ class PipelinePlugin(Plugin):
 
         Collective: every rank of the plugin's mesh, in step.
         """
-
-
-def __getattr__(name: str) -> Any:
-    """Import the class of an installed plugin, or say which distribution brings it."""
-    if name.startswith("_"):
-        msg = f"module 'booster_core.plugin' has no attribute '{name}'"
-        raise AttributeError(msg)
-    from booster_core.discovery import plugin_class
-
-    return plugin_class(name)
-
-
-def __dir__() -> Iterable[str]:
-    """List what is defined here; installed plugins' classes are found on demand."""
-    return sorted(globals())

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from booster_core.errors import GradientError
 from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import check_norm_arguments
-from booster_core.originals import guard_forward, guard_step, through_door
+from booster_core.plugin.originals import guard_forward, guard_step, through_door
 from booster_core.precision.casting import cast_floating
 from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
-from booster_core.progress import naming_missing_ranks
+from booster_core.ranks.progress import naming_missing_ranks
 from booster_core.state.naming import compiled_module
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_core.frozen import FrozenParameters
+    from booster_core.plugin.frozen import FrozenParameters
     from booster_core.precision.policy import PrecisionPolicy
     from booster_core.saving import Saving
 
@@ -43,7 +43,7 @@ class ModelWrapper(nn.Module):
 
     ``state_dict``, ``load_state_dict`` and attributes are those of the user's model, under its own names. Methods other
     than ``forward`` (``generate``) run on the user's model directly. One that calls the model itself raises in training
-    (`booster_core.originals`), because that forward would bypass the strategy.
+    (`booster_core.plugin.originals`), because that forward would bypass the strategy.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

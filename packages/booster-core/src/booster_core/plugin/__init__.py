@@ -1,0 +1,98 @@
+"""The interface between `Booster` and a strategy, with what a plugin is made of: wrappers, hooks, placing of models.
+
+``from booster_core.plugin import GeminiPlugin`` imports the class of any installed plugin.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from booster_core._lazy import public_names
+
+if TYPE_CHECKING:
+    from booster_core.plugin.discovery import PluginListing, installed, load
+    from booster_core.plugin.hooks import hook_relay, register_hooks, unregister_hooks
+    from booster_core.plugin.hookspecs import hookimpl
+    from booster_core.plugin.interface import API_VERSION, BoostContext, Boosted, Capability, PipelinePlugin, Plugin
+    from booster_core.plugin.originals import through_door
+    from booster_core.plugin.replicated import check_no_masters, place_model, rebind
+    from booster_core.plugin.single import SingleDevicePlugin
+    from booster_core.plugin.wrappers import (
+        ModelWrapper,
+        OptimizerWrapper,
+        boosted_inside,
+        check_loss,
+        unscaled_gradient,
+        unwrap_model,
+    )
+    from booster_core.state import StateAdapter, TensorShard
+
+    # The classes that `__getattr__` below finds, for whoever has them installed.
+    from booster_ddp import TorchDDPPlugin as TorchDDPPlugin
+    from booster_fsdp import TorchFSDPPlugin as TorchFSDPPlugin
+    from booster_gemini import GeminiPlugin as GeminiPlugin
+    from booster_hybrid import HybridParallelPlugin as HybridParallelPlugin
+    from booster_zero import LowLevelZeroPlugin as LowLevelZeroPlugin
+
+__all__ = [
+    "API_VERSION",
+    "BoostContext",
+    "Boosted",
+    "Capability",
+    "ModelWrapper",
+    "OptimizerWrapper",
+    "PipelinePlugin",
+    "Plugin",
+    "PluginListing",
+    "SingleDevicePlugin",
+    "StateAdapter",
+    "TensorShard",
+    "boosted_inside",
+    "check_loss",
+    "check_no_masters",
+    "hook_relay",
+    "hookimpl",
+    "installed",
+    "load",
+    "place_model",
+    "rebind",
+    "register_hooks",
+    "through_door",
+    "unregister_hooks",
+    "unscaled_gradient",
+    "unwrap_model",
+]
+
+_import, __dir__ = public_names(
+    __name__,
+    {
+        "booster_core.state": ["StateAdapter", "TensorShard"],
+        ".discovery": ["PluginListing", "installed", "load"],
+        ".hooks": ["hook_relay", "register_hooks", "unregister_hooks"],
+        ".hookspecs": ["hookimpl"],
+        ".interface": ["API_VERSION", "BoostContext", "Boosted", "Capability", "PipelinePlugin", "Plugin"],
+        ".originals": ["through_door"],
+        ".replicated": ["check_no_masters", "place_model", "rebind"],
+        ".single": ["SingleDevicePlugin"],
+        ".wrappers": [
+            "ModelWrapper",
+            "OptimizerWrapper",
+            "boosted_inside",
+            "check_loss",
+            "unscaled_gradient",
+            "unwrap_model",
+        ],
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or the class of an installed plugin, or say which distribution brings it."""
+    if name in __all__:
+        return _import(name)
+    if not name[:1].isupper():  # no class: Python asks for submodules here before it imports them
+        msg = f"module 'booster_core.plugin' has no attribute '{name}'"
+        raise AttributeError(msg)
+    from booster_core.plugin.discovery import plugin_class
+
+    return plugin_class(name)

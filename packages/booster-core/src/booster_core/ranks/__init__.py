@@ -1,0 +1,54 @@
+"""Ranks and what they share: launching them, the default process group, meshes, and who waits where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from booster_core._lazy import public_names
+
+if TYPE_CHECKING:
+    from booster_core.ranks.coordinator import DistCoordinator
+    from booster_core.ranks.host import Host, this_host
+    from booster_core.ranks.mesh import Axis, MeshShape, fill_axis, make_axes
+    from booster_core.ranks.progress import (
+        ENDED,
+        LOST_PEER,
+        PROGRESS,
+        describe_ended,
+        describe_mismatch,
+        naming_missing_ranks,
+    )
+    from booster_core.ranks.world import Monitor, World, close_world, current_world, open_world, opened_world
+
+__all__ = [
+    "ENDED",
+    "LOST_PEER",
+    "PROGRESS",
+    "Axis",
+    "DistCoordinator",
+    "Host",
+    "MeshShape",
+    "Monitor",
+    "World",
+    "close_world",
+    "current_world",
+    "describe_ended",
+    "describe_mismatch",
+    "fill_axis",
+    "make_axes",
+    "naming_missing_ranks",
+    "open_world",
+    "opened_world",
+    "this_host",
+]
+
+__getattr__, __dir__ = public_names(
+    __name__,
+    {
+        ".coordinator": ["DistCoordinator"],
+        ".host": ["Host", "this_host"],
+        ".mesh": ["Axis", "MeshShape", "fill_axis", "make_axes"],
+        ".progress": ["ENDED", "LOST_PEER", "PROGRESS", "describe_ended", "describe_mismatch", "naming_missing_ranks"],
+        ".world": ["Monitor", "World", "close_world", "current_world", "open_world", "opened_world"],
+    },
+)
