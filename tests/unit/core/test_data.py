@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from booster_core import Booster
-from booster_core.data import DistributedDataLoader, ShardedSampler, prepare_dataloader, split_dataloader
+from booster_core.data import DistributedDataLoader, ShardedSampler, prepare_dataloader
 from booster_core.errors import CheckpointError, ConfigError
+from booster_runtime.data.dealing import split_dataloader
 
 
 class Numbers(IterableDataset):

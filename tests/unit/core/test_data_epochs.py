@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
-from booster_core.data import prepare_dataloader, split_dataloader
+from booster_core.data import prepare_dataloader
+from booster_runtime.data.dealing import split_dataloader
 
 SAMPLES = 24
 

@@ -5,8 +5,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from booster_core import Booster
-from booster_core.data import prepare_dataloader, split_dataloader
+from booster_core.data import prepare_dataloader
 from booster_core.errors import ConfigError
+from booster_runtime.data.dealing import split_dataloader
 
 
 class Stream(IterableDataset):

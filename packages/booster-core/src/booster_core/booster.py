@@ -12,21 +12,17 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from booster_core.data import deal_dataloader
-from booster_core.data.first_batch import show_first_batch, watch_first_batch
-from booster_core.data.metrics import gather_samples
 from booster_core.errors import ConfigError
 from booster_core.plugin.arguments import check_boost_arguments, check_boosted
 from booster_core.plugin.discovery import check_api_version, load, names_of_plugins
 from booster_core.plugin.frozen import FrozenParameters, untrained_names
 from booster_core.plugin.hooks import hook_relay
-from booster_core.plugin.hookspecs import is_implemented
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.launch import launched_world_size
+from booster_core.ranks.launch import ensure_process_group, launched_world_size
 from booster_core.saving import Saving
 
 if TYPE_CHECKING:
@@ -115,13 +111,11 @@ class Booster(Saving):
         """Device, ranks, precision and hooks of this run, fixed at the first use."""
         if self._context is None:
             if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
-                from booster_core.ranks.launch import ensure_process_group
-
                 ensure_process_group()
             relay = hook_relay()
 
             def after_step(optimizer: Optimizer, metrics: dict[str, Any]) -> None:
-                if is_implemented(relay.after_step):  # whoever registers late is heard too
+                if relay.after_step.get_hookimpls():  # asked at each step: hooks may be registered late
                     relay.after_step(optimizer=optimizer, metrics=metrics)
 
             coordinator = DistCoordinator()
@@ -201,7 +195,7 @@ class Booster(Saving):
         coordinator.raise_together(error)
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         if dataloader is not None:
-            objects = objects._replace(dataloader=deal_dataloader(dataloader, self.plugin, coordinator))
+            objects = objects._replace(dataloader=self._deal(dataloader))
         frozen = set() if optimizer is None else untrained_names(model, optimizer)
         context.hooks.prepare_objects(plugin=self.plugin, objects=objects, context=context)
         boosted = self.plugin.configure(objects, context)
@@ -210,10 +204,7 @@ class Booster(Saving):
             boosted.optimizer.frozen = FrozenParameters(unwrap_model(boosted.model), frozen)
         self._models.add(model)
         self._optimizers[boosted.model] = boosted.optimizer
-        index, size = self.plugin.data_parallel_coordinates(coordinator)
-        watch_first_batch(boosted.model, index=index, size=size)
-        self._take_over_saving(boosted.model)
-        context.hooks.after_configure(plugin=self.plugin, boosted=boosted, context=context)
+        context.hooks.after_configure(booster=self, plugin=self.plugin, boosted=boosted, context=context)
         return boosted
 
     def enable_lora(
@@ -337,9 +328,6 @@ class Booster(Saving):
                 "`optimizer.step`, or choose a plugin with pipeline parallelism, such as 'hybrid'."
             )
             raise ConfigError(msg)
-        boosted = boosted_inside(model)
-        if optimizer is not None and isinstance(boosted, ModelWrapper):
-            data_iter = show_first_batch(data_iter, boosted)
         return self.plugin.execute_pipeline(
             data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
         )
@@ -395,9 +383,14 @@ class Booster(Saving):
 
         Collective: every rank of the world, after each batch.
         """
-        coordinator = self.context.coordinator
-        index, _ = self.plugin.data_parallel_coordinates(coordinator)
-        return gather_samples(values, dataloader, index=index, coordinator=coordinator, device=self.device)
+        hooks, coordinator = self.context.hooks, self.context.coordinator
+        index, size = self.plugin.data_parallel_coordinates(coordinator)
+        if not hooks.gather_samples.get_hookimpls():
+            _need_runtime(size, "Values of several ranks are gathered")
+            return values
+        return hooks.gather_samples(
+            values=values, loader=dataloader, index=index, coordinator=coordinator, device=self.device
+        )
 
     def describe(self) -> str:
         """Return, and print on the master rank, what this run is: plugin, ranks, device, and every number format.
@@ -420,6 +413,16 @@ class Booster(Saving):
         context.coordinator.print_on_master(text)
         return text
 
+    def _deal(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Split a user's loader between data parallel ranks; one rank without booster-runtime keeps it."""
+        coordinator = self.context.coordinator
+        dealt: DataLoader[Any] | None = self.context.hooks.deal_dataloader(
+            loader=loader, plugin=self.plugin, coordinator=coordinator
+        )
+        if dealt is None:
+            _need_runtime(self.plugin.data_parallel_coordinates(coordinator)[1], "A data loader is split between ranks")
+        return loader if dealt is None else dealt
+
     def _the_model(self, model: nn.Module | None, call: str) -> nn.Module:
         """Return the boosted model that a call is about."""
         if model is None:
@@ -433,6 +436,17 @@ class Booster(Saving):
             msg = f"`Booster.{call}` needs the model returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
         return model
+
+
+def _need_runtime(num_ranks: int, what: str) -> None:
+    """Raise where several ranks see different samples and nobody deals them out.
+
+    Raises:
+        ConfigError: If there are several such ranks.
+    """
+    if num_ranks > 1:
+        msg = f"{what} by booster-runtime, which is not installed. Run `pip install booster-runtime`."
+        raise ConfigError(msg)
 
 
 def _resolve_precision(asked: PrecisionPolicy | str | None, plugin: Plugin) -> PrecisionPolicy:

@@ -20,6 +20,7 @@ from booster_core.checkpoint_io import (
     local_path,
     scheme_of,
 )
+from booster_core.plugin.interface import Plugin
 from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_core.checkpoint_io import LoadedCheckpoint, LoadReport
-    from booster_core.plugin.interface import BoostContext, Plugin
+    from booster_core.plugin.interface import BoostContext
     from booster_core.state.adapter import StateAdapter
 
 
@@ -49,13 +50,6 @@ class Saving(ABC):
         """Device, ranks, precision and hooks of this run."""
 
     @property
-    def keeps_whole_values(self) -> bool:
-        """Whether each rank's own model holds the values of the whole model, as the plugin's view of it says."""
-        from booster_core.plugin.interface import Plugin
-
-        return type(self.plugin).state_adapter is Plugin.state_adapter
-
-    @property
     def checkpoint_io(self) -> CheckpointIO:
         """The reader and writer of this run's checkpoints."""
         if self._io is None:
@@ -73,9 +67,7 @@ class Saving(ABC):
         """
         boosted = self._boosted_model(model)
         if boosted is None:
-            from booster_core.state.replicated import ReplicatedStateAdapter
-
-            return ReplicatedStateAdapter(model, optimizer, self.context.coordinator)
+            return Plugin.state_adapter(self.plugin, model, optimizer, self.context)  # the default: a whole model
         return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], self.context)
 
     def save_model(
@@ -159,8 +151,6 @@ class Saving(ABC):
             return self.checkpoint_io.load_model(
                 self.state_adapter(model), checkpoint, strict, low_cpu_mem_mode, num_threads, module=unwrap_model(model)
             )
-
-    load = load_model
 
     def save_lora_as_pretrained(
         self,
@@ -428,15 +418,6 @@ class Saving(ABC):
         Collective: every rank of the world.
         """
         self.checkpoint_io.wait()
-
-    def _take_over_saving(self, model: nn.Module) -> None:
-        """Let ``save_pretrained`` of a boosted model, where it has one, save by this Booster."""
-        assert isinstance(model, ModelWrapper), "checked by `boost`"
-        if hasattr(unwrap_model(model), "save_pretrained"):
-            from booster_core.save_pretrained import refuse_on_own_model
-
-            refuse_on_own_model(unwrap_model(model), self)
-            model.belongs_to(self)
 
     def _boosted_model(self, model: nn.Module) -> ModelWrapper | None:
         """Return the boosted model that ``model`` is, or is the inside of; ``None`` for a plain one."""

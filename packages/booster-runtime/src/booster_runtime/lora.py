@@ -15,7 +15,8 @@ from torch import nn
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import Capability, ModelWrapper, boosted_inside
-from booster_core.state import NamedTensors, compiled_module, has_adapters
+from booster_core.state import NamedTensors, compiled_module
+from booster_runtime.adapted import has_adapters
 from booster_runtime.lazy.context import continued
 from booster_runtime.lazy.model import is_lazy
 

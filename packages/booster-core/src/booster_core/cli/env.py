@@ -1,6 +1,6 @@
 """Print what a bug report needs: machine, Python, torch, devices, backends, packages, plugins.
 
-It reads environment variables to show them; nothing here acts on one.
+Environment variables are shown; nothing here acts on one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def command(*, as_json: bool) -> None:
         "torch": _torch(),
         "packages": _packages(),
         "plugins": {
-            listing.name: listing.problem or ("available" if listing.available else "not available yet")
+            listing.name: listing.problem or f"{listing.distribution} {listing.version}"
             for listing in discovery.installed()
         },
         "environment variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
@@ -106,7 +106,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    """Return the versions of Booster's own distributions, of all plugins', and of what they stand on."""
+    """Return the versions of Booster's own distributions, of all plugins', and of their main dependencies."""
     versions: dict[str, str] = {}
     for distribution in importlib_metadata.distributions():
         name = distribution.metadata["Name"] or ""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from booster_core.data.iterable import ShardedIterable
 from booster_core.data.loader import DistributedDataLoader
-from booster_core.data.sampler import ShardedSampler
-from booster_core.data.splitting import deal_dataloader, prepare_dataloader, split_dataloader
+from booster_core.data.prepare import deal_dataset, prepare_dataloader
+from booster_core.data.sampler import DealtOrder, ShardedSampler, wrap_seed
 
 __all__ = [
+    "DealtOrder",
     "DistributedDataLoader",
     "ShardedIterable",
     "ShardedSampler",
-    "deal_dataloader",
+    "deal_dataset",
     "prepare_dataloader",
-    "split_dataloader",
+    "wrap_seed",
 ]

@@ -40,6 +40,7 @@ class ShardedIterable(IterableDataset[Any]):
         self.start = 0
         self.epoch = 0
         self.is_epoch_chosen = False
+        self.num_samples = None  # as an order without a length has none
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, and tell the data set where it has a ``set_epoch`` of its own.

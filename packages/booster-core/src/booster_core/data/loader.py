@@ -11,16 +11,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from booster_core.data.iterable import CountedCollate, ShardedIterable
-from booster_core.data.sampler import DealtOrder, ShardedSampler, wrap_seed
-from booster_core.data.user_order import UserOrder, generators_of
+from booster_core.data.sampler import DealtOrder, wrap_seed
 from booster_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.utils.data import Dataset
-
-    from booster_core.data.pass_watch import PassWatch
 
 
 class DistributedDataLoader(DataLoader[Any]):
@@ -57,8 +54,8 @@ class DistributedDataLoader(DataLoader[Any]):
         # Samples of the batch handed out last, and how many of them, at its end, are padding; None where not known.
         self._num_in_batch: int | None = None
         self._num_padded = 0
-        # Set where the loader is boosted on several ranks.
-        self.pass_watch: PassWatch | None = None
+        # Called with the number of each batch and its epoch, where the loader is boosted on several ranks.
+        self.on_batch: Callable[[int, int], None] | None = None
 
     @property
     def epoch(self) -> int:
@@ -97,8 +94,8 @@ class DistributedDataLoader(DataLoader[Any]):
             position = start + number * per_rank * self._world_size
             self._position = position if end is None else min(position, end)
             self._is_inside = True
-            if self.pass_watch is not None:
-                self.pass_watch.at_batch(number, self._epoch)
+            if self.on_batch is not None:
+                self.on_batch(number, self._epoch)
             if isinstance(source, ShardedIterable):
                 self._num_in_batch, self._num_padded, batch = batch  # noqa: PLW2901 - as `CountedCollate` returned it
             else:
@@ -112,7 +109,7 @@ class DistributedDataLoader(DataLoader[Any]):
     def num_samples(self) -> int | None:
         """Entries of the global order: samples, or batches of a batch sampler; ``None`` where that is not known."""
         source = self._source()
-        return source.num_samples if isinstance(source, (ShardedSampler, UserOrder)) else None
+        return None if source is None else source.num_samples
 
     @property
     def deals_batches(self) -> bool:
@@ -151,7 +148,7 @@ class DistributedDataLoader(DataLoader[Any]):
             "num_samples": self.num_samples,
             "seed": source.seed if isinstance(source, DealtOrder) else self._seed,
         }
-        if isinstance(source, UserOrder) and self._position:
+        if isinstance(source, DealtOrder) and source.digest is not None and self._position:
             state["order"] = source.digest
         generators = self._generators()
         if generators:
@@ -210,7 +207,7 @@ class DistributedDataLoader(DataLoader[Any]):
         Collective: none; the same on every rank if they draw the same.
         """
         source = self._source()
-        if not isinstance(source, UserOrder):
+        if not isinstance(source, DealtOrder):
             return None
         generators = self._generators()
         states = [generator.get_state() for generator in generators]
@@ -250,7 +247,7 @@ class DistributedDataLoader(DataLoader[Any]):
     def _generators(self) -> list[torch.Generator]:
         """Return the user's generators that decide on orders and workers' seeds, each once."""
         source = self._source()
-        found = generators_of(source.sampler) if isinstance(source, UserOrder) else []
+        found = source.generators() if isinstance(source, DealtOrder) else []
         if self._user_generator is not None:
             found.insert(0, self._user_generator)
         return list({id(generator): generator for generator in found}.values())

@@ -1,8 +1,8 @@
 """Which samples of an epoch a rank sees, for data sets with a length.
 
 One global order is dealt out like cards: of each group of ``world_size`` entries every rank takes one. So the samples
-of a global step are the same for any number of ranks with the same global batch, and a position counted in entries of
-the global order means the same to any number of ranks.
+of a global step are the same for any number of ranks with the same global batch, and so is a position in the global
+order.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class DealtOrder(Sampler[Any]):
         self.start = 0
         # Whether somebody chose the epoch since the loader last looked.
         self.is_epoch_chosen = False
+        # Tells orders apart that a user's sampler draws; None where the seed decides.
+        self.digest: str | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows; a position inside another epoch is forgotten.
@@ -64,6 +66,20 @@ class DealtOrder(Sampler[Any]):
     @abstractmethod
     def num_entries(self) -> int | None:
         """Entries of a whole epoch; ``None`` while that is not known."""
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int | None:
+        """Length of the order as its source states it; ``None`` where it states none."""
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the user's generators that decide on the order."""
+        return []
+
+    def peek(self, *, keep: bool) -> str | None:
+        """Return the digest of the order that the next pass follows, and keep what was drawn for that pass."""
+        del keep
+        return None
 
     def per_rank(self, num_entries: int) -> int:
         """Return how many of ``num_entries`` entries each rank gets."""
@@ -103,17 +119,21 @@ class ShardedSampler(DealtOrder):
     ) -> None:
         if num_samples < world_size:
             msg = (
-                f"The data set has {num_samples} samples, fewer than the {world_size} ranks that are to see different "
+                f"The data set has {num_samples} samples, fewer than the {world_size} ranks that see different "
                 f"ones. Use at most {num_samples} ranks, or a larger data set."
             )
             raise ConfigError(msg)
         super().__init__(rank=rank, world_size=world_size, seed=seed, drop_last=drop_last)
-        self.num_samples = num_samples
+        self._num_samples = num_samples
         self.shuffle = shuffle
 
     @property
+    def num_samples(self) -> int:
+        return self._num_samples
+
+    @property
     def num_entries(self) -> int:
-        return self.num_samples
+        return self._num_samples
 
     def __len__(self) -> int:
         """Return how many samples of a whole epoch this rank sees, also while resuming inside one."""

@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
+    from booster_core.booster import Booster
     from booster_core.plugin.interface import BoostContext, Boosted, Plugin
+    from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.ranks.world import Monitor, World
+    from booster_core.state.adapter import StateAdapter
 
 PROJECT_NAME = "booster"
 
@@ -36,7 +40,7 @@ def booster_plugins() -> Sequence[type[Plugin]]:  # type: ignore[empty-body]
 
 @hookspec
 def before_launch(uses_direct_collectives: bool) -> None:  # noqa: FBT001 - hooks' arguments are passed by name
-    """Take note of how a process group that is about to be opened is to be used.
+    """Prepare for a process group that is about to be opened.
 
     ``uses_direct_collectives`` says whether ranks of one host may read each other's memory.
     """
@@ -50,7 +54,7 @@ def watch_ranks(
     error_file: str | None,
     is_wanted: bool,  # noqa: FBT001 - hooks' arguments are passed by name
 ) -> Monitor | None:
-    """Start to watch over the ranks of a world that is being opened; ``None`` to pass. Collective: every rank.
+    """Start a monitor of the ranks of a world that is being opened; ``None`` to pass. Collective: every rank.
 
     ``hosts`` are the names of all ranks' hosts, on rank 0; ``address`` is a name of rank 0's host. Where torchrun's
     agent expects the reason of a failure in a file, that is ``error_file``. ``is_wanted`` is false where the user has
@@ -69,6 +73,31 @@ def check_objects(plugin: Plugin, objects: Boosted) -> None:
 @hookspec
 def prepare_objects(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
     """Prepare the model and its optimizer, in place, for the plugin's ``configure``. Collective: every rank."""
+
+
+@hookspec(firstresult=True)
+def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator) -> DataLoader[Any] | None:
+    """Return a loader that deals the samples of a user's loader to data parallel ranks, or ``None`` to pass.
+
+    Collective: every rank.
+    """
+
+
+@hookspec(firstresult=True)
+def gather_samples(
+    values: Any, loader: DataLoader[Any], index: int, coordinator: DistCoordinator, device: torch.device
+) -> Any:
+    """Return all ranks' values of one batch, each sample once; see `Booster.gather_for_metrics`.
+
+    ``index`` is this rank's among the ranks that see different samples. Collective: every rank.
+    """
+
+
+@hookspec(firstresult=True)
+def replicated_state(
+    model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator
+) -> StateAdapter | None:
+    """Return the state of a model and optimizer that every rank holds whole, or ``None`` to pass."""
 
 
 @hookspec(firstresult=True)
@@ -95,7 +124,7 @@ def before_configure(plugin: Plugin, objects: Boosted, context: BoostContext) ->
 
 
 @hookspec
-def after_configure(plugin: Plugin, boosted: Boosted, context: BoostContext) -> None:
+def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context: BoostContext) -> None:
     """Observe what ``boost`` is about to return."""
 
 
@@ -140,12 +169,3 @@ def storage(scheme: str) -> object | None:
 @hookspec(firstresult=True)
 def placement_policy(name: str) -> object | None:
     """Return the placement policy of a name, for plugins that move state between memories, or ``None`` to pass."""
-
-
-def is_implemented(hook: pluggy.HookCaller) -> bool:
-    """Return whether anybody implements a hook, so that a hot path need not even collect its arguments.
-
-    Args:
-        hook: An attribute of the hook relay, such as ``context.hooks.after_step``.
-    """
-    return bool(hook.get_hookimpls())

@@ -2,7 +2,6 @@
 
 A strategy subclasses `Plugin` (or `PipelinePlugin`), states a ``name`` and its `Capability` set, and implements
 ``configure``. Everything else has a default here that is right for a strategy that keeps the whole model on every rank.
-``from booster_core.plugin.interface import GeminiPlugin`` imports the class of any installed plugin.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
+
+from booster_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -120,8 +121,6 @@ class Plugin(ABC):
         name: The name of its entry point, as in ``Booster(plugin=name)``.
         api_version: The version of this interface that the plugin was written for, as a literal: ``api_version = 1``.
             Not ``API_VERSION``, which would claim to fit whatever core is installed.
-        available: Whether this version of the plugin trains. ``False`` marks a package whose interface is settled and
-            whose engine is not there yet: ``booster plugins`` says so, and ``configure`` raises.
         capabilities: What the plugin can do.
         precision: The precision asked for through the plugin's constructor; ``None`` where none was.
         handles_lazy: Whether ``configure`` takes lazy models (`booster_runtime.lazy`) and places their values itself,
@@ -130,7 +129,6 @@ class Plugin(ABC):
 
     name: ClassVar[str]
     api_version: ClassVar[int]
-    available: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.CPU, Capability.FP32, Capability.DATA_PARALLEL}
     )
@@ -187,10 +185,17 @@ class Plugin(ABC):
         """Return the view of a boosted model's (and optimizer's) state that checkpoints are written against.
 
         The default serves plugins that keep the whole model and optimizer on every rank.
-        """
-        from booster_core.state.replicated import ReplicatedStateAdapter
 
-        return ReplicatedStateAdapter(model, optimizer, context.coordinator)
+        Raises:
+            CheckpointError: If the default is used without booster-runtime, which brings it.
+        """
+        found: StateAdapter | None = context.hooks.replicated_state(
+            model=model, optimizer=optimizer, coordinator=context.coordinator
+        )
+        if found is None:
+            msg = "Models are saved by booster-runtime, which is not installed. Run `pip install booster-runtime`."
+            raise CheckpointError(msg)
+        return found
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
         """Return a context in which ``backward`` accumulates without communication, where that saves any.

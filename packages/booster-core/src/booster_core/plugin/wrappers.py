@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from booster_core.plugin.frozen import FrozenParameters
     from booster_core.precision.policy import PrecisionPolicy
-    from booster_core.saving import Saving
 
 
 class ModelWrapper(nn.Module):
@@ -60,6 +59,7 @@ class ModelWrapper(nn.Module):
         # Kept out of the module tree: registered a second time, every parameter would be listed twice.
         self.__dict__["_original"] = module if original is None else original
         self.__dict__["_door"] = guard_forward(self.__dict__["_original"])
+        self.__dict__["_methods"] = _Methods()
         device = model_device(module)
         self._device_type = "cpu" if device is None else device.type
         self.precision = precision
@@ -105,36 +105,46 @@ class ModelWrapper(nn.Module):
         """Load a state into the user's model as this rank holds it; see `Booster.load_model` for files."""
         return unwrap_model(self).load_state_dict(state_dict, strict=strict, assign=assign)
 
+    def named_parameters(
+        self,
+        prefix: str = "",
+        recurse: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        remove_duplicate: bool = True,  # noqa: FBT001, FBT002
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that this rank holds under their names in the user's model, as `state_dict` does."""
+        return unwrap_model(self).named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self,
+        prefix: str = "",
+        recurse: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        remove_duplicate: bool = True,  # noqa: FBT001, FBT002
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers under their names in the user's model."""
+        return unwrap_model(self).named_buffers(prefix, recurse, remove_duplicate)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             if "_original" not in self.__dict__:  # while copying or unpickling
                 raise
-            value = getattr(self.unwrap(), name)
-        owner: _Owner | None = self.__dict__.get("_owner") if name == "save_pretrained" else None
-        if owner is None or owner.booster is None:
-            return value
-        from booster_core.save_pretrained import saver_of
+        make = self.__dict__["_methods"].get(name)
+        return getattr(self.unwrap(), name) if make is None else make(self)
 
-        return saver_of(self, owner.booster, value)
-
-    def belongs_to(self, booster: Saving) -> None:
-        """Let ``save_pretrained`` write what this Booster saves.
+    def replace_method(self, name: str, make: Callable[[ModelWrapper], Any]) -> None:
+        """Let an attribute of the user's model be what ``make`` returns for this wrapper; copies are not affected.
 
         Collective: none.
         """
-        self.__dict__["_owner"] = _Owner(booster)
+        self.__dict__["_methods"][name] = make
 
 
-class _Owner:
-    """Who boosted a model; nobody has boosted a copy of it."""
-
-    def __init__(self, booster: Saving | None = None) -> None:
-        self.booster = booster
+class _Methods(dict[str, Any]):
+    """The replaced methods of one boosted model; a copy or pickle of the model has none."""
 
     def __reduce__(self) -> Any:
-        return _Owner, ()
+        return _Methods, ()
 
 
 class OptimizerWrapper(Optimizer):

@@ -13,6 +13,9 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.precision.loss_scaler import LossScaleConfig
 
+NARROW = (torch.bfloat16, torch.float16)
+"""Formats with fewer bits than fp32 in which models are trained."""
+
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         describe_mismatch,
         naming_missing_ranks,
     )
+    from booster_core.ranks.rendezvous import name_ranks
     from booster_core.ranks.world import Monitor, World, close_world, current_world, open_world, opened_world
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "describe_mismatch",
     "fill_axis",
     "make_axes",
+    "name_ranks",
     "naming_missing_ranks",
     "open_world",
     "opened_world",
@@ -49,6 +51,7 @@ __getattr__, __dir__ = public_names(
         ".host": ["Host", "this_host"],
         ".mesh": ["Axis", "MeshShape", "fill_axis", "make_axes"],
         ".progress": ["ENDED", "LOST_PEER", "PROGRESS", "describe_ended", "describe_mismatch", "naming_missing_ranks"],
+        ".rendezvous": ["name_ranks"],
         ".world": ["Monitor", "World", "close_world", "current_world", "open_world", "opened_world"],
     },
 )

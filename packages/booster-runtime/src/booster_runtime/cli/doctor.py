@@ -1,6 +1,6 @@
 """Try out this machine's collectives with two processes, and say what works.
 
-Each process runs `booster_core.cli._doctor_rank`; this module starts them, ends them at the time limit, and reports.
+Each process runs `booster_runtime.cli._doctor_rank`; this module starts them, ends them at the time limit, and reports.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run_checks(backend: str, timeout_seconds: float, folder: str | None = None) 
         for rank in range(WORLD_SIZE):
             arguments = [str(rank), str(WORLD_SIZE), backend, str(home)]
             with (home / f"out-{rank}").open("wb") as out, (home / f"err-{rank}").open("wb") as err:
-                command_line = [sys.executable, "-m", "booster_core.cli._doctor_rank", *arguments]
+                command_line = [sys.executable, "-m", "booster_runtime.cli._doctor_rank", *arguments]
                 processes.append(subprocess.Popen(command_line, stdout=out, stderr=err))  # noqa: S603 - our own module
         _wait(processes, timeout_seconds)
         problems: dict[str, str | None] = {}

@@ -11,7 +11,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
-from booster_core.ranks.world import current_world
+from booster_core.ranks import current_world
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from booster_core.data.loader import DistributedDataLoader
+from booster_core.data import DistributedDataLoader
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from booster_core.ranks.coordinator import DistCoordinator
+    from booster_core.ranks import DistCoordinator
 
 
 def gather_samples(

@@ -8,8 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from booster_core.state.regions import intersect, is_contiguous, pack, regions_of, runs_of, slices_of, span_of, unpack
 from booster_core.state.shard import box_numel, box_shape, full_box
+from booster_runtime.state.regions import (
+    intersect,
+    is_contiguous,
+    pack,
+    regions_of,
+    runs_of,
+    slices_of,
+    span_of,
+    unpack,
+)
 
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from booster_core.ranks.rendezvous import name_ranks
-from booster_core.ranks.world import current_world
+from booster_core.ranks import current_world, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,26 +1,25 @@
-"""The narrow number formats, and which parameters a run in one of them leaves as they are."""
+"""Which parameters a run in bf16 or fp16 leaves in their own format."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
-from booster_core.state.adapted import frozen_base
+from booster_core.precision import NARROW
+from booster_runtime.adapted import frozen_base
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NARROW = (torch.bfloat16, torch.float16)
-"""Formats with fewer bits than fp32 in which models are trained."""
+    import torch
 
 
 def kept_as_they_are(model: nn.Module) -> set[int]:
     """Return the ids of parameters that stay in their format under a narrow one.
 
-    What is frozen beside adapters is somebody's pretrained model, and not to be rounded. Batch normalisation computes
-    its statistics in fp32, and torch's CPU kernel wants its parameters so as well.
+    The base that is frozen next to adapters is pretrained, and is not rounded. Batch normalisation computes its
+    statistics in fp32, and torch's CPU kernel needs its parameters in fp32 as well.
     """
     normalised = {
         id(parameter)
@@ -32,7 +31,7 @@ def kept_as_they_are(model: nn.Module) -> set[int]:
 
 
 def working_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> Callable[[nn.Parameter], torch.dtype]:
-    """Return what tells in which format each of a model's parameters is worked with.
+    """Return a function from a parameter to the dtype that forward and backward use for it.
 
     Args:
         model: The model, whole.

@@ -15,11 +15,17 @@ import torch
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError, ConfigError
-from booster_core.plugin.wrappers import unwrap_model
-from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter
-from booster_core.state.naming import NamedTensors, extra_state_modules
-from booster_core.state.optimizer_state import flatten_state, restore_state
-from booster_core.state.shard import TensorShard, full_box
+from booster_core.plugin import unwrap_model
+from booster_core.state import (
+    JSONValue,
+    NamedTensors,
+    ParamGroup,
+    StateAdapter,
+    TensorShard,
+    extra_state_modules,
+    full_box,
+)
+from booster_runtime.state.optimizer_state import flatten_state, restore_state
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.ranks.coordinator import DistCoordinator
-    from booster_core.state.adapter import TensorMeta
+    from booster_core.ranks import DistCoordinator
+    from booster_core.state import TensorMeta
 
 MASTER = "master"
 _SMALLEST_CUT_BYTES = 1 << 20
@@ -36,7 +42,7 @@ _SMALLEST_CUT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class Replica:
     """A rank among those that hold the same part of a model; a `DistCoordinator` is one, among all ranks.
 
     Args:
@@ -60,7 +66,7 @@ class ReplicatedStateAdapter(StateAdapter):
         ConfigError: If the optimizer holds a parameter that the model lacks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator | Place) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator | Replica) -> None:
         self._module = unwrap_model(model)
         self._optimizer = None if optimizer is None else unwrap_optimizer(optimizer)
         self._rank = coordinator.rank

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state.jsonable import decode, encode, tensor_references
+from booster_runtime.state.jsonable import decode_json, encode_json, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from booster_core.state.adapter import JSONValue, TensorMeta
+    from booster_core.state import JSONValue, TensorMeta
 
 
 def flatten_state(name: str, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, JSONValue]]:
@@ -38,7 +38,7 @@ def flatten_state(name: str, state: Mapping[str, Any]) -> tuple[dict[str, Tensor
             tensors[str(key)] = value
             continue
         try:
-            scalars[str(key)] = encode(value, str(key), tensors)
+            scalars[str(key)] = encode_json(value, str(key), tensors)
         except CheckpointError as error:
             msg = f"The optimizer's state of '{name}' cannot be saved: {error}"
             raise CheckpointError(msg) from error
@@ -65,7 +65,7 @@ def restore_state(
         scalars: The state that is not a tensor, as `flatten_state` returned it.
     """
     room = {key: _room_for(parameter, group, present.get(key), meta, key) for key, meta in stored.items()}
-    others = {key: decode(value, room) for key, value in scalars.items()}
+    others = {key: decode_json(value, room) for key, value in scalars.items()}
     inside = {key for value in scalars.values() for key in tensor_references(value)}
     restored = {**{key: tensor for key, tensor in room.items() if key not in inside}, **others}
     # The order of an existing state is kept: some optimizers unpack it.

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.plugin.wrappers import unwrap_model
-from booster_core.state.adapted import is_adapted, without_adapters
-from booster_core.state.naming import own_class
+from booster_core.plugin import Plugin, unwrap_model
+from booster_core.state import own_class, without_adapters
+from booster_runtime.adapted import is_adapted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from booster_core.plugin.wrappers import ModelWrapper
-    from booster_core.saving import Saving
+    from booster_core import Booster
+    from booster_core.plugin import ModelWrapper
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _MIB = 2**20
@@ -48,44 +48,40 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
 """Arguments of the libraries that have one meaning here: its values, and what to do instead of others."""
 
 
-def saver_of(boosted: ModelWrapper, booster: Saving, own: Callable[..., Any]) -> Callable[..., None]:
-    """Return what ``save_pretrained`` of a boosted model is.
+def take_over(boosted: ModelWrapper, booster: Booster) -> None:
+    """Let ``save_pretrained`` of a boosted model, where it has one, save by a Booster.
+
+    On the user's own model, and the model inside of one with adapters, it raises where that does not hold the values.
 
     Args:
         boosted: The boosted model.
         booster: The Booster that boosted it.
-        own: The method of the user's model.
 
-    Collective: none; calling it is, on every rank.
+    Collective: none; calling the method is, on every rank.
     """
     model = unwrap_model(boosted)
-    if is_adapted(model):
-        return functools.partial(_save_adapters, booster, boosted)
-    if _is_of_transformers(model):
-        return functools.partial(_save_model, booster, boosted)
-    if booster.keeps_whole_values:
-        return own
-    return _Refusal(model, booster.plugin.name, "Call `booster.save_model(model, folder, shard=True)` on every rank")
-
-
-def refuse_on_own_model(model: nn.Module, booster: Saving) -> None:
-    """Let ``save_pretrained`` of the user's own model raise, where it does not hold the model's values.
-
-    Args:
-        model: The user's model, boosted; of one with adapters, also the model inside of it.
-        booster: The Booster that boosted it.
-
-    Collective: none.
-    """
-    if booster.keeps_whole_values:
+    if not hasattr(model, "save_pretrained"):
         return
-    for module in (model, without_adapters(model)):
-        if callable(getattr(module, "save_pretrained", None)):
-            remedy = (
-                "Call `save_pretrained` of the model that `boost` returned, on every rank, or "
-                "`booster.save_model(model, folder, shard=True)`"
-            )
-            module.save_pretrained = _Refusal(module, booster.plugin.name, remedy)  # type: ignore[assignment]
+    holds_values = type(booster.plugin).state_adapter is Plugin.state_adapter
+    if is_adapted(model):
+        save: Callable[..., None] | None = _save_adapters
+    else:
+        save = _save_model if _is_of_transformers(model) else None
+    if not holds_values:
+        remedy = (
+            "Call `save_pretrained` of the model that `boost` returned, on every rank, or "
+            "`booster.save_model(model, folder, shard=True)`"
+        )
+        for module in (model, without_adapters(model)):
+            if callable(getattr(module, "save_pretrained", None)):
+                module.save_pretrained = _Refusal(module, booster.plugin.name, remedy)  # type: ignore[assignment]
+    if save is not None:
+        # Made when it is asked for: a method that the model kept would keep the model alive.
+        boosted.replace_method("save_pretrained", functools.partial(functools.partial, save, booster))
+    elif not holds_values:
+        remedy = "Call `booster.save_model(model, folder, shard=True)` on every rank"
+        refusal = _Refusal(model, booster.plugin.name, remedy)
+        boosted.replace_method("save_pretrained", lambda _: refusal)
 
 
 class _Refusal:
@@ -103,7 +99,7 @@ class _Refusal:
 
 
 def _save_model(
-    booster: Saving,
+    booster: Booster,
     model: ModelWrapper,
     save_directory: str | Path,
     *,
@@ -158,7 +154,7 @@ def _save_model(
 
 
 def _save_adapters(
-    booster: Saving,
+    booster: Booster,
     model: ModelWrapper,
     save_directory: str | Path,
     safe_serialization: bool = True,  # noqa: FBT001, FBT002 - positional in peft
@@ -175,7 +171,7 @@ def _save_adapters(
     booster.save_lora_as_pretrained(model, save_directory, safe_serialization, selected_adapters=selected_adapters)
 
 
-def _agree(booster: Saving, check: Callable[[], None], *, is_main_process: bool) -> None:
+def _agree(booster: Booster, check: Callable[[], None], *, is_main_process: bool) -> None:
     """Raise on every rank if arguments are wrong on one, and name the ranks that do not come."""
     context = booster.context
     error: Exception | None = None

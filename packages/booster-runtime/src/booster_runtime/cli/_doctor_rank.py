@@ -1,6 +1,6 @@
 """One of the two processes that ``booster doctor`` starts: tries each collective, and prints JSON lines around it.
 
-Run as ``python -m booster_core.cli._doctor_rank RANK WORLD_SIZE BACKEND FOLDER``. The line before a check tells the
+Run as ``python -m booster_runtime.cli._doctor_rank RANK WORLD_SIZE BACKEND FOLDER``. The line before a check tells the
 parent which one hangs.
 """
 

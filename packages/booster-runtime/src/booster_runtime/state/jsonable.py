@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _DTYPE_PREFIX = "torch."
 
 
-def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
+def encode_json(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
     """Return a value as JSON.
 
     Args:
@@ -89,8 +89,8 @@ def _encode_tensor(value: torch.Tensor, name: str, tensors: dict[str, torch.Tens
     return {"$values": _encode(value.detach().cpu().tolist(), name, None), "$dtype": dtype}
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """Return the value that `encode` made ``value`` of.
+def decode_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """Return the value that `encode_json` made ``value`` of.
 
     Args:
         value: JSON.

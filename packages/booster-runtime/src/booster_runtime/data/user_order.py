@@ -1,7 +1,7 @@
 """Dealing what a user's own sampler or batch sampler draws, in an order that all ranks share.
 
-The sampler runs on every rank under a seed that ranks agree on, apart from the run's own random numbers. That ranks
-drew the same order is checked by a digest (`booster_core.data.splitting`): a sampler may draw from what nobody sees.
+The sampler runs on every rank under a seed that ranks agree on, apart from the run's own random numbers. A digest
+(`booster_runtime.data.dealing`) checks that ranks drew the same order: a sampler may have random numbers of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from booster_core.data.sampler import DealtOrder, wrap_seed
+from booster_core.data import DealtOrder, wrap_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -44,7 +44,6 @@ class UserOrder(DealtOrder):
         self.sampler = sampler
         self._num_entries: int | None = None
         self._kept: _Draw | None = None
-        self.digest: str | None = None
 
     @property
     def num_entries(self) -> int | None:
@@ -97,6 +96,10 @@ class UserOrder(DealtOrder):
         if group and not self.drop_last:
             missing = self.rank - len(group)
             yield group[self.rank] if missing < 0 else first[missing % len(first)]
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators that the sampler, or one inside of it, keeps as an attribute; not the global one."""
+        return _generators_of(self.sampler)
 
     def peek(self, *, keep: bool) -> str:
         """Return a digest of the order that the next pass will draw.
@@ -179,15 +182,11 @@ def _restore(states: tuple[Any, Any, Any]) -> None:
     torch.default_generator.set_state(states[2])
 
 
-def generators_of(sampler: Any) -> list[torch.Generator]:
-    """Return the generators that a sampler, or one inside of it, keeps as an attribute; not the global one.
-
-    Collective: none.
-    """
+def _generators_of(sampler: Any) -> list[torch.Generator]:
     found: list[torch.Generator] = []
     for value in vars(sampler).values() if hasattr(sampler, "__dict__") else ():
         if isinstance(value, torch.Generator) and value is not torch.default_generator:
             found.append(value)
         elif isinstance(value, Sampler):
-            found += generators_of(value)
+            found += _generators_of(value)
     return found

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from booster_core.state.shard import Box, box_numel, box_shape, full_box
+from booster_core.state import Box, box_numel, box_shape, full_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

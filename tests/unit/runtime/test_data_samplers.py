@@ -18,8 +18,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from booster_core.data import DistributedDataLoader, split_dataloader
 from booster_core.errors import CheckpointError, ConfigError
+from booster_runtime.data.dealing import split_dataloader
 
 
 class DrawsFromAllGenerators(Sampler):
@@ -280,20 +280,7 @@ def test_samplers_that_know_of_ranks_are_left_alone():
     assert split_dataloader(loader, rank=0, world_size=2, seed=0) is loader
 
 
-def test_a_loader_class_with_an_iteration_of_its_own_is_refused():
-    class Doubled(DataLoader):
-        def __iter__(self):
-            for batch in super().__iter__():
-                yield 2 * batch
-
-    class Named(DataLoader):
-        name = "a subclass that iterates as its base does"
-
-    loader = Doubled(range(8), batch_size=2)
-    assert split_dataloader(loader, rank=0, world_size=1, seed=0) is loader
-    with pytest.raises(ConfigError, match="`Doubled` with an `__iter__` of its own, which would be lost"):
-        split_dataloader(loader, rank=0, world_size=2, seed=0)
-    assert isinstance(split_dataloader(Named(range(8)), rank=0, world_size=2, seed=0), DistributedDataLoader)
+def test_a_loader_that_does_not_keep_its_order_is_refused():
     unordered = DataLoader(range(8), in_order=False)
     with pytest.raises(ConfigError, match="`in_order=False`"):
         split_dataloader(unordered, rank=0, world_size=2, seed=0)

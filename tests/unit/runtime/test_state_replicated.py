@@ -9,8 +9,8 @@ from torch import nn
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state.replicated import ReplicatedStateAdapter, balanced_shards
 from booster_runtime.checkpoint import CheckpointFiles
+from booster_runtime.state.replicated import ReplicatedStateAdapter, balanced_shards
 
 
 class Net(nn.Module):
