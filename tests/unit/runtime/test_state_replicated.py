@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import CheckpointError, ConfigError
-from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.plugin import ModelWrapper, OptimizerWrapper
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles
 from booster_runtime.state.replicated import ReplicatedStateAdapter, balanced_shards

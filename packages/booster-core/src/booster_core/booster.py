@@ -14,15 +14,16 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin.arguments import check_boost_arguments, check_boosted
-from booster_core.plugin.discovery import check_api_version, load, names_of_plugins
+from booster_core.plugin.discovery import check_api_version, load
 from booster_core.plugin.frozen import FrozenParameters, untrained_names
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
+from booster_core.plugin.optimizer import OptimizerWrapper
+from booster_core.plugin.settings import check_device, own_device, resolve_precision
 from booster_core.plugin.single import SingleDevicePlugin
-from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
-from booster_core.precision import PrecisionPolicy
+from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.launch import ensure_process_group, launched_world_size
+from booster_core.ranks.launch import ensure_process_group
 from booster_core.saving import Saving
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader, Dataset
     from typing_extensions import TypeVar
+
+    from booster_core.precision import PrecisionPolicy
 
     _ModelT = TypeVar("_ModelT", bound=nn.Module)
     _CriterionT = TypeVar("_CriterionT", bound="Callable[..., Any] | None", default=None)
@@ -83,11 +86,11 @@ class Booster(Saving):
         else:
             check_api_version(type(plugin), f"Plugin '{plugin.name}' ({type(plugin).__name__})", inherits=True)
         self.plugin = plugin
-        self.precision = _resolve_precision(mixed_precision, plugin)
-        self._asked_device = _check_device(device, plugin)
+        self.precision = resolve_precision(mixed_precision, plugin)
+        self._asked_device = check_device(device, plugin)
         self._device: torch.device | None = None
         if self._asked_device is None and not torch.cuda.is_available():
-            self._device = _own_device(None, plugin)  # there is nothing to wait for
+            self._device = own_device(None, plugin)  # there is nothing to wait for
         self._timeout_seconds = timeout_seconds
         self._context: BoostContext | None = None
         # What users passed to `boost`.
@@ -103,7 +106,7 @@ class Booster(Saving):
             ConfigError: If a launcher started several processes and the run is not launched yet.
         """
         if self._device is None:
-            self._device = _own_device(self._asked_device, self.plugin)
+            self._device = own_device(self._asked_device, self.plugin)
         return self._device
 
     @property
@@ -447,81 +450,3 @@ def _need_runtime(num_ranks: int, what: str) -> None:
     if num_ranks > 1:
         msg = f"{what} by booster-runtime, which is not installed. Run `pip install booster-runtime`."
         raise ConfigError(msg)
-
-
-def _resolve_precision(asked: PrecisionPolicy | str | None, plugin: Plugin) -> PrecisionPolicy:
-    """Return the one precision of the run, from what Booster and plugin were asked for."""
-    own = None if plugin.precision is None else PrecisionPolicy.parse(plugin.precision)
-    given = None if asked is None else PrecisionPolicy.parse(asked)
-    if own is not None and given is not None and own != given:
-        msg = (
-            f"Precision was asked for twice with two answers: `mixed_precision={asked!r}` of Booster and "
-            f"`precision={plugin.precision!r}` of plugin '{plugin.name}'. Give it in one place."
-        )
-        raise ConfigError(msg)
-    policy = own or given or PrecisionPolicy(param_dtype=None)
-    supported = sorted({"fp32", "bf16", "fp16"} & {capability.value for capability in plugin.capabilities})
-    if policy.name not in supported:
-        msg = f"Plugin '{plugin.name}' does not support precision '{policy.name}'. It supports: {', '.join(supported)}."
-        raise ConfigError(msg)
-    return plugin.resolve_precision(policy)
-
-
-def _check_device(asked: object, plugin: Plugin) -> torch.device | None:
-    """Return the device that was asked for; ``None`` where none was.
-
-    Raises:
-        TypeError: If it is no device.
-        ConfigError: If torch does not know it or does not have it, or the plugin does not run there.
-    """
-    if asked is None:
-        return None
-    is_class = isinstance(asked, type) and issubclass(asked, Plugin)
-    if is_class or isinstance(asked, Plugin):
-        kind = asked.__name__ if isinstance(asked, type) else type(asked).__name__
-        what = f"the class `{kind}`, a plugin" if is_class else f"a `{kind}`, a plugin"
-        msg = f"`device` is {what}. Did you mean `Booster(plugin={kind}(...))`? The device is the first argument."
-        raise TypeError(msg)
-    if not isinstance(asked, (str, int, torch.device)):
-        msg = f"`device` is a device or its name, such as 'cpu'; got `{type(asked).__name__}`."
-        raise TypeError(msg)
-    try:
-        device = torch.device(asked)
-    except RuntimeError as cause:
-        if asked in names_of_plugins():
-            msg = f"`device={asked!r}` is the name of a plugin, not a device. Did you mean `Booster(plugin={asked!r})`?"
-        else:
-            msg = f"`device={asked!r}` is not a device that torch knows. Use for example 'cpu' or 'cuda'."
-        raise ConfigError(msg) from cause
-    if device.type == "cuda" and not torch.cuda.is_available():
-        msg = (
-            f"`device={asked!r}` needs a CUDA device, and torch {torch.__version__} sees none here. Use `device='cpu'`."
-        )
-        raise ConfigError(msg)
-    if not plugin.supports_device(device.type):
-        msg = f"Plugin '{plugin.name}' does not run on device type '{device.type}'."
-        raise ConfigError(msg)
-    return device
-
-
-def _own_device(asked: torch.device | None, plugin: Plugin) -> torch.device:
-    """Return the device of this process; of several CUDA devices that of its local rank, current since the launch.
-
-    Raises:
-        ConfigError: If that is not known yet, or the plugin does not run on the CPU and there is nothing else.
-    """
-    if asked is None:
-        asked = torch.device("cuda" if torch.cuda.is_available() and plugin.supports_device("cuda") else "cpu")
-        if not plugin.supports_device(asked.type):
-            msg = f"Plugin '{plugin.name}' does not run on device type '{asked.type}'."
-            raise ConfigError(msg)
-    if asked.type != "cuda" or asked.index is not None:
-        return asked
-    num_started, call = launched_world_size()
-    if num_started > 1 and not torch.distributed.is_initialized():
-        msg = (
-            f"A launcher started {num_started} processes, and which CUDA device is this one's is not known yet. Call "
-            f"`{call}` before the device is used."
-        )
-        raise ConfigError(msg)
-    return torch.device("cuda", torch.cuda.current_device())

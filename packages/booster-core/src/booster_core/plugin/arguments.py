@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin.interface import Boosted
-from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside
+from booster_core.plugin.optimizer import OptimizerWrapper
+from booster_core.plugin.wrappers import ModelWrapper, boosted_inside
 from booster_core.state.naming import NamedTensors
 
 if TYPE_CHECKING:

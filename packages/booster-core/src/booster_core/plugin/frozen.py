@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.plugin.wrappers import OptimizerWrapper
+    from booster_core.plugin.optimizer import OptimizerWrapper
 
 
 def untrained_names(model: nn.Module, optimizer: Optimizer) -> set[str]:

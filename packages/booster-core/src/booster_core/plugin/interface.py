@@ -240,7 +240,8 @@ class Plugin(ABC):
 
         Collective: every rank of the plugin's mesh, in step.
         """
-        from booster_core.plugin.wrappers import unscaled_gradient, unwrap_model
+        from booster_core.plugin.optimizer import unscaled_gradient
+        from booster_core.plugin.wrappers import unwrap_model
 
         return unscaled_gradient(unwrap_model(model).get_parameter(name), optimizer)
 

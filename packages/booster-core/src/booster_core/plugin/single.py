@@ -8,8 +8,9 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin.interface import Boosted, Capability, Plugin
+from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.replicated import place_model
-from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.plugin.wrappers import ModelWrapper
 from booster_core.ranks.launch import launched_world_size
 
 if TYPE_CHECKING:
