@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, needs_runtime
 from booster_core.plugin.arguments import check_boost_arguments, check_boosted
 from booster_core.plugin.discovery import check_api_version, load
 from booster_core.plugin.frozen import FrozenParameters, untrained_names
@@ -387,10 +387,9 @@ class Booster(Saving):
         Collective: every rank of the world, after each batch.
         """
         hooks, coordinator = self.context.hooks, self.context.coordinator
-        index, size = self.plugin.data_parallel_coordinates(coordinator)
         if not hooks.gather_samples.get_hookimpls():
-            _need_runtime(size, "Values of several ranks are gathered")
-            return values
+            raise ConfigError(needs_runtime("Values are gathered"))
+        index, _ = self.plugin.data_parallel_coordinates(coordinator)
         return hooks.gather_samples(
             values=values, loader=dataloader, index=index, coordinator=coordinator, device=self.device
         )
@@ -422,8 +421,8 @@ class Booster(Saving):
         dealt: DataLoader[Any] | None = self.context.hooks.deal_dataloader(
             loader=loader, plugin=self.plugin, coordinator=coordinator
         )
-        if dealt is None:
-            _need_runtime(self.plugin.data_parallel_coordinates(coordinator)[1], "A data loader is split between ranks")
+        if dealt is None and self.plugin.data_parallel_coordinates(coordinator)[1] > 1:
+            raise ConfigError(needs_runtime("Data loaders are split between ranks"))
         return loader if dealt is None else dealt
 
     def _the_model(self, model: nn.Module | None, call: str) -> nn.Module:
@@ -439,14 +438,3 @@ class Booster(Saving):
             msg = f"`Booster.{call}` needs the model returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
         return model
-
-
-def _need_runtime(num_ranks: int, what: str) -> None:
-    """Raise where several ranks see different samples and nobody deals them out.
-
-    Raises:
-        ConfigError: If there are several such ranks.
-    """
-    if num_ranks > 1:
-        msg = f"{what} by booster-runtime, which is not installed. Run `pip install booster-runtime`."
-        raise ConfigError(msg)

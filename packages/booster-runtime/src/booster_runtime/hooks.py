@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from booster_core.plugin import ModelWrapper, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
     from peft import LoraConfig, PeftModel
     from torch import nn
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Dataset
 
     from booster_core import Booster
     from booster_core.plugin import BoostContext, Boosted, Plugin
@@ -80,6 +80,16 @@ def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCo
     from booster_runtime.data.dealing import deal_dataloader as deal
 
     return deal(loader, plugin, coordinator)
+
+
+@hookimpl
+def prepare_dataloader(
+    dataset: Dataset[Any], rank: int, world_size: int, options: Mapping[str, Any]
+) -> DataLoader[Any]:
+    """Make a data loader over this rank's samples."""
+    from booster_runtime.data.prepare import prepare_dataloader as prepare
+
+    return prepare(dataset, rank=rank, world_size=world_size, **options)
 
 
 @hookimpl

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Dataset
 
     from booster_core.booster import Booster
     from booster_core.plugin.interface import BoostContext, Boosted, Plugin
@@ -80,6 +80,16 @@ def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCo
     """Return a loader that deals the samples of a user's loader to data parallel ranks, or ``None`` to pass.
 
     Collective: every rank.
+    """
+
+
+@hookspec(firstresult=True)
+def prepare_dataloader(
+    dataset: Dataset[Any], rank: int, world_size: int, options: Mapping[str, Any]
+) -> DataLoader[Any] | None:
+    """Return a data loader over a rank's samples, or ``None`` to pass.
+
+    ``options`` are the further arguments of `Plugin.prepare_dataloader`, by name.
     """
 
 

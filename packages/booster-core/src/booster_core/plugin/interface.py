@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointError, ConfigError, needs_runtime
+from booster_core.plugin.hooks import hook_relay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -193,8 +194,7 @@ class Plugin(ABC):
             model=model, optimizer=optimizer, coordinator=context.coordinator
         )
         if found is None:
-            msg = "Models are saved by booster-runtime, which is not installed. Run `pip install booster-runtime`."
-            raise CheckpointError(msg)
+            raise CheckpointError(needs_runtime("Models are saved"))
         return found
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
@@ -257,27 +257,51 @@ class Plugin(ABC):
         distributed_sampler_cls: type[Sampler[int]] | None = None,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """Return a data loader that gives each data parallel rank its own samples; see `booster_core.data`.
+        """Return a data loader that gives each data parallel rank its own samples.
 
-        Ranks are told apart by `data_parallel_coordinates`: those that work on one batch together get the same.
+        Ranks are told apart by `data_parallel_coordinates`: those that work on one batch together get the same. Every
+        rank gets equally many batches: samples at the end of an epoch are repeated where they don't divide by the
+        number of ranks. `Booster.gather_for_metrics` leaves them out.
+
+        Args:
+            dataset: A data set with a length; or an iterable one, dealt out item by item.
+            batch_size: Samples per batch and rank; at least 1.
+            shuffle: Draw a new order each epoch; not possible for iterable data sets.
+            seed: Seed of the order and of the workers; must be equal on all ranks.
+            drop_last: Leave out the last batch where it would be smaller, or samples that don't divide by the ranks.
+            pin_memory: Copy batches to pinned memory, for faster transfers to a GPU.
+            num_workers: Processes that load ahead; 0 loads in this one.
+            distributed_sampler_cls: Sampler of your own that knows of ranks, constructed as
+                ``cls(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)``.
+            **kwargs: Further arguments of ``torch.utils.data.DataLoader``.
+
+        Raises:
+            TypeError: If ``seed`` is no integer.
+            ConfigError: If ``batch_size`` is below 1, the data set has fewer samples than there are ranks, an iterable
+                data set is to be shuffled, a ``generator`` is given to shuffle by in place of ``seed``, or
+                booster-runtime, which makes the loaders, is not installed.
+
+        Collective: none.
         """
-        from booster_core.data import prepare_dataloader
         from booster_core.ranks.coordinator import DistCoordinator
 
         rank, world_size = self.data_parallel_coordinates(DistCoordinator())
-        return prepare_dataloader(
-            dataset,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            pin_memory=pin_memory,
-            num_workers=num_workers,
-            distributed_sampler_cls=distributed_sampler_cls,
-            rank=rank,
-            world_size=world_size,
+        options = {
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "seed": seed,
+            "drop_last": drop_last,
+            "pin_memory": pin_memory,
+            "num_workers": num_workers,
+            "distributed_sampler_cls": distributed_sampler_cls,
             **kwargs,
+        }
+        loader: DataLoader[Any] | None = hook_relay().prepare_dataloader(
+            dataset=dataset, rank=rank, world_size=world_size, options=options
         )
+        if loader is None:
+            raise ConfigError(needs_runtime("Data loaders are made"))
+        return loader
 
     def describe(self) -> Mapping[str, object]:
         """Return the plugin's options and their values, for `Booster.describe`."""

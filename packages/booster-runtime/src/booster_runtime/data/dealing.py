@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from booster_core.data import DistributedDataLoader, deal_dataset
 from booster_core.errors import ConfigError
 from booster_core.ranks import name_ranks
+from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.loader_classes import iterates_itself, maker_like
 from booster_runtime.data.pass_watch import watch_passes
+from booster_runtime.data.prepare import deal_dataset
 from booster_runtime.data.user_order import UserOrder
 
 if TYPE_CHECKING:

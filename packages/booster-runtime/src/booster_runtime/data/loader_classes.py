@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from booster_core.data import DistributedDataLoader
 from booster_core.errors import ConfigError
+from booster_runtime.data.loader import DistributedDataLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

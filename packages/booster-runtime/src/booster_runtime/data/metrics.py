@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from booster_core.data import DistributedDataLoader
 from booster_core.errors import ConfigError
+from booster_runtime.data.loader import DistributedDataLoader
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from booster_core.data import DealtOrder, wrap_seed
+from booster_runtime.data.sampler import DealtOrder, wrap_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
-from booster_core.data import prepare_dataloader
+from booster_core.errors import ConfigError
 from booster_runtime.data.dealing import split_dataloader
+from booster_runtime.data.prepare import prepare_dataloader
 
 SAMPLES = 24
 
@@ -109,6 +110,15 @@ def test_a_generator_of_the_users_decides_on_the_order(world_size):
     (resumed,) = [split_dataloader(plain(), rank=0, world_size=world_size, seed=0)]
     resumed.load_state_dict(state)
     assert [sample for batch in resumed for sample in batch.tolist()] == alone[::world_size]
+
+
+def test_a_generator_that_would_not_decide_on_the_order_is_refused():
+    generator = torch.Generator().manual_seed(11)
+    place = {"rank": 0, "world_size": 2, "batch_size": 4}
+    with pytest.raises(ConfigError, match="`generator` of `prepare_dataloader` would not decide on the order"):
+        prepare_dataloader(range(SAMPLES), shuffle=True, generator=generator, **place)
+    in_order = prepare_dataloader(range(SAMPLES), generator=generator, **place)
+    assert next(iter(in_order)).tolist() == [0, 2, 4, 6]
 
 
 def test_a_generators_order_goes_on_inside_of_an_epoch():

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from booster_core.data.iterable import ShardedIterable
-from booster_core.data.loader import DistributedDataLoader
-from booster_core.data.sampler import ShardedSampler
 from booster_core.errors import ConfigError
+from booster_runtime.data.iterable import ShardedIterable
+from booster_runtime.data.loader import DistributedDataLoader
+from booster_runtime.data.sampler import ShardedSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,27 +34,8 @@ def prepare_dataloader(
 ) -> DataLoader[Any]:
     """Return a data loader over this rank's samples.
 
-    Every rank gets equally many batches: samples at the end of an epoch are repeated where they don't divide by the
-    number of ranks. Metrics leave them out by `Booster.gather_for_metrics` or `DistributedDataLoader.without_padding`.
-
-    Args:
-        dataset: A data set with a length, split by a `ShardedSampler`; or an iterable one, dealt out item by item.
-        batch_size: Samples per batch and rank; at least 1.
-        shuffle: Draw a new order each epoch; not possible for iterable data sets.
-        seed: Seed of the order and of the workers; must be equal on all ranks.
-        drop_last: Leave out the last batch where it would be smaller, or samples that don't divide by the ranks.
-        pin_memory: Copy batches to pinned memory, for faster transfers to a GPU.
-        num_workers: Processes that load ahead; 0 loads in this one.
-        distributed_sampler_cls: Sampler of your own that knows of ranks, constructed as
-            ``cls(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)``.
-        rank: Index of this rank among the ranks that see different samples.
-        world_size: Number of these ranks.
-        **kwargs: Further arguments of ``torch.utils.data.DataLoader``.
-
-    Raises:
-        TypeError: If ``seed`` is no integer.
-        ConfigError: If ``batch_size`` is below 1, the data set has fewer samples than there are ranks, or an iterable
-            data set is to be shuffled.
+    Arguments and errors are those of `booster_core.Plugin.prepare_dataloader`; ``rank`` and ``world_size`` count the
+    ranks that see different samples.
 
     Collective: none.
     """
@@ -74,6 +55,12 @@ def prepare_dataloader(
             raise ConfigError(msg)
     if isinstance(dataset, IterableDataset) and (shuffle or distributed_sampler_cls is not None):
         msg = "An iterable data set has no order to shuffle or sample from. Shuffle inside the data set, by a buffer."
+        raise ConfigError(msg)
+    if shuffle and distributed_sampler_cls is None and kwargs.get("generator") is not None:
+        msg = (
+            "`generator` of `prepare_dataloader` would not decide on the order of samples, which is drawn from `seed` "
+            "for each epoch. Pass `seed`, or give `boost` a `DataLoader(..., shuffle=True, generator=generator)`."
+        )
         raise ConfigError(msg)
     settings = {
         "rank": rank,

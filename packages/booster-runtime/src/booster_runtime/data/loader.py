@@ -10,9 +10,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from booster_core.data.iterable import CountedCollate, ShardedIterable
-from booster_core.data.sampler import DealtOrder, wrap_seed
 from booster_core.errors import CheckpointError, ConfigError
+from booster_runtime.data.iterable import CountedCollate, ShardedIterable
+from booster_runtime.data.sampler import DealtOrder, wrap_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -5,9 +5,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from booster_core import Booster
-from booster_core.data import prepare_dataloader
 from booster_core.errors import ConfigError
 from booster_runtime.data.dealing import split_dataloader
+from booster_runtime.data.prepare import prepare_dataloader
 
 
 class Stream(IterableDataset):

@@ -5,9 +5,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from booster_core import Booster
-from booster_core.data import DistributedDataLoader, ShardedSampler, prepare_dataloader
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.data.dealing import split_dataloader
+from booster_runtime.data.loader import DistributedDataLoader
+from booster_runtime.data.prepare import prepare_dataloader
+from booster_runtime.data.sampler import ShardedSampler
 
 
 class Numbers(IterableDataset):
