@@ -10,7 +10,7 @@ from booster_core.plugin.hookspecs import hookimpl
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """Return a function that finds the installed hooks anew, so that no test sees another one's."""
+    """Return a function that finds the installed hooks again, so that no test sees another one's."""
     hooks._manager.cache_clear()
     yield
     hooks._manager.cache_clear()

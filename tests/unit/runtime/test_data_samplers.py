@@ -56,7 +56,7 @@ class Endless(Sampler):
 
 
 class RemembersItsPasses(Sampler):
-    """Has random numbers of its own, which nobody can set back."""
+    """Has random numbers of its own, which can not be set back."""
 
     def __init__(self, seed=4):
         self.random = random.Random(seed)

@@ -1,7 +1,7 @@
 """`Booster`: wraps model, optimizer, criterion, data loader and scheduler once; the strategy is its plugin.
 
-It checks what the user passed, asks the plugin to configure it, and forwards every later call to the piece that owns
-it. It holds no strategy logic and no file code.
+It checks what the user passes, lets the plugin configure it, and forwards later calls. It holds no strategy logic or
+file code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Booster(Saving):
 
     Args:
         device: Where the model runs: a device, its name, or ``None`` for this process's CUDA device where there is one
-            and the plugin supports it, else the CPU. Which CUDA device that is, is found out at the first use.
+            and the plugin supports it, else the CPU. It is looked up at the first use.
         mixed_precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, or a `PrecisionPolicy`. Nothing asked, here or through
             the plugin, means fp32: the model runs as it is, without autocast.
         plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
@@ -90,7 +90,7 @@ class Booster(Saving):
         self._asked_device = check_device(device, plugin)
         self._device: torch.device | None = None
         if self._asked_device is None and not torch.cuda.is_available():
-            self._device = own_device(None, plugin)  # there is nothing to wait for
+            self._device = own_device(None, plugin)  # known before the launch
         self._timeout_seconds = timeout_seconds
         self._context: BoostContext | None = None
         # What users passed to `boost`.
@@ -218,16 +218,15 @@ class Booster(Saving):
         bnb_quantization_config: Any = None,
         quantize: bool = False,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
     ) -> PeftModel:
-        """Put low-rank adapters into a model, in place, and freeze all else of it. Called before `boost`.
+        """Put low-rank adapters into a model, in place, and freeze the rest. Call it before `boost`.
 
-        Make the optimizer from the parameters of what is returned. Layers that adapters are attached to keep their
-        names in checkpoints.
+        Make the optimizer from the returned model's parameters. Adapted layers keep their names in checkpoints.
 
         Args:
             model: The user's model.
             pretrained_dir: A folder that `save_lora_as_pretrained` or peft wrote: training of its adapters goes on.
-            lora_config: What the adapters are to be like; this or ``pretrained_dir``.
-            bnb_quantization_config: A ``transformers.BitsAndBytesConfig``: the base is kept in so many bits.
+            lora_config: Settings of new adapters; this or ``pretrained_dir``.
+            bnb_quantization_config: A ``transformers.BitsAndBytesConfig`` by which the base is quantised.
             quantize: Keep the base in 4 bits (nf4), where no ``bnb_quantization_config`` is given.
 
         Returns:
@@ -236,8 +235,8 @@ class Booster(Saving):
         Raises:
             TypeError: If ``model`` is no module, or ``lora_config`` no ``peft.LoraConfig``.
             ConfigError: If peft is not installed, the plugin does not train adapters, the model is boosted, compiled or
-                has adapters already, no module is what ``target_modules`` says, or a base is to be quantised elsewhere
-                than on CUDA.
+                has adapters already, ``target_modules`` matches no module, or a base is quantised elsewhere than on
+                CUDA.
             CheckpointError: If ``pretrained_dir`` holds no adapters, or none for this model.
 
         Collective: every rank of the world, with ``pretrained_dir``; else none.
@@ -336,7 +335,7 @@ class Booster(Saving):
         )
 
     def full_gradient(self, model: nn.Module, name: str) -> Tensor | None:
-        """Return the whole gradient of a parameter, wherever its parts lie, in the parameter's shape.
+        """Return the whole gradient of a parameter, in the parameter's shape, from the ranks that hold its parts.
 
         Args:
             model: The boosted model.
@@ -395,7 +394,7 @@ class Booster(Saving):
         )
 
     def describe(self) -> str:
-        """Return, and print on the master rank, what this run is: plugin, ranks, device, and every number format.
+        """Return, and print on the master rank, the run's plugin, ranks, device and number formats.
 
         Collective: none.
         """
@@ -426,7 +425,7 @@ class Booster(Saving):
         return loader if dealt is None else dealt
 
     def _the_model(self, model: nn.Module | None, call: str) -> nn.Module:
-        """Return the boosted model that a call is about."""
+        """Return the boosted model that was passed to a call, or the only one there is."""
         if model is None:
             if len(self._optimizers) != 1:
                 msg = f"`Booster.{call}` needs to be told which model: {len(self._optimizers)} models are boosted."

@@ -39,7 +39,7 @@ class CheckpointError(BoosterError):
 
 
 class OffloadError(BoosterError):
-    """Memory that a run was told to use beside its own is not there: a disk is full, or its folder is gone."""
+    """An offload target is unavailable: its disk is full, or its folder is gone."""
 
 
 class MissingRanksError(BoosterError, TimeoutError):

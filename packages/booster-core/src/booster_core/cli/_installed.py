@@ -39,7 +39,7 @@ def installed_verbs() -> dict[str, list[EntryPoint]]:
 
 
 def summary(entries: list[EntryPoint]) -> str:
-    """Return what ``booster --help`` says of a verb: the first line of its module's docstring, or what is wrong."""
+    """Return the summary of a verb for ``booster --help``: the first line of its module's docstring, or the problem."""
     if len(entries) > 1:
         return _doubled(entries)
     spec = _find_spec(entries[0].module)

@@ -1,4 +1,4 @@
-"""The interface between `Booster` and a strategy, with what a plugin is made of: wrappers, hooks, placing of models.
+"""The interface between `Booster` and a strategy, and the parts of a plugin: wrappers, hooks, placing of models.
 
 ``from booster_core.plugin import GeminiPlugin`` imports the class of any installed plugin.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
     from booster_core.state import StateAdapter, TensorShard
 
-    # The classes that `__getattr__` below finds, for whoever has them installed.
+    # Found by `__getattr__` below, where they are installed.
     from booster_ddp import TorchDDPPlugin as TorchDDPPlugin
     from booster_fsdp import TorchFSDPPlugin as TorchFSDPPlugin
     from booster_gemini import GeminiPlugin as GeminiPlugin

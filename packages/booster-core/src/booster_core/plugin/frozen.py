@@ -1,4 +1,4 @@
-"""Parameters that were frozen at ``boost``: unfrozen later, nobody would step them, and nothing would say so."""
+"""A check that parameters which were frozen at ``boost`` stay frozen: no optimizer would step them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The hooks through which third parties observe and extend Booster, as pluggy specifications.
 
 An implementation is marked with `hookimpl` and reaches Booster through the entry-point group ``booster.hooks`` or
-`booster_core.plugin.register_hooks`; ``booster_plugins`` alone belongs into the group ``booster.plugins``. A hook
+`booster_core.plugin.register_hooks`; only ``booster_plugins`` belongs to the group ``booster.plugins``. A hook
 takes only the arguments it names, so that a specification can gain arguments without breaking older implementations.
 Observing hooks run on every rank and must not call collectives unless every rank does.
 """
@@ -64,7 +64,7 @@ def watch_ranks(
 
 @hookspec
 def check_objects(plugin: Plugin, objects: Boosted) -> None:
-    """Raise what is wrong with what ``boost`` was given; every rank raises if one does.
+    """Check the arguments of ``boost`` and raise if they are wrong; every rank raises if one does.
 
     Called before anything is changed, on every rank, without collectives.
     """
@@ -130,12 +130,12 @@ def describe_run(models: Sequence[nn.Module]) -> Sequence[str]:  # type: ignore[
 
 @hookspec
 def before_configure(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
-    """Observe what ``boost`` is about to hand to the plugin, checked and not wrapped yet."""
+    """Observe the checked arguments of ``boost`` before the plugin configures them."""
 
 
 @hookspec
 def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context: BoostContext) -> None:
-    """Observe what ``boost`` is about to return."""
+    """Observe the boosted objects before ``boost`` returns them."""
 
 
 @hookspec
@@ -163,7 +163,7 @@ def after_load(kind: str, checkpoint: Path) -> None:
 
 @hookspec
 def after_step(optimizer: Optimizer, metrics: Mapping[str, Any]) -> None:
-    """Observe an optimizer step; ``metrics`` holds what the plugin knows of it, such as ``"grad_norm"``."""
+    """Observe an optimizer step; ``metrics`` holds values such as ``"grad_norm"``."""
 
 
 @hookspec(firstresult=True)

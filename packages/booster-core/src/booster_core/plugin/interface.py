@@ -60,7 +60,7 @@ class Capability(enum.Enum):
     FP16 = "fp16"
     """Trains with compute in fp16 under a dynamic loss scale."""
     LORA = "lora"
-    """Trains low-rank adapters beside a frozen base."""
+    """Trains low-rank adapters of a frozen base."""
     PIPELINE = "pipeline"
     """Has `PipelinePlugin.execute_pipeline`, and may need it."""
     DATA_PARALLEL = "data_parallel"
@@ -70,7 +70,7 @@ class Capability(enum.Enum):
 
 
 if TYPE_CHECKING:
-    # What was passed keeps its type, and what was left out is `None`: a script that unpacks the five type-checks.
+    # Generic for type checkers, so that a script that unpacks the five things gets their types.
     class Boosted(NamedTuple, Generic[_ModelT_co, _OptimizerT_co, _CriterionT_co, _DataLoaderT_co, _LRSchedulerT_co]):
         """The five things that `Booster.boost` takes and returns, in their order."""
 
@@ -93,7 +93,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class BoostContext:
-    """What a plugin is told when it configures: where it runs, with whom, and in which precision.
+    """The facts of a run that a plugin gets in ``configure``.
 
     Args:
         device: The device of this rank; the model has not been moved to it yet.
@@ -101,7 +101,7 @@ class BoostContext:
         precision: The resolved precision of the run.
         timeout_seconds: How long a collective call waits for a missing rank.
         hooks: The pluggy hook relay of `booster_core.plugin.hookspecs`.
-        after_step: To be called with the optimizer and its metrics after each step; ``None`` where nobody can.
+        after_step: Called by the optimizer wrapper with itself and its metrics after each step.
     """
 
     device: torch.device
@@ -116,12 +116,12 @@ class Plugin(ABC):
     """One way to train on many devices. Subclasses state a ``name`` and implement `configure`.
 
     A plugin is constructible before the process group exists, and checks its constructor's arguments at once. It may
-    configure any number of models; what it has to remember of one belongs to the wrappers it returns.
+    configure any number of models; state of one belongs to the wrappers that it returns.
 
     Attributes:
         name: The name of its entry point, as in ``Booster(plugin=name)``.
         api_version: The version of this interface that the plugin was written for, as a literal: ``api_version = 1``.
-            Not ``API_VERSION``, which would claim to fit whatever core is installed.
+            Not ``API_VERSION``, which would match any core that is installed.
         capabilities: What the plugin can do.
         precision: The precision asked for through the plugin's constructor; ``None`` where none was.
         handles_lazy: Whether ``configure`` takes lazy models (`booster_runtime.lazy`) and places their values itself,
@@ -154,7 +154,7 @@ class Plugin(ABC):
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the precision that a run under this plugin has when a user asks for ``policy``.
 
-        A plugin that keeps low-precision working parameters beside fp32 masters says so here. The default is right for
+        Override it where working parameters are kept in low precision next to fp32 masters. The default is right for
         plugins whose optimizer steps on the parameters themselves.
 
         Raises:

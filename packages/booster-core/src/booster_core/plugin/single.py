@@ -1,4 +1,4 @@
-"""The default strategy: one process, one device, so that no other code has to ask whether there is a plugin."""
+"""The default strategy: one process, one device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SingleDevicePlugin(Plugin):
         self.precision = precision
 
     def supports_device(self, device_type: str) -> bool:
-        """Return True: whatever torch runs on will do for one process."""
+        """Return True: one process trains on any device of torch."""
         del device_type
         return True
 

@@ -1,4 +1,4 @@
-"""What peft has put into a model, told without importing peft where nobody has used it."""
+"""The modules that peft puts around a user's, found without importing peft where it is not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's own names for a model's tensors, whatever has been wrapped around the model since."""
+"""The names of a model's tensors in the user's own model, without the wrappers that were put around it later."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield each module below a user's model, each time it is used, under its name without what was put around it.
+    """Yield each module of a user's model, each time it is used, under its name without wrappers.
 
-    Left out of names are ``torch.compile``'s ``_orig_mod``, torch's checkpoint wrapper, and what peft puts around a
-    model and its layers, so that a base model keeps its names when it gets adapters. An adapter's own modules are named
+    Wrappers are ``torch.compile``'s ``_orig_mod``, torch's checkpoint wrapper, and those of peft around a model and its
+    layers, so that a base model keeps its names when it gets adapters. An adapter's own modules are named
     by the layer that they are attached to: ``layers.0.q_proj.lora_A.default``. Where peft wraps a layer twice, as for
     two parameters of fused experts, what the inner wrapper adds keeps its ``base_layer``: both add a ``lora_A``.
 
@@ -59,7 +59,7 @@ def _inner_attribute(module: nn.Module, wrappers: tuple[tuple[type, str], ...]) 
 
 
 def compiled_module(model: nn.Module) -> nn.Module | None:
-    """Return the module inside of what ``torch.compile`` returned; ``None`` where ``model`` is no such thing.
+    """Return the module inside a compiled one; ``None`` where ``torch.compile`` did not make ``model``.
 
     Collective: none.
     """
@@ -86,7 +86,7 @@ def _join(name: str, attribute: str) -> str:
 class NamedTensors:
     """A model's parameters and persistent buffers under the names that they have in the user's own model.
 
-    These are the names in its ``state_dict``, but for what is put around modules later; see `named_modules`.
+    These are the names in its ``state_dict``, without those of wrappers around modules; see `named_modules`.
 
     Args:
         tensors: Each tensor once, under its first name, in the order of ``state_dict``.

@@ -29,7 +29,7 @@ class Checks:
     """The checks of one rank.
 
     Args:
-        device: Where buffers lie.
+        device: Where buffers are allocated.
         folder: A folder that all ranks see.
 
     Collective: each check, both ranks.
@@ -58,7 +58,7 @@ class Checks:
         self._expect(buffer, sum(range(1, self.world_size + 1)))
 
     def all_to_all_single(self, dtype: torch.dtype) -> None:
-        """Exchange parts: our reduce-scatter stands on it."""
+        """Exchange parts: our reduce-scatter uses it."""
         received = self._filled(-1, dtype)
         dist.all_to_all_single(received, self._filled(self.rank, dtype))
         for rank, part in enumerate(received.chunk(self.world_size)):
@@ -71,7 +71,7 @@ class Checks:
         self._expect(buffer, self.world_size - 1)
 
     def isend_irecv(self, dtype: torch.dtype) -> None:
-        """Pass a buffer around: our all-gather on gloo and pipelines stand on it."""
+        """Pass a buffer around: our all-gather on gloo and pipelines use it."""
         received = self._filled(-1, dtype)
         before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
         transfers = [
@@ -104,7 +104,7 @@ class Checks:
         _require(received == [("rank", rank) for rank in range(self.world_size)], f"received {received}")
 
     def file(self) -> None:
-        """Write each rank's part of one file at its offset, and read the whole: checkpoints stand on it."""
+        """Write each rank's part of one file at its offset, and read the whole: checkpoints rely on it."""
         path, part = self.folder / "together.bin", bytes([self.rank]) * NUMEL
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
         try:

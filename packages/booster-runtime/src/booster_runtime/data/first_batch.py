@@ -1,4 +1,4 @@
-"""Telling that data parallel ranks train on the same batch, as they do where they draw or load it under equal seeds.
+"""Noticing that data parallel ranks train on the same batch, as they do where they draw or load it under equal seeds.
 
 At the first training step each rank leaves a digest of its batch in the ranks' store; no rank waits for another. Rank 0
 compares them in a later step, when they are there: a step needs all ranks. What equal batches mean is for the user to

@@ -89,7 +89,7 @@ class CountedCollate:
         self._is_batched = is_batched
 
     def __call__(self, given: Any) -> tuple[int | None, int, Any]:
-        if not self._is_batched:  # the item may be a batch, of nobody knows how many samples
+        if not self._is_batched:  # the item may be a batch of any number of samples
             is_padding = isinstance(given, Padding)
             return None, int(is_padding), self._collate(given.item if is_padding else given)
         samples = [sample.item if isinstance(sample, Padding) else sample for sample in given]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class DistributedDataLoader(DataLoader[Any]):
     """A ``DataLoader`` whose position is counted in samples of the global order, as batches are handed out.
 
-    Batches that workers have prefetched but nobody has seen don't count. The epoch moves on by itself: at the end of a
-    pass, and where a new pass begins although the one before was left early. `set_epoch` chooses another one.
+    Batches that workers have prefetched don't count until they are handed out. The epoch moves on by itself: at the end
+    of a pass, and where a new pass begins although the one before was left early. `set_epoch` chooses another one.
 
     All ranks get equally many batches, so samples at the end of an epoch are repeated where they don't divide by the
     number of ranks. `without_padding` leaves the repeated ones out, for metrics in which each sample counts once.
@@ -163,7 +163,7 @@ class DistributedDataLoader(DataLoader[Any]):
 
         Raises:
             CheckpointError: If the position was saved for a data set of another size, can't be restored with this
-                loader's settings, or lies in an order that the user's sampler does not draw a second time.
+                loader's settings, or belongs to an order that the user's sampler does not draw a second time.
         """
         source = self._positioned_source("restored")
         if state["num_samples"] != self.num_samples:

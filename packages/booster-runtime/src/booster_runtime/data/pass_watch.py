@@ -39,7 +39,7 @@ class PassWatch:
         self._keys: list[tuple[str, str]] = []
 
     def at_batch(self, number: int, epoch: int) -> None:
-        """Take note of a batch of a pass, the first being number 1.
+        """Count a batch of a pass, the first being number 1.
 
         Raises:
             ConfigError: If all ranks are in a pass, and some follow another epoch.
@@ -78,7 +78,7 @@ class PassWatch:
 
 
 def watch_passes(world_size: int) -> PassWatch | None:
-    """Return a watch for a loader that is boosted now; ``None`` where there is nobody to compare with.
+    """Return a watch for a loader that is boosted now; ``None`` on a single rank.
 
     Collective: none, but every rank boosts equally many loaders.
     """

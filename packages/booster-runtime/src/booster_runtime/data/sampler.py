@@ -47,7 +47,7 @@ class DealtOrder(Sampler[Any]):
         self.drop_last = drop_last
         self.epoch = 0
         self.start = 0
-        # Whether somebody chose the epoch since the loader last looked.
+        # Whether `set_epoch` was called since the loader last looked.
         self.is_epoch_chosen = False
         # Tells orders apart that a user's sampler draws; None where the seed decides.
         self.digest: str | None = None

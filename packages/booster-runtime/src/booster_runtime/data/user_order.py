@@ -106,7 +106,7 @@ class UserOrder(DealtOrder):
 
         Args:
             keep: The next pass goes on with what was drawn for this; needed where the sampler has a state that
-                drawing changes, and nobody can set back.
+                drawing changes, and that can't be set back.
         """
         draw = self._take_draw()
         if keep:

@@ -1,4 +1,4 @@
-"""Index arithmetic between a shard and the whole tensor: which elements lie where, without touching any.
+"""Index arithmetic between a shard and the whole tensor: where each element is, without touching any.
 
 Everything rests on one fact: a range of a row-major flattened box is the union of at most ``2 * ndim - 1`` boxes that
 follow each other. So a shard of any kind (a tensor parallel box, a flat ZeRO range, a chunk's piece) becomes a few
@@ -64,7 +64,7 @@ def _cut(box: Box, start: int, stop: int, shift: int) -> Iterator[tuple[int, Box
     (low, high), inner = box[0], box[1:]
     row = box_numel(inner)
     first_whole, last_whole = -(-start // row), stop // row
-    if first_whole > last_whole:  # the range lies inside of one row
+    if first_whole > last_whole:  # the range is inside of one row
         index = last_whole
         head = ((low + index, low + index + 1),)
         for first, part in _cut(inner, start - index * row, stop - index * row, shift + index * row):

@@ -2,7 +2,7 @@
 
 Each rank owns an equal share of the bytes, so that all of them write: the tensors, put one after the other, are one
 long range that is cut into as many equal parts as there are ranks. A large tensor may thus be owned in flat
-pieces; a small one belongs to the rank in whose part its middle lies. Buffers belong to the first rank: forward may
+pieces; a small one belongs to the rank whose part contains its middle. Buffers belong to the first rank: forward may
 change them differently on every rank, as BatchNorm does, and a model is saved with those of one.
 """
 
