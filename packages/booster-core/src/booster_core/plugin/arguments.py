@@ -12,7 +12,7 @@ from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin.interface import Boosted
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside
-from booster_core.state.naming import NamedTensors
+from booster_core.state.names import NamedTensors
 
 if TYPE_CHECKING:
     from booster_core.plugin.interface import Plugin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from booster_core.errors import GradientError
-from booster_core.state.naming import NamedTensors
+from booster_core.state.names import NamedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection

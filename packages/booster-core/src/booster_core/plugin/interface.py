@@ -218,7 +218,7 @@ class Plugin(ABC):
         Collective: none.
         """
         from booster_core.plugin.wrappers import unwrap_model
-        from booster_core.state.naming import NamedTensors
+        from booster_core.state.names import NamedTensors
 
         module = unwrap_model(model)
         present = {path for path, _ in module.named_parameters(remove_duplicate=False)}

@@ -14,7 +14,7 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.state.adapted import without_adapters
-from booster_core.state.naming import compiled_module, own_class
+from booster_core.state.names import compiled_module, own_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ anything else would show ranks other samples than their own, or make them wait f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
@@ -36,7 +36,7 @@ def maker_like(loader: DataLoader[Any]) -> Callable[..., DataLoader[Any]]:
         A function with the arguments of `DistributedDataLoader`.
 
     Raises:
-        ConfigError: If the class makes iterators in a way of its own, which may pay no heed to the sampler.
+        ConfigError: If the class makes iterators in a way of its own, which may ignore the sampler.
 
     Collective: none.
     """
@@ -50,16 +50,16 @@ def maker_like(loader: DataLoader[Any]) -> Callable[..., DataLoader[Any]]:
             "itself."
         )
         raise ConfigError(msg)
-    dealt_kind = type(
-        kind.__name__, (_Checked, kind, _Counted), {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    )
+    described = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    dealt_kind = cast("type[DistributedDataLoader]", type(kind.__name__, (_Checked, kind, _Counted), described))
 
     def make(*args: Any, **kwargs: Any) -> DataLoader[Any]:
-        dealt: DataLoader[Any] = dealt_kind.__new__(dealt_kind)
-        # torch refuses to change a loader that it knows as initialised.
-        own = {name: value for name, value in vars(loader).items() if not name.startswith("_DataLoader__")}
+        dealt = dealt_kind.__new__(dealt_kind)
+        # torch refuses to change a loader that is initialised, and one with persistent workers keeps its iterator.
+        skipped = ("_DataLoader__", "_iterator")
+        own = {name: value for name, value in vars(loader).items() if not name.startswith(skipped)}
         vars(dealt).update(own)
-        DistributedDataLoader.__init__(dealt, *args, **kwargs)  # type: ignore[arg-type]  # the class extends it
+        DistributedDataLoader.__init__(dealt, *args, **kwargs)
         return dealt
 
     return make
