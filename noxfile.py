@@ -8,6 +8,7 @@ environments of their own. All install under ``constraints.txt``.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -38,7 +39,7 @@ def tests(session: nox.Session) -> None:
     python = _checkout(session)
     _lint(session, python)
     _types(session, python)
-    _pytest(session, python, "tests", "-m", "not slow", *session.posargs)
+    _pytest(session, python, "tests", "-m", "not slow", *_workers(), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -75,7 +76,7 @@ def packaging(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def slow(session: nox.Session) -> None:
     """Run the tests that are too slow for the default run."""
-    _pytest(session, _checkout(session), "tests", "-m", "slow", *session.posargs)
+    _pytest(session, _checkout(session), "tests", "-m", "slow", *_workers(), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -218,6 +219,15 @@ def _types(session: nox.Session, python: str) -> None:
 def _pytest(session: nox.Session, python: str, *arguments: str, success_codes: Iterable[int] = (0,)) -> None:
     command = (python, "-m", "pytest", *arguments)
     session.run(*command, external=python != "python", success_codes=list(success_codes))
+
+
+def _workers() -> tuple[str, ...]:
+    """Return pytest's arguments for tests side by side.
+
+    Ranks wait for each other much of the time, so a run of tests keeps about one core busy, whatever the number of ranks.
+    A file stays whole: its tests share fixtures.
+    """
+    return ("-n", str(max(2, (os.cpu_count() or 2) // 2)), "--dist", "loadfile")
 
 
 def _run(session: nox.Session, python: str, *arguments: str, env: dict[str, str] | None = None) -> None:
