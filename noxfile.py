@@ -224,8 +224,8 @@ def _pytest(session: nox.Session, python: str, *arguments: str, success_codes: I
 def _workers() -> tuple[str, ...]:
     """Return pytest's arguments for tests side by side.
 
-    Ranks wait for each other much of the time, so a run of tests keeps about one core busy, whatever the number of ranks.
-    A file stays whole: its tests share fixtures.
+    Ranks wait for each other much of the time, so a run of tests keeps about one core busy. A file stays on one worker,
+    because its tests share fixtures.
     """
     return ("-n", str(max(2, (os.cpu_count() or 2) // 2)), "--dist", "loadfile")
 
