@@ -503,11 +503,11 @@ def _own_device(asked: torch.device | None, plugin: Plugin) -> torch.device:
             raise ConfigError(msg)
     if asked.type != "cuda" or asked.index is not None:
         return asked
-    num_started, call = launched_world_size()
-    if num_started > 1 and not torch.distributed.is_initialized():
+    num_started = 1 if torch.distributed.is_initialized() else launched_world_size()
+    if num_started > 1:
         msg = (
             f"A launcher started {num_started} processes, and which CUDA device is this one's is not known yet. Call "
-            f"`{call}` before the device is used."
+            "`booster_core.launch()` before the device is used."
         )
         raise ConfigError(msg)
     return torch.device("cuda", torch.cuda.current_device())

@@ -65,12 +65,12 @@ class SingleDevicePlugin(Plugin):
             )
             raise ConfigError(msg)
         if not torch.distributed.is_initialized():
-            num_started, call = launched_world_size()
+            num_started = launched_world_size()
             if num_started > 1:
                 msg = (
                     "`Booster()` without a plugin trains on one device, but a launcher started "
-                    f"{num_started} processes: each would train a model of its own. Call `{call}` and choose a plugin, "
-                    "for example `Booster(plugin='ddp')`, or start the script by `python`."
+                    f"{num_started} processes: each would train a model of its own. Call `booster_core.launch()` and "
+                    "choose a plugin, for example `Booster(plugin='ddp')`, or start the script by `python`."
                 )
                 raise ConfigError(msg)
         place_model(objects.model, objects.optimizer, context.device, context.precision)

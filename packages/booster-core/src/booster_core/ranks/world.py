@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
+from booster_core.ranks.environments import local_rank_of_launcher
 from booster_core.ranks.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import torch
     from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] # torch does not list Store
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -133,6 +135,7 @@ def open_world(
     backend: str,
     timeout_seconds: float,
     generation: int | None = None,
+    device: torch.device | None = None,
     watch: Callable[[World], None] | None = None,
 ) -> World:
     """Initialise the default process group over ``store`` and return its description.
@@ -146,6 +149,7 @@ def open_world(
         timeout_seconds: Time limit of the group's collectives and of rendezvous.
         generation: Tells openings over one store apart; by default, how many groups this process has had, which is
             the same on all ranks that open and close in step.
+        device: The device that NCCL binds the group to.
         watch: Called before the group is opened, while ranks can meet in the store only: starts the monitor. Where
             the group then cannot be opened, the monitor goes on until `close_world`, so that others learn of it.
 
@@ -175,6 +179,7 @@ def open_world(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_seconds),
+            device_id=device,
         )
     except BaseException:
         if _default_group() is not None:
@@ -233,12 +238,10 @@ def _describe_foreign_group(group: Any) -> World:
         return World()
     import torch.distributed as dist
 
-    from booster_core.ranks.launch import local_rank_from_environment
-
     rank = dist.get_rank()
-    local_rank = local_rank_from_environment()
+    local_rank = local_rank_of_launcher()
     if local_rank is None:
-        local_rank = rank  # one host, as far as anybody has said
+        local_rank = rank  # as on one host
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to the store
     return World(
         rank=rank,
