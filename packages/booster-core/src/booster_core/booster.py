@@ -26,7 +26,7 @@ from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.launch import launched_world_size
+from booster_core.ranks.environments import detect
 from booster_core.saving import Saving
 
 if TYPE_CHECKING:
@@ -503,7 +503,7 @@ def _own_device(asked: torch.device | None, plugin: Plugin) -> torch.device:
             raise ConfigError(msg)
     if asked.type != "cuda" or asked.index is not None:
         return asked
-    num_started = 1 if torch.distributed.is_initialized() else launched_world_size()
+    num_started = 1 if torch.distributed.is_initialized() else detect().world_size
     if num_started > 1:
         msg = (
             f"A launcher started {num_started} processes, and which CUDA device is this one's is not known yet. Call "

@@ -10,7 +10,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin.interface import Boosted, Capability, Plugin
 from booster_core.plugin.replicated import place_model
 from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper
-from booster_core.ranks.launch import launched_world_size
+from booster_core.ranks.environments import detect
 
 if TYPE_CHECKING:
     from booster_core.plugin.interface import BoostContext
@@ -65,7 +65,7 @@ class SingleDevicePlugin(Plugin):
             )
             raise ConfigError(msg)
         if not torch.distributed.is_initialized():
-            num_started = launched_world_size()
+            num_started = detect().world_size
             if num_started > 1:
                 msg = (
                     "`Booster()` without a plugin trains on one device, but a launcher started "

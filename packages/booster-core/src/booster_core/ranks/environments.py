@@ -18,6 +18,22 @@ if TYPE_CHECKING:
 _MAX_PORT = 65535
 
 
+def check_integer(name: str, value: int, low: int, high: int | None, of: str = "") -> None:
+    """Check an argument.
+
+    Raises:
+        TypeError: If it is not an int.
+        ConfigError: If it is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        msg = f"`{name}` must be an int, not {type(value).__name__}."
+        raise TypeError(msg)
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        msg = f"`{name}={value}` is out of range{' ' + of if of else ''}: it must be {bounds}."
+        raise ConfigError(msg)
+
+
 @dataclass(frozen=True)
 class Environment:
     """A process's place in a run.
@@ -54,10 +70,14 @@ class Environment:
             raise ConfigError(msg)
 
 
-def detect() -> Environment | None:
-    """Return what the launcher of this process says; ``None`` if no launcher started it as one of several.
+ALONE = Environment(rank=0, world_size=1, local_rank=0, address="localhost", port=29500)
+"""Of a process that no launcher started as one of several; it opens no port."""
 
-    torchrun comes first, because it may run below each of the others. A task of ``srun`` counts as SLURM's also where
+
+def detect() -> Environment:
+    """Return what the launcher of this process says, or `ALONE`.
+
+    torchrun comes first, because each of the others may start it. A task of ``srun`` counts as SLURM's, also where
     SLURM speaks PMI to it.
 
     Raises:
@@ -71,7 +91,7 @@ def detect() -> Environment | None:
         return from_openmpi()
     if _count("PMI_SIZE") > 1 and _read("PMI_SIZE") != _read("SLURM_STEP_NUM_TASKS"):
         return from_pmi()
-    return from_slurm() if _count("SLURM_STEP_NUM_TASKS") > 1 else None
+    return from_slurm() if _count("SLURM_STEP_NUM_TASKS") > 1 else ALONE
 
 
 def from_torchrun() -> Environment:
@@ -99,8 +119,8 @@ def from_pmi(host: str | None = None, port: int | None = None) -> Environment:
 def from_slurm(host: str | None = None, port: int | None = None) -> Environment:
     """Read the variables of SLURM's ``srun``.
 
-    Without MASTER_ADDR, rank 0 is on the first node of the step; without MASTER_PORT, the port follows from the last
-    digits of the job's id, as in Lightning Fabric.
+    Without MASTER_ADDR, rank 0 is on the step's first node; without MASTER_PORT, the port follows from the last digits
+    of the job's id, as in Lightning Fabric.
     """
     if host is None and not _read("MASTER_ADDR"):
         host = _first_node(_read("SLURM_STEP_NODELIST") or _read("SLURM_NODELIST")) or None
@@ -142,22 +162,6 @@ def is_switched_on(name: str, effect: str) -> bool:
 def variables(*names: str) -> dict[str, str]:
     """Return those of some environment variables that are set, for a report."""
     return {name: os.environ[name] for name in names if name in os.environ}
-
-
-def check_integer(name: str, value: int, low: int, high: int | None, of: str = "") -> None:
-    """Check an argument.
-
-    Raises:
-        TypeError: If it is not an int.
-        ConfigError: If it is out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        msg = f"`{name}` must be an int, not {type(value).__name__}."
-        raise TypeError(msg)
-    if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        msg = f"`{name}={value}` is out of range{' ' + of if of else ''}: it must be {bounds}."
-        raise ConfigError(msg)
 
 
 def _environment(

@@ -7,7 +7,6 @@ checks what it was given before anything is opened.
 from __future__ import annotations
 
 import atexit
-import random
 import sys
 import time
 from dataclasses import replace
@@ -18,6 +17,7 @@ from booster_core.errors import ConfigError, LaunchError
 from booster_core.plugin.hooks import hook_relay
 from booster_core.ranks import environments
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.device import choose_backend, seed_everything, use_device
 from booster_core.ranks.environments import Environment
 from booster_core.ranks.host import distinct_names, this_host
 from booster_core.ranks.store import hosts_of, meet_at_launch, open_store
@@ -26,13 +26,10 @@ from booster_core.ranks.world import DEFAULT_TIMEOUT_SECONDS, close_world, curre
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
     from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
 
     from booster_core.ranks.world import World
 
-_ALONE = Environment(rank=0, world_size=1, local_rank=0, address="localhost", port=29500)
-"""Of a process that nothing launched; one rank alone opens no port."""
 _LAST_SECONDS = 10.0
 """How long rank 0, which serves the store, waits at its end for the other ranks."""
 _RELEASE_SECONDS = 0.1
@@ -99,7 +96,7 @@ def launch(
     elif (rank, world_size, local_rank, host, port) != (None,) * 5:
         msg = "`environment` takes the place of rank, world size, local rank, host and port. Leave those out."
         raise ConfigError(msg)
-    backend = _choose_backend(backend)
+    backend = choose_backend(backend)
     is_direct = environments.is_switched_on("BOOSTER_DIRECT_COLLECTIVES", "ranks of a host read each other's memory")
     is_watched = environments.is_switched_on("BOOSTER_MONITOR", "ranks learn at once when one dies")
     hook_relay().before_launch(uses_direct_collectives=is_direct)
@@ -107,7 +104,7 @@ def launch(
     meet_at_launch(store, environment, timeout_seconds)
     _open_group(store, environment, backend, timeout_seconds, is_watched=is_watched)
     if seed is not None:
-        _seed_everything(seed)
+        seed_everything(seed)
     coordinator = DistCoordinator()
     # A rank that went on, and perhaps ended, now would close connections that others are still making.
     coordinator.rendezvous("launch")
@@ -145,21 +142,8 @@ def _launch_at(
     return launch(backend=backend, seed=seed, verbose=verbose, environment=environment, **options)
 
 
-def launched_world_size() -> int:
-    """Return how many processes a launcher started, whether or not the process group has been; 1 without a launcher.
-
-    Raises:
-        ConfigError: If the launcher's variables are incomplete or wrong.
-
-    Collective: none.
-    """
-    return (environments.detect() or _ALONE).world_size
-
-
 def ensure_process_group() -> DistCoordinator:
-    """Return the coordinator of the process group; start one of this process alone where nothing launched it.
-
-    For `Booster`, so that a script without any launch runs as a single process. Seeds nothing.
+    """Return the coordinator of the process group; start one of this process alone, unseeded, if nothing launched it.
 
     Raises:
         ConfigError: If a launcher started this process as one of several, but the script did not call `launch`.
@@ -168,22 +152,18 @@ def ensure_process_group() -> DistCoordinator:
     """
     if current_world().process_group is not None:
         return DistCoordinator()
-    num_started = launched_world_size()
+    num_started = environments.detect().world_size
     if num_started > 1:
         msg = (
             f"A launcher started this process as one of {num_started}, but the process group has not been started. "
             "Call `booster_core.launch()` first."
         )
         raise ConfigError(msg)
-    return launch(environment=_ALONE, seed=None, verbose=False)
+    return launch(environment=environments.ALONE, seed=None, verbose=False)
 
 
-def shutdown() -> None:
-    """Destroy the process group, which ends this process's part of the run; called when the interpreter ends.
-
-    Collective: none; ranks may end one after the other.
-    """
-    close_world()
+shutdown = close_world
+"""Ends this process's part of the run; called when the interpreter ends."""
 
 
 def _at_exit() -> None:
@@ -206,7 +186,7 @@ def _environment(
     if (rank, world_size, host, port) != (None,) * 4:
         msg = f"`launch` takes rank, world size, host and port together; got {rank}, {world_size}, {host} and {port}."
         raise ConfigError(msg)
-    environment = environments.detect() or _ALONE
+    environment = environments.detect()
     return environment if local_rank is None else replace(environment, local_rank=local_rank)
 
 
@@ -217,7 +197,7 @@ def _open_group(
     rank, local_rank = environment.rank, environment.local_rank
     if local_rank is None:
         local_rank = [host.machine for host in hosts_of(store, range(rank))].count(this_host().machine)
-    device = _use_device(local_rank)
+    device = use_device(local_rank)
     atexit.unregister(_at_exit)  # of an earlier launch
     atexit.register(_at_exit)
     try:
@@ -256,37 +236,3 @@ def _watch(world: World, *, store: Store, address: str, is_wanted: bool) -> None
     )
     if world.monitor is None and world.unwatched_because is None and world.world_size > 1:
         world.unwatched_because = "booster-runtime, which brings the monitor, is not installed"
-
-
-def _choose_backend(backend: str | None) -> str:
-    """Return the backend to use: the one asked for, if it can run here."""
-    import torch
-
-    has_cuda = torch.cuda.is_available()
-    if backend is None:
-        return "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
-    if "nccl" in backend and not has_cuda:
-        msg = f"`backend={backend!r}` needs CUDA, and no CUDA device is here. Leave `backend` out, or use 'gloo'."
-        raise ConfigError(msg)
-    return backend
-
-
-def _use_device(local_rank: int) -> torch.device | None:
-    """Make the CUDA device of a local rank the current one, where there is CUDA."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    # Modulo: a task of srun may see its own device alone, whatever its local rank.
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def _seed_everything(seed: int) -> None:
-    import numpy as np
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the global state is what a user's script draws from
-    torch.manual_seed(seed)

@@ -179,18 +179,15 @@ def _connect(environment: Environment, port: int, deadline: float, *, is_server:
     if "store" in result:
         store: TCPStore = result["store"]
         return store
-    error = result.get("error")
-    reason = str(error or "no answer").splitlines()[0].rstrip(".")
-    if is_server and "EADDRINUSE" in reason:
-        msg = f"Rank 0 cannot open {address}: the port is in use by another program. Choose another port."
-    elif is_server:
+    reason = str(result.get("error", "no answer")).splitlines()[0].rstrip(".")
+    if is_server:
         msg = (
-            f"Rank 0 could not open and reach the store at {address}: {reason}. Check that the host name means the "
-            "machine on which rank 0 runs."
+            f"Rank 0 cannot serve the store at {address}: {reason}. Choose a port that no other program uses, and the "
+            "name of the host on which rank 0 runs."
         )
     else:
         msg = (
             f"Rank {rank} connected to {address}, but what listens there did not answer as rank 0 of this run within "
             f"{deadline - start:.3g} s: {reason}. The port may be in use by another program. Choose another port."
         )
-    raise LaunchError(msg) from error
+    raise LaunchError(msg) from result.get("error")
