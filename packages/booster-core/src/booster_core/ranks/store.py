@@ -51,9 +51,8 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
         return HashStore()
     if has_agent_store(environment):
         return PrefixStore("booster", _meet_rank_0(environment, opening, deadline))
-    store = _connect(environment, environment.port, deadline, is_server=environment.rank == 0)
-    # A port that one process serves again keeps its keys.
-    store = PrefixStore(f"booster/{opening}", store)
+    served = _connect(environment, environment.port, deadline, is_server=environment.rank == 0)
+    store = PrefixStore(f"booster/{opening}", served)  # a port that one process serves again keeps its keys
     if not _join(store, environment.rank):
         msg = (
             f"rank {environment.rank} has joined the run at {environment.address}:{environment.port} already: two "
