@@ -3,8 +3,8 @@ import torch
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.ranks import environments
-from booster_core.ranks.environments import ALONE, Environment, detect
+from booster_core.ranks import Environment, environments
+from booster_core.ranks.environments import ALONE, detect
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 KUBEFLOW = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}

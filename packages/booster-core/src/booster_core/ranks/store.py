@@ -97,6 +97,8 @@ def hosts_of(store: Store, ranks: Iterable[int]) -> list[Host]:
 
 def _meet_rank_0(environment: Environment, opening: int, deadline: float) -> TCPStore:
     """Serve a store on rank 0 and publish it in the agent's; on other ranks connect to the one that is published."""
+    from torch.distributed import DistNetworkError
+
     agent = _connect(environment, environment.port, deadline, is_server=False)
     # Tells this opening from an earlier one of the same processes, and from one before the number of nodes changed.
     name = f"{opening} {environment.world_size}"
@@ -113,8 +115,8 @@ def _meet_rank_0(environment: Environment, opening: int, deadline: float) -> TCP
                 store = _connect(environment, int(port), attempt, is_server=False)
                 if _join(store, environment.rank):
                     return store
-            except LaunchError:
-                pass  # another program has the port by now
+            except (LaunchError, DistNetworkError):
+                pass  # another program has the port, or the process that served the store has just ended
         time.sleep(_PAUSE_SECONDS)
     msg = (
         f"Rank {environment.rank} could not reach rank 0: the store of torchrun's agent at {environment.address}:"
