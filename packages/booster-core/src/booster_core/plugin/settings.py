@@ -8,7 +8,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin.discovery import names_of_plugins
 from booster_core.plugin.interface import Plugin
 from booster_core.precision import PrecisionPolicy
-from booster_core.ranks.launch import launched_world_size
+from booster_core.ranks.environments import detect
 
 
 def resolve_precision(asked: PrecisionPolicy | str | None, plugin: Plugin) -> PrecisionPolicy:
@@ -93,11 +93,11 @@ def own_device(asked: torch.device | None, plugin: Plugin) -> torch.device:
             raise ConfigError(msg)
     if asked.type != "cuda" or asked.index is not None:
         return asked
-    num_started, call = launched_world_size()
-    if num_started > 1 and not torch.distributed.is_initialized():
+    num_started = 1 if torch.distributed.is_initialized() else detect().world_size
+    if num_started > 1:
         msg = (
             f"A launcher started {num_started} processes, and which CUDA device is this one's is not known yet. Call "
-            f"`{call}` before the device is used."
+            "`booster_core.launch()` before the device is used."
         )
         raise ConfigError(msg)
     return torch.device("cuda", torch.cuda.current_device())

@@ -11,7 +11,7 @@ from booster_core.plugin.interface import Boosted, Capability, Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.replicated import place_model
 from booster_core.plugin.wrappers import ModelWrapper
-from booster_core.ranks.launch import launched_world_size
+from booster_core.ranks.environments import detect
 
 if TYPE_CHECKING:
     from booster_core.plugin.interface import BoostContext
@@ -66,12 +66,12 @@ class SingleDevicePlugin(Plugin):
             )
             raise ConfigError(msg)
         if not torch.distributed.is_initialized():
-            num_started, call = launched_world_size()
+            num_started = detect().world_size
             if num_started > 1:
                 msg = (
                     "`Booster()` without a plugin trains on one device, but a launcher started "
-                    f"{num_started} processes: each would train a model of its own. Call `{call}` and choose a plugin, "
-                    "for example `Booster(plugin='ddp')`, or start the script by `python`."
+                    f"{num_started} processes: each would train a model of its own. Call `booster_core.launch()` and "
+                    "choose a plugin, for example `Booster(plugin='ddp')`, or start the script by `python`."
                 )
                 raise ConfigError(msg)
         place_model(objects.model, objects.optimizer, context.device, context.precision)

@@ -8,6 +8,7 @@ from booster_core._lazy import public_names
 
 if TYPE_CHECKING:
     from booster_core.ranks.coordinator import DistCoordinator
+    from booster_core.ranks.environments import Environment
     from booster_core.ranks.host import Host, this_host
     from booster_core.ranks.mesh import Axis, MeshShape, fill_axis, make_axes
     from booster_core.ranks.progress import (
@@ -27,6 +28,7 @@ __all__ = [
     "PROGRESS",
     "Axis",
     "DistCoordinator",
+    "Environment",
     "Host",
     "MeshShape",
     "Monitor",
@@ -48,6 +50,7 @@ __getattr__, __dir__ = public_names(
     __name__,
     {
         ".coordinator": ["DistCoordinator"],
+        ".environments": ["Environment"],
         ".host": ["Host", "this_host"],
         ".mesh": ["Axis", "MeshShape", "fill_axis", "make_axes"],
         ".progress": ["ENDED", "LOST_PEER", "PROGRESS", "describe_ended", "describe_mismatch", "naming_missing_ranks"],
