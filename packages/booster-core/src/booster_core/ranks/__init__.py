@@ -10,18 +10,11 @@ if TYPE_CHECKING:
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.ranks.host import Host, this_host
     from booster_core.ranks.mesh import Axis, MeshShape, fill_axis, make_axes
-    from booster_core.ranks.progress import (
-        ENDED,
-        LOST_PEER,
-        PROGRESS,
-        describe_ended,
-        describe_mismatch,
-        naming_missing_ranks,
-    )
+    from booster_core.ranks.progress import LOST_PEER, PROGRESS, naming_missing_ranks
+    from booster_core.ranks.rendezvous import name_ranks
     from booster_core.ranks.world import Monitor, World, close_world, current_world, open_world, opened_world
 
 __all__ = [
-    "ENDED",
     "LOST_PEER",
     "PROGRESS",
     "Axis",
@@ -32,10 +25,9 @@ __all__ = [
     "World",
     "close_world",
     "current_world",
-    "describe_ended",
-    "describe_mismatch",
     "fill_axis",
     "make_axes",
+    "name_ranks",
     "naming_missing_ranks",
     "open_world",
     "opened_world",
@@ -48,7 +40,8 @@ __getattr__, __dir__ = public_names(
         ".coordinator": ["DistCoordinator"],
         ".host": ["Host", "this_host"],
         ".mesh": ["Axis", "MeshShape", "fill_axis", "make_axes"],
-        ".progress": ["ENDED", "LOST_PEER", "PROGRESS", "describe_ended", "describe_mismatch", "naming_missing_ranks"],
+        ".progress": ["LOST_PEER", "PROGRESS", "naming_missing_ranks"],
+        ".rendezvous": ["name_ranks"],
         ".world": ["Monitor", "World", "close_world", "current_world", "open_world", "opened_world"],
     },
 )

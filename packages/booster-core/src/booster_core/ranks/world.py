@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from booster_core.ranks.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] # torch does not list Store
 
@@ -35,8 +35,11 @@ class Monitor(Protocol):
     def gone(self) -> dict[int, str]:
         """The ranks that are known to have ended, and how."""
 
-    def ask_progress(self) -> Mapping[int, Mapping[str, Any]] | None:
-        """Return how far each rank has come, or how it ended; ``None`` where nobody answers."""
+    def describe_missing(self, name: str, count: int, ranks: Sequence[int] | None) -> str | None:
+        """Say which ranks have not come to a call, and where they are; ``None`` where nobody answers."""
+
+    def describe_ended(self, name: str, count: int, ranks: Sequence[int] | None) -> str | None:
+        """Say which ranks have ended normally without coming to a call; ``None`` where none is known to have."""
 
     def hear_uncaught(self) -> Callable[[], None]:
         """Hear of exceptions that nobody catches before they are printed; return what ends that."""
