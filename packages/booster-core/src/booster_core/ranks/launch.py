@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import ConfigError, LaunchError
 from booster_core.plugin.hooks import hook_relay
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.flight_recorder import keep_flight_record
 from booster_core.ranks.host import Host, distinct_names, this_host
 from booster_core.ranks.world import DEFAULT_TIMEOUT_SECONDS, close_world, current_world, open_world
 
@@ -326,6 +327,8 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
     from booster_core.ranks.store import meet_at_launch, open_store
 
     backend = _choose_backend(start.backend)
+    if "nccl" in backend:
+        keep_flight_record(os.environ)
     hook_relay().before_launch(
         uses_direct_collectives=_is_switched_on(
             "BOOSTER_DIRECT_COLLECTIVES", "ranks of a host read each other's memory"
@@ -402,7 +405,7 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
 
 
 def _watch(world: World, *, launch_store: Store, host: str, is_wanted: bool) -> None:
-    """Watch over the ranks, so that one that fails brings all down and the traceback of the first is seen last."""
+    """Start the monitor, which ends all ranks when one fails."""
     hosts = None
     if world.rank == 0:
         ranks = range(world.world_size)

@@ -312,6 +312,8 @@ class Monitor:
     def _end_after(self, seconds: float) -> None:
         """End this process, unless it has ended by itself by then."""
         time.sleep(seconds)
+        if self._is_reporting and seconds < _END_SECONDS:
+            return  # the main thread ends by an exception of its own
         if self._failure is not None and not self._is_reporting:
             self._write_error_file(self._failure["text"].splitlines()[0], self._failure["text"])
         _end_process()
