@@ -114,8 +114,6 @@ def test_a_goodbye_is_told_to_nobody(clients):
     with pytest.raises(EOFError):
         clients[1].receive()
     clients[0].where(at("step", 1), ["step", 1])
-    assert clients[0].receive() == {"type": "where"}
-    clients[0].here(at("step", 1))
     answer(clients, (2,), at("step", 1))
     message = clients[0].receive()
     assert message["missing"].startswith("rank 1 has not reached it; it ended normally.")
@@ -125,7 +123,6 @@ def test_a_goodbye_is_told_to_nobody(clients):
 def test_who_does_not_answer_is_said_not_to(clients):
     clients[1].here(at("step", 4))
     clients[0].where(at("step", 5), ["step", 5], [0, 1])
-    assert clients[0].receive() == {"type": "where"}
     assert (
         clients[0]
         .receive()["missing"]

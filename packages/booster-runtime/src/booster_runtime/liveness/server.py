@@ -278,12 +278,12 @@ class Server:
         assert call is not None, "a list"
         ranks = message["ranks"]
         members = None if ranks is None else tuple(sorted({int(r) for r in ranks} & set(range(self._world_size))))
-        self._ask().askers.append((rank, call, members))
+        self._ask(rank).askers.append((rank, call, members))
 
-    def _ask(self) -> _Round:
-        """Ask every rank where it is, unless that is being done."""
+    def _ask(self, asker: int | None = None) -> _Round:
+        """Ask every rank but one where it is, unless that is being done."""
         if self._round is None:
-            self._round = _Round(self._verdicts.present & self._links.keys())
+            self._round = _Round((self._verdicts.present & self._links.keys()) - {asker})
             for rank in self._round.silent:
                 self._links[rank].send(_WHERE)
             self._loop.call_later(_ANSWER_SECONDS, self._answer, self._round)
@@ -292,7 +292,7 @@ class Server:
     def _heard(self, rank: int) -> None:
         """Note that a rank has said where it is, or is gone."""
         self._tell_failure()
-        if self._round is not None and rank in self._round.silent:
+        if self._round is not None:
             self._round.silent.discard(rank)
             if not self._round.silent:
                 self._loop.call_soon(self._answer, self._round)
