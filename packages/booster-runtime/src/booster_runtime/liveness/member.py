@@ -155,7 +155,7 @@ class Monitor:
                 is_shown = self.report(error)
             if is_shown:
                 previous(kind, error, trace)
-                self._told.wait(_TOLD_SECONDS)
+                self._is_told_within(_TOLD_SECONDS)
 
         def uninstall() -> None:
             if sys.excepthook is report_and_print:  # else somebody has wrapped it, and may call it yet
@@ -171,7 +171,7 @@ class Monitor:
 
         Collective: none.
         """
-        if _is_consequence(error) and self._told.wait(_CAUSE_SECONDS):
+        if _is_consequence(error) and self._is_told_within(_CAUSE_SECONDS):
             time.sleep(self._agent_seconds)
             return False
         self._is_reporting = True
@@ -181,6 +181,10 @@ class Monitor:
         self._send({"type": "failed", "text": shortened, "record": PROGRESS.record()})
         threading.Thread(target=self._end_after, args=(_END_SECONDS,), name="booster end", daemon=True).start()
         return True
+
+    def _is_told_within(self, seconds: float) -> bool:
+        """Wait until every rank has heard of the first failure; return whether that is so."""
+        return self._told.wait(seconds) and self._failure is not None
 
     def leave(self, error: BaseException | None, seconds: float) -> None:
         """Report how this process ends, unless the others have heard of it; wait for those that rank 0 serves.
@@ -193,7 +197,7 @@ class Monitor:
             return
         if error is not None:
             if self.report(error):
-                self._told.wait(_TOLD_SECONDS)
+                self._is_told_within(_TOLD_SECONDS)
             return
         self.end()
         deadline = time.monotonic() + seconds
@@ -233,8 +237,13 @@ class Monitor:
         else:
             if not self._is_closing and self._failure is None:
                 self._lose_server(error)
+        self._turn_off()
+
+    def _turn_off(self) -> None:
+        """Let nobody wait for the server any more."""
         self._is_off = True
         self._answered.set()
+        self._told.set()
 
     def _receive(self) -> OSError | None:
         """Act on what the server says until the connection ends; return the error with which it does."""
@@ -282,8 +291,8 @@ class Monitor:
             self._answer = message
             self._answered.set()
         elif kind == "closing":
-            self._is_closing = self._is_off = True
-            self._answered.set()
+            self._is_closing = True
+            self._turn_off()
             if message["cause"] is None:
                 self.gone = {0: ENDED, **{int(rank): how for rank, how in message["gone"].items()}}
             elif self._speaks:
