@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from booster_core.ranks import World
-from booster_runtime.liveness import NOT_WANTED, Monitor, start_monitor
+from booster_runtime.liveness import NOT_WANTED, Monitor, links, start_monitor
 from booster_runtime.liveness import server as server_module
 from booster_runtime.liveness.server import Server
 from booster_runtime.liveness.wire import FROM_MEMBERS, FROM_SERVER, MAX_LINE_BYTES, Lines, encode
@@ -224,7 +224,7 @@ def test_a_connection_that_says_nothing_is_closed(watched, monkeypatch):
 
 
 def test_a_rank_that_does_not_read_holds_nobody_up(watched, monkeypatch):
-    monkeypatch.setattr(server_module, "_MAX_UNSENT_BYTES", 1 << 16)
+    monkeypatch.setattr(links, "_MAX_UNSENT_BYTES", 1 << 16)
     _, clients = watched
     for number in range(1, 4001):  # more than the kernel keeps for rank 1, which reads nothing of it
         clients[1].send(type="where", record={}, call=["step" * 500, number], ranks=None)

@@ -86,7 +86,7 @@ def test_a_death_before_the_goodbye_is_one():
     run = verdicts()
     run.ending(1, NOTHING)
     run.lost(1)
-    assert run.failure.rank == 1
+    assert run.failure[0] == 1
 
 
 @pytest.mark.parametrize("rank", [0, 2])

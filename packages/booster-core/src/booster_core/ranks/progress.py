@@ -129,6 +129,6 @@ class naming_missing_ranks:  # noqa: N801 - reads as what a with statement does
             msg = f"`{self._name}` #{self._count} timed out after {seconds:.3g} s: {missing}"
             raise MissingRanksError(msg) from error
         if LOST_PEER.search(str(error)) and world.monitor is not None:
-            missing = world.monitor.describe_ended(self._name, self._count, self._ranks)
+            missing = world.monitor.describe_missing(self._name, self._count, self._ranks, only_ended=True)
             if missing is not None:
                 raise MissingRanksError(missing) from error

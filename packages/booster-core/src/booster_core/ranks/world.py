@@ -35,11 +35,10 @@ class Monitor(Protocol):
     def gone(self) -> dict[int, str]:
         """The ranks that are known to have ended, and how."""
 
-    def describe_missing(self, name: str, count: int, ranks: Sequence[int] | None) -> str | None:
-        """Say which ranks have not come to a call, and where they are; ``None`` where nobody answers."""
-
-    def describe_ended(self, name: str, count: int, ranks: Sequence[int] | None) -> str | None:
-        """Say which ranks have ended normally without coming to a call; ``None`` where none is known to have."""
+    def describe_missing(
+        self, name: str, count: int, ranks: Sequence[int] | None, *, only_ended: bool = False
+    ) -> str | None:
+        """Say which ranks have not come to a call, and where they are; ``None`` where nobody knows."""
 
     def hear_uncaught(self) -> Callable[[], None]:
         """Hear of exceptions that nobody catches before they are printed; return what ends that."""

@@ -18,17 +18,16 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from booster_core.errors import RankFailedError
-from booster_core.ranks import LOST_PEER, PROGRESS
+from booster_core.ranks import PROGRESS
 from booster_runtime.liveness.idleness import LOOK_SECONDS, Idleness, busy_seconds
 from booster_runtime.liveness.records import Record, describe_death
 from booster_runtime.liveness.sockets import describe_loss
+from booster_runtime.liveness.uncaught import is_consequence, report_uncaught
 from booster_runtime.liveness.verdicts import ENDED, beat_seconds
 from booster_runtime.liveness.wire import FROM_SERVER, Lines, Message, encode, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from booster_core.ranks import World
     from booster_runtime.liveness.server import Server
@@ -36,9 +35,8 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 5.0
 """How long the main thread may take to end by itself when another rank has failed."""
 
-_CAUSE_SECONDS = 3.0
-"""How long an error that looks like another rank's end waits for news of that."""
 _TOLD_SECONDS = 3.0
+"""How long to wait for news of a failure: another's, where an error looks like its consequence, or the own."""
 _END_SECONDS = 20.0
 _WELCOME_SECONDS = 10.0
 _ASK_SECONDS = 8.0
@@ -105,21 +103,17 @@ class Monitor:
         """Return whether the server has let this rank in."""
         return self._welcomed.wait(_WELCOME_SECONDS)
 
-    def describe_missing(self, name: str, count: int, ranks: Sequence[int] | None) -> str | None:
-        """Say which ranks have not come to a call, and where they are; ``None`` where nobody answers.
+    def describe_missing(
+        self, name: str, count: int, ranks: Sequence[int] | None, *, only_ended: bool = False
+    ) -> str | None:
+        """Say which ranks have not come to a call, and where they are; ``None`` where nobody knows.
+
+        With ``only_ended``, say it of ranks that have ended normally; ``None`` where none has.
 
         Collective: none.
         """
         answer = self._ask(name, count, ranks)
-        return None if answer is None else answer["missing"]
-
-    def describe_ended(self, name: str, count: int, ranks: Sequence[int] | None) -> str | None:
-        """Say which ranks have ended normally without coming to a call; ``None`` where none is known to have.
-
-        Collective: none.
-        """
-        answer = self._ask(name, count, ranks)
-        return None if answer is None else answer["ended"]
+        return None if answer is None else answer["ended" if only_ended else "missing"]
 
     def _ask(self, name: str, count: int, ranks: Sequence[int] | None) -> Message | None:
         with self._ask_lock:
@@ -139,30 +133,8 @@ class Monitor:
             return None
 
     def hear_uncaught(self) -> Callable[[], None]:
-        """Report exceptions that nobody catches, before the installed excepthook prints them.
-
-        Returns:
-            What puts the installed hook back.
-        """
-        previous = sys.excepthook
-
-        def report_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if os.getpid() != self._process:  # a fork, whose errors are its own
-                previous(kind, error, trace)
-                return
-            is_shown = True
-            with contextlib.suppress(Exception):  # nothing may keep the user's traceback from the screen
-                is_shown = self.report(error)
-            if is_shown:
-                previous(kind, error, trace)
-                self._is_told_within(_TOLD_SECONDS)
-
-        def uninstall() -> None:
-            if sys.excepthook is report_and_print:  # else somebody has wrapped it, and may call it yet
-                sys.excepthook = previous
-
-        sys.excepthook = report_and_print
-        return uninstall
+        """Report exceptions that nobody catches; see `report_uncaught`."""
+        return report_uncaught(self.report, self._wait_until_told)
 
     def report(self, error: BaseException) -> bool:
         """Tell the others of an exception that nobody caught; return whether to print its traceback.
@@ -171,7 +143,7 @@ class Monitor:
 
         Collective: none.
         """
-        if _is_consequence(error) and self._is_told_within(_CAUSE_SECONDS):
+        if is_consequence(error) and self._wait_until_told():
             time.sleep(self._agent_seconds)
             return False
         self._is_reporting = True
@@ -182,9 +154,9 @@ class Monitor:
         threading.Thread(target=self._end_after, args=(_END_SECONDS,), name="booster end", daemon=True).start()
         return True
 
-    def _is_told_within(self, seconds: float) -> bool:
-        """Wait until every rank has heard of the first failure; return whether that is so."""
-        return self._told.wait(seconds) and self._failure is not None
+    def _wait_until_told(self) -> bool:
+        """Wait a little until every rank has heard of the first failure; return whether that is so."""
+        return self._told.wait(_TOLD_SECONDS) and self._failure is not None
 
     def leave(self, error: BaseException | None, seconds: float) -> None:
         """Report how this process ends, unless the others have heard of it; wait for those that rank 0 serves.
@@ -197,7 +169,7 @@ class Monitor:
             return
         if error is not None:
             if self.report(error):
-                self._is_told_within(_TOLD_SECONDS)
+                self._wait_until_told()
             return
         self.end()
         deadline = time.monotonic() + seconds
@@ -277,7 +249,7 @@ class Monitor:
             self._sent_at, self._sent_place = now, place
             self._say_place(idle_seconds if is_waiting else 0.0)
 
-    def _say_place(self, idle_seconds: float = 0.0) -> None:
+    def _say_place(self, idle_seconds: float) -> None:
         self._send({"type": "here", "record": PROGRESS.record(), "idle_seconds": idle_seconds})
 
     def _handle(self, message: Message) -> None:
@@ -286,7 +258,7 @@ class Monitor:
             self._speaks = message["speaks"]
             self._welcomed.set()
         elif kind == "where":
-            self._say_place()
+            self._say_place(0.0)
         elif kind == "missing":
             self._answer = message
             self._answered.set()
@@ -341,16 +313,6 @@ class Monitor:
         # A server that is gone is noticed by the thread that listens to it.
         with self._send_lock, contextlib.suppress(OSError):
             self._connection.sendall(encode(message))
-
-
-def _is_consequence(error: BaseException) -> bool:
-    """Whether an exception looks as if another rank's end had caused it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, RankFailedError) or LOST_PEER.search(str(seen)):
-            return True
-        seen = seen.__cause__
-    return False
 
 
 def _end_process() -> NoReturn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import socket
 import threading
@@ -12,10 +11,11 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from booster_runtime.liveness.links import Link, RefusedError
 from booster_runtime.liveness.records import Record, parse_call
 from booster_runtime.liveness.sockets import describe_loss, keep_from_children, outlast_interruptions
 from booster_runtime.liveness.verdicts import Verdicts
-from booster_runtime.liveness.wire import FROM_MEMBERS, MAX_HELLO_BYTES, MAX_LINE_BYTES, Lines, Message, encode, say
+from booster_runtime.liveness.wire import MAX_LINE_BYTES, Message, encode, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,64 +32,8 @@ _HELLO_SECONDS = 10.0
 """How long a new connection may take to say who it is."""
 _MAX_UNKNOWN = 256
 """New connections that have not said who they are, but at least two per rank; beyond that, the oldest is closed."""
-_MAX_UNSENT_BYTES = 1 << 24
-"""How far a rank may fall behind in reading; until it catches up it is sent nothing more."""
 _MAX_SAID = 10
 _BACKLOG = 4096
-
-
-class _RefusedError(Exception):
-    """A connection without the token, or of a rank that is here already."""
-
-
-class _Link(asyncio.Protocol):
-    """One connection, and the rank behind it once it has said hello."""
-
-    def __init__(self, server: Server, connection: socket.socket) -> None:
-        self._server = server
-        self._connection = connection
-        self._transport: Any = None
-        self.lines = Lines(FROM_MEMBERS, self.refuse, MAX_HELLO_BYTES)
-        self.rank: int | None = None
-        self.since = time.monotonic()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in self.lines.feed(data):
-                self._server.handle(self, message)
-        except _RefusedError:
-            self.close()
-        except Exception:  # noqa: BLE001 - an error over one message must not end the watch over all
-            with contextlib.suppress(_RefusedError):
-                self.refuse(traceback.format_exc())
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        with contextlib.suppress(OSError):
-            while self.rank is not None and (data := self._connection.recv(1 << 16)):
-                self.data_received(data)  # where writing failed, a goodbye may not have been read yet
-        self._server.forget(self, exc if isinstance(exc, OSError) else None)
-
-    def send(self, data: bytes) -> None:
-        """Send what the connection takes now, and the rest when it takes more."""
-        if self._transport.get_write_buffer_size() <= _MAX_UNSENT_BYTES:
-            self._transport.write(data)
-
-    def close(self) -> None:
-        """Close the connection when everything has been sent."""
-        self._transport.close()
-
-    def refuse(self, problem: str) -> None:
-        """Ignore what a rank has sent: that is no reason to call it dead.
-
-        Raises:
-            _RefusedError: If it was no rank.
-        """
-        if self.rank is None:
-            raise _RefusedError
-        self._server.complain(f"Booster: the monitor ignores a message of rank {self.rank}: {problem}\n")
 
 
 class _Round:
@@ -122,8 +66,8 @@ class Server:
         self._token = token.encode()
         self._timeout_seconds = timeout_seconds
         self._verdicts = Verdicts(hosts, timeout_seconds)
-        self._unknown: dict[_Link, None] = {}
-        self._links: dict[int, _Link] = {}
+        self._unknown: dict[Link, None] = {}
+        self._links: dict[int, Link] = {}
         self._round: _Round | None = None
         self._is_told = self._is_over = False
         self._num_said = 0
@@ -150,11 +94,11 @@ class Server:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
 
-    def handle(self, link: _Link, message: Message) -> None:
+    def _handle(self, link: Link, message: Message) -> None:
         """Act on a message.
 
         Raises:
-            _RefusedError: If it comes from no rank of this run.
+            RefusedError: If it comes from no rank of this run.
         """
         kind, rank = message["type"], link.rank
         if rank is None:
@@ -177,16 +121,16 @@ class Server:
                 self._question(rank, message)
         self._heard(rank)
 
-    def forget(self, link: _Link, error: OSError | None) -> None:
+    def _forget(self, link: Link, error: OSError | None) -> None:
         """Forget a connection that has ended; a rank that said no goodbye is lost."""
         self._unknown.pop(link, None)
         if link.rank is not None:
-            del self._links[link.rank]
+            self._links.pop(link.rank, None)
             if not self._is_over:
                 self._verdicts.lost(link.rank, describe_loss(error, self._timeout_seconds))
                 self._heard(link.rank)
 
-    def complain(self, text: str) -> None:
+    def _complain(self, text: str) -> None:
         """Say what the monitor ignores, a few times at most."""
         self._num_said += 1
         if self._num_said <= _MAX_SAID:
@@ -194,6 +138,7 @@ class Server:
 
     def _serve(self) -> None:
         accepting = self._loop.create_task(self._accept())
+        accepting.add_done_callback(self._stop_accepting)
         try:
             self._tick()
             self._loop.run_forever()
@@ -239,11 +184,15 @@ class Server:
                 await asyncio.sleep(0.01)
                 continue
             keep_from_children(connection)
-            link = _Link(self, connection)
+            link = Link(connection, self._handle, self._forget, self._complain)
             self._unknown[link] = None
-            await self._loop.connect_accepted_socket(functools.partial(_itself, link), connection)
+            await self._loop.connect_accepted_socket(link.itself, connection)
             if len(self._unknown) > max(_MAX_UNKNOWN, 2 * self._world_size):
                 next(iter(self._unknown)).close()
+
+    def _stop_accepting(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._give_up(self._loop, {"exception": task.exception()})
 
     def _tick(self) -> None:
         """Do what is due without a message."""
@@ -254,15 +203,15 @@ class Server:
         self._tell_failure()
         self._loop.call_later(_TICK_SECONDS, self._tick)
 
-    def _let_in(self, link: _Link, message: Message) -> None:
+    def _let_in(self, link: Link, message: Message) -> None:
         """Learn which rank a connection belongs to."""
         if message["type"] != "hello" or not hmac.compare_digest(
             message["token"].encode(errors="replace"), self._token
         ):
-            raise _RefusedError
+            raise RefusedError
         rank = message["rank"]
         if rank in self._links or not 0 <= rank < self._world_size:
-            raise _RefusedError
+            raise RefusedError
         link.rank = rank
         link.lines.max_bytes = MAX_LINE_BYTES
         self._unknown.pop(link, None)
@@ -328,10 +277,6 @@ class Server:
 
 
 _WHERE = encode({"type": "where"})
-
-
-def _itself(link: _Link) -> _Link:
-    return link
 
 
 def _listen(addresses: Sequence[str]) -> socket.socket:

@@ -41,19 +41,6 @@ def beat_seconds(world_size: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
-    """What ends the run.
-
-    Args:
-        rank: The rank that failed; ``None`` where several disagree.
-        text: What happened.
-    """
-
-    rank: int | None
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Wait:
     """A rank that has been idle in a call for some seconds, as it said at a time."""
 
@@ -87,12 +74,9 @@ class Verdicts:
         self._late: set[Call] = set()
         self._next_tick = 0.0
         self.gone: dict[int, str] = {}
-        self.failure: Failure | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether ranks wait, so that `tick` may find something."""
-        return bool(self._waits)
+        """How each rank went that makes no call any more."""
+        self.failure: tuple[int | None, str] | None = None
+        """The rank that failed first, or ``None`` where several disagree, and what happened."""
 
     @property
     def present(self) -> set[int]:
@@ -200,22 +184,20 @@ class Verdicts:
 
     def news(self, silent: Collection[int]) -> dict[int, Message]:
         """Return what to tell each rank of the failure."""
-        failure = self.failure
-        assert failure is not None
-        who = ""
-        if failure.rank is not None:
-            who = f" Rank {failure.rank} was process {self._pids[failure.rank]} on {self._hosts[failure.rank]}."
-        text = f"{failure.text}\nBooster: all {len(self._hosts)} ranks end.{who} Last calls: {self.places(silent)}.\n"
-        told = {"type": "failure", "rank": failure.rank, "text": text}
+        assert self.failure is not None
+        failed, what = self.failure
+        who = "" if failed is None else f" Rank {failed} was process {self._pids[failed]} on {self._hosts[failed]}."
+        text = f"{what}\nBooster: all {len(self._hosts)} ranks end.{who} Last calls: {self.places(silent)}.\n"
+        told = {"type": "failure", "rank": failed, "text": text}
         lowest: dict[str, int] = {}
-        for rank in sorted(self.present - {failure.rank}):
+        for rank in sorted(self.present - {failed}):
             lowest.setdefault(self._hosts[rank], rank)
         speakers = set(lowest.values())
         return {rank: {**told, "speaks": rank in speakers} for rank in sorted(self._alive)}
 
     def _fail(self, rank: int | None, text: str) -> None:
         if self.failure is None:
-            self.failure = Failure(rank=rank, text=text)
+            self.failure = rank, text
 
     def _record(self, rank: int) -> Record:
         return self._records.get(rank, _NOTHING)
