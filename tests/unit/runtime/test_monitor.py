@@ -17,6 +17,7 @@ from booster_core.ranks import PROGRESS, World
 from booster_runtime.liveness import start_monitor
 from booster_runtime.liveness.server import Server
 from booster_runtime.liveness.start import _start_server
+from booster_runtime.liveness.uncaught import is_consequence
 from booster_runtime.liveness.wire import FROM_SERVER, Lines, encode
 
 
@@ -304,7 +305,7 @@ def _raised(error, cause=None):
 
 
 @pytest.mark.parametrize(
-    ("error", "is_consequence"),
+    ("error", "expected"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("Connection reset by peer"), True),
@@ -314,5 +315,5 @@ def _raised(error, cause=None):
         (RuntimeError("Timed out waiting 5000ms for recv operation to complete"), False),
     ],
 )
-def test_consequences_are_told_from_causes(error, is_consequence):
-    assert is_consequence(error) == is_consequence
+def test_consequences_are_told_from_causes(error, expected):
+    assert is_consequence(error) == expected
