@@ -117,9 +117,10 @@ class naming_missing_ranks:  # noqa: N801 - reads as what a with statement does
         if not isinstance(error, RuntimeError) or isinstance(error, BoosterError):
             return
         world = current_world()
-        missing: str | None
+        missing = None
         if _TIMEOUT.search(str(error)):
-            missing = world.monitor and world.monitor.describe_missing(self._name, self._count, self._ranks)
+            if world.monitor is not None:
+                missing = world.monitor.describe_missing(self._name, self._count, self._ranks)
             if missing is None:
                 missing = (
                     f"some ranks of {world.world_size} did not reach it, or are too slow; which ones is not known, "

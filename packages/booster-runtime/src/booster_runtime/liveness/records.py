@@ -21,9 +21,8 @@ Call = tuple[str, int]
 """The name of a call, and which of the calls of that name it is."""
 
 _MAX_NAMED = 10
-_REMEDY = (
-    "Every rank must make the same calls in the same order: not under `if rank == 0`, and with as many batches on each."
-)
+_RULE = "Every rank must make the same calls in the same order"
+_REMEDY = f"{_RULE}: not under `if rank == 0`, and with as many batches on each."
 _EXIT = "The monitor can't see the code of a `sys.exit`: if there was one, that rank's output says why."
 
 
@@ -103,8 +102,8 @@ def describe_missing(places: Mapping[int, str]) -> str:
         )
     missing = sorted(places)
     if len(missing) == 1:
-        return f"{name_ranks(missing)} has not reached it; it {places[missing[0]]}. {_REMEDY}"
-    return f"{name_ranks(missing)} have not reached it; {describe_places(places)}. {_REMEDY}"
+        return f"{name_ranks(missing)} has not reached it; it {places[missing[0]]}. {_RULE}."
+    return f"{name_ranks(missing)} have not reached it; {describe_places(places)}. {_RULE}."
 
 
 def describe_ended(ended: Sequence[int], waiting: Sequence[int], call: Call) -> str:
