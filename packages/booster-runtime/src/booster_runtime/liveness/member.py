@@ -96,8 +96,8 @@ class Monitor:
 
     @property
     def is_failing(self) -> bool:
-        """Whether a rank has failed, so that this process is about to end."""
-        return self._failure is not None or self._is_reporting
+        """Whether a rank has failed, so that this process is about to end; in a fork, which has nothing to close."""
+        return self._failure is not None or self._is_reporting or os.getpid() != self._process
 
     def wait_for_welcome(self) -> bool:
         """Return whether the server has let this rank in."""
@@ -165,8 +165,6 @@ class Monitor:
             error: The exception that ends it, printed by another excepthook; ``None`` where there is none.
             seconds: How long rank 0 waits for the others at most.
         """
-        if os.getpid() != self._process:
-            return
         if error is not None:
             if self.report(error):
                 self._wait_until_told()
