@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted, Plugin
     from booster_core.ranks import DistCoordinator, Monitor, World
     from booster_core.state import StateAdapter
+    from booster_runtime.replicas import ReplicaCheck
 
 
 @hookimpl
@@ -117,6 +118,14 @@ def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context:
     index, size = plugin.data_parallel_coordinates(context.coordinator)
     watch_first_batch(boosted.model, index=index, size=size)
     take_over(boosted.model, booster)
+
+
+@hookimpl
+def check_replicas(booster: Booster, model: nn.Module, optimizer: Optimizer | None, every: int) -> ReplicaCheck:
+    """Compare what ranks hold of the same values every so many steps."""
+    from booster_runtime.replicas import ReplicaCheck as Check
+
+    return Check(booster, model, optimizer, every)
 
 
 @hookimpl

@@ -123,6 +123,11 @@ def add_adapters(
     """Return the model with low-rank adapters, or ``None`` to pass; see `Booster.enable_lora`."""
 
 
+@hookspec(firstresult=True)
+def check_replicas(booster: Booster, model: nn.Module, optimizer: Optimizer | None, every: int) -> Any:
+    """Return a context in which replicas are compared every so many steps; see `Booster.check_replicas`."""
+
+
 @hookspec
 def describe_run(models: Sequence[nn.Module]) -> Sequence[str]:  # type: ignore[empty-body]
     """Return lines for `Booster.describe`, of the models that this Booster has boosted."""
