@@ -326,11 +326,7 @@ def _start(start: _Start, *, verbose: bool) -> DistCoordinator:
     from booster_core.ranks.store import meet_at_launch, open_store
 
     backend = _choose_backend(start.backend)
-    hook_relay().before_launch(
-        uses_direct_collectives=_is_switched_on(
-            "BOOSTER_DIRECT_COLLECTIVES", "ranks of a host read each other's memory"
-        )
-    )
+    hook_relay().before_launch()
     is_watched = _is_switched_on("BOOSTER_MONITOR", "ranks learn at once when one dies")
     is_hosted_elsewhere = start.url == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     _use_device(start.local_rank)

@@ -7,11 +7,10 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from booster_core.precision import NARROW
-from booster_runtime.collectives.direct.channel import SCRATCH_BYTES
-from booster_runtime.collectives.direct.signatures import (
+from booster_runtime.collectives.sums import combine_into, scale_of, sum_into
+from booster_runtime.collectives.transports.direct.channel import SCRATCH_BYTES
+from booster_runtime.collectives.transports.direct.signatures import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -20,14 +19,13 @@ from booster_runtime.collectives.direct.signatures import (
     describe,
     signature_of,
 )
-from booster_runtime.collectives.sums import sum_into
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from booster_runtime.collectives.direct.channel import Channel, Peer
+    from booster_runtime.collectives.transports.direct.channel import Channel, Peer
 
 SMALL_BYTES = 1 << 15
 """Tensors up to this size are combined by every rank alone, larger ones in slices, one for each rank."""
@@ -237,7 +235,7 @@ class SmallAllReduce(Operation):
         for peer in self._channel.peers:
             terms[peer.rank] = torch.empty_like(self._sources[0])
             peer.read(self.address(peer), terms[peer.rank])
-        _combine(self._tensor, [terms[rank] for rank in range(self._channel.size)], self._op)
+        combine_into(self._tensor, [terms[rank] for rank in range(self._channel.size)], self._op)
         return True
 
 
@@ -258,8 +256,7 @@ class LargeAllReduce(Operation):
             low, high = self._slice(channel.rank)
             mine = flat[low:high]
             places = {peer.rank: self.address(peer) + low * flat.element_size() for peer in channel.peers}
-            scale = 1.0 / channel.size if self._op == dist.ReduceOp.AVG else 1.0
-            add_up(channel, mine, places, mine, scale=scale, accumulate=False)
+            add_up(channel, mine, places, mine, scale=scale_of(self._op, channel.size), accumulate=False)
             channel.post_phase(self._number)
             self._has_summed = True
             self._missing = self._waiting = list(channel.peers)
@@ -273,10 +270,6 @@ class LargeAllReduce(Operation):
     def _slice(self, rank: int) -> tuple[int, int]:
         numel, size = self._sources[0].numel(), self._channel.size
         return numel * rank // size, numel * (rank + 1) // size
-
-
-COMBINED = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
-SUMMED = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
 def add_up(
@@ -302,24 +295,4 @@ def add_up(
             terms[peer.rank] = room[index * (stop - start) : (index + 1) * (stop - start)]
             peer.read(places[peer.rank] + start * itemsize, terms[peer.rank])
         ordered = [terms[rank] for rank in range(channel.size)]
-        if out.data_ptr() == mine.data_ptr() and channel.rank > 1:
-            ordered[channel.rank] = ordered[channel.rank].clone()  # the first two terms replace it before its turn
         sum_into(out[start:stop], ordered, scale=scale, accumulate=accumulate)
-
-
-def _combine(out: Tensor, terms: Sequence[Tensor], op: Any) -> None:
-    if op in SUMMED:
-        if out.dtype in NARROW:
-            sum_into(out, terms, scale=1.0 / len(terms) if op == dist.ReduceOp.AVG else 1.0, accumulate=False)
-            return
-        total = terms[0].clone()
-        for term in terms[1:]:
-            total.add_(term)
-        if op == dist.ReduceOp.AVG:
-            total.div_(len(terms))
-        out.copy_(total)
-        return
-    total = terms[0].clone()
-    for term in terms[1:]:
-        torch.maximum(total, term, out=total) if op == dist.ReduceOp.MAX else torch.minimum(total, term, out=total)
-    out.copy_(total)

@@ -1,0 +1,16 @@
+"""The direct transport: ranks of one host read each other's memory. x86-64 Linux only.
+
+Over the loopback interface the kernel copies every byte twice, on threads that compete with compute. The system call
+``process_vm_readv`` copies once, from one process into another, on the thread that needs the bytes (MPI libraries call
+this cross memory attach). A rank posts the address of its tensor, the others read what they need, and post when they
+have.
+
+There is no threshold of size: measured against gloo from 8 bytes to 1 MiB, on 2 and 4 ranks, reading was faster and
+took less CPU time at every size, with free cores and with twice as many ranks as cores.
+"""
+
+from booster_runtime.collectives.transports.direct.channel import Channel
+from booster_runtime.collectives.transports.direct.connect import connect, make_offer
+from booster_runtime.collectives.transports.direct.transport import DirectTransport
+
+__all__ = ["Channel", "DirectTransport", "connect", "make_offer"]
