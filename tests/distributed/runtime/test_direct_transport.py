@@ -16,7 +16,7 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
 from booster_runtime.collectives.transports import transport_of
-from booster_runtime.collectives.transports.direct import memory
+from booster_runtime.collectives.transports.direct import connection, memory
 from booster_testing import RankDiedError, expect_on_ranks, run_on_ranks
 
 
@@ -326,16 +326,16 @@ def cannot_read(wish):
     def refuses(*_):
         raise PermissionError
 
-    reads = memory.read
+    reads = connection.read
     if dist.get_rank() == 1:
-        memory.read = refuses
+        connection.read = refuses
     os.environ["BOOSTER_TRANSPORT"] = wish
     try:
         group = dist.new_group()
         tensor = torch.ones(4)
         collectives.all_reduce(tensor, group=group).wait()
     finally:  # the process serves other tests
-        memory.read = reads
+        connection.read = reads
     assert transport_of(group).name == "torch"
     assert torch.equal(tensor, torch.full((4,), 2.0))
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_runtime.collectives import settings
-from booster_runtime.collectives.transports import direct
+from booster_runtime.collectives.settings import DIRECT, TORCH, checks_collectives, requested_transport
 from booster_runtime.collectives.transports.alone import AloneTransport
 from booster_runtime.collectives.transports.checked import CheckedTransport
+from booster_runtime.collectives.transports.direct import DirectTransport, connect, make_offer
 from booster_runtime.collectives.transports.torch import TorchTransport
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ def _choose(group: ProcessGroup) -> Transport:
     _raise_problems(names, facts)
     chosen: Transport = portable
     requested = {fact["requested"] for fact in facts}
-    if settings.TORCH not in requested:
-        channel, reason = direct.connect(group, portable, own["offer"], [fact["offer"] for fact in facts])
+    if TORCH not in requested:
+        channel, reason = connect(group, portable, own["offer"], [fact["offer"] for fact in facts])
         if channel is not None:
-            chosen = direct.DirectTransport(channel, portable)
-        elif settings.DIRECT in requested:
+            chosen = DirectTransport(channel, portable)
+        elif DIRECT in requested:
             msg = f"BOOSTER_TRANSPORT=direct, but {reason}. Set it to torch, or to auto to use direct where possible."
             raise ConfigError(msg)
     if own["is_checked"]:
@@ -89,11 +89,11 @@ def _choose(group: ProcessGroup) -> Transport:
 def _own_facts() -> dict[str, Any]:
     """Return what this rank's environment asks for; an error travels too, so that every rank raises it."""
     try:
-        requested = _override[-1] if _override else settings.requested_transport()
-        is_checked = settings.checks_collectives()
+        requested = _override[-1] if _override else requested_transport()
+        is_checked = checks_collectives()
     except ConfigError as error:
         return {"problem": str(error)}
-    offer = None if requested == settings.TORCH else direct.make_offer()
+    offer = None if requested == TORCH else make_offer()
     return {"problem": None, "requested": requested, "is_checked": is_checked, "offer": offer}
 
 
@@ -115,8 +115,7 @@ def _raise_problems(names: Sequence[int], facts: Sequence[dict[str, Any]]) -> No
         )
         raise ConfigError(msg)
     wanting, refusing = (
-        [name for name, fact in zip(names, facts, strict=True) if fact["requested"] == wish]
-        for wish in (settings.DIRECT, settings.TORCH)
+        [name for name, fact in zip(names, facts, strict=True) if fact["requested"] == wish] for wish in (DIRECT, TORCH)
     )
     if wanting and refusing:
         msg = (

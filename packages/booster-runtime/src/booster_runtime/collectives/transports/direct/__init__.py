@@ -10,7 +10,7 @@ took less CPU time at every size, with free cores and with twice as many ranks a
 """
 
 from booster_runtime.collectives.transports.direct.channel import Channel
-from booster_runtime.collectives.transports.direct.connect import connect, make_offer
+from booster_runtime.collectives.transports.direct.connection import connect, make_offer
 from booster_runtime.collectives.transports.direct.transport import DirectTransport
 
 __all__ = ["Channel", "DirectTransport", "connect", "make_offer"]

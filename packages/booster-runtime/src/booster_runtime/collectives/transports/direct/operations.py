@@ -1,4 +1,4 @@
-"""The collectives over a channel, each as steps that are taken when what they need is there."""
+"""The collectives over a channel, as steps that run once the ranks that they need are there."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from booster_runtime.collectives.transports.direct.channel import Channel, Peer
 
 SMALL_BYTES = 1 << 15
-"""Tensors up to this size are combined by every rank alone, larger ones in slices, one for each rank."""
+"""Tensors up to this size are combined by every rank, larger ones slice by slice, one slice per rank."""
 
 _UNEVEN = -1
-"""Stands for the number of bytes where each rank has its own."""
+"""In place of a number of bytes that differs from rank to rank."""
 
 
 class Operation(ABC):
@@ -39,8 +39,8 @@ class Operation(ABC):
 
     Args:
         sources: This rank's tensors that others read: contiguous, on the CPU; kept until the end.
-        nbytes: Bytes that it is about, the same on every rank.
-        signature: What is done to them, the same on every rank; see `signatures`.
+        nbytes: Their size in bytes, the same on every rank.
+        signature: Operation, reduction, dtype and splits, the same on every rank; see `signatures`.
     """
 
     def __init__(self, sources: Sequence[Tensor], nbytes: int, signature: int) -> None:
@@ -56,7 +56,7 @@ class Operation(ABC):
         self.has_ended = False
 
     def begin(self, channel: Channel, number: int) -> None:
-        """Tell the others where this rank's tensors lie."""
+        """Post the addresses of this rank's tensors."""
         self._channel, self._number = channel, number
         self._waiting = list(channel.peers)
         channel.post(number, ctypes.addressof(self._table), self._nbytes, self._signature)
@@ -73,11 +73,11 @@ class Operation(ABC):
         return [peer.name for peer in self._waiting]
 
     def describe(self) -> str:
-        """Say what it is."""
+        """Return what it is, for messages."""
         return describe(self._signature, self._nbytes)
 
     def advance(self) -> bool:
-        """Take whatever step can be taken, and return whether there was one."""
+        """Take the steps that are possible now, and return whether there was one."""
         if self.has_ended:
             return False
         moved = False
@@ -109,22 +109,22 @@ class Operation(ABC):
         return moved
 
     def address(self, peer: Peer, index: int = 0) -> int:
-        """Return where a rank's tensor lies there."""
+        """Return the address of a rank's tensor in its process."""
         return peer.entry(self._tables[peer.rank], index)[0]
 
     @abstractmethod
     def read(self) -> bool:
-        """Read what is needed, all ranks being there; return whether everything is read."""
+        """Read what this rank needs, once all ranks are there; return whether that is everything."""
 
 
 class ReduceScatter(Operation):
-    """Sums what lies at the same places on every rank into this rank's slice.
+    """Sums this rank's slice over every rank's parts.
 
     Args:
         parts: As for `booster_runtime.collectives.reduce_scatter_parts`.
-        layout: Where the parts begin, and where slices do: the same on every rank.
-        own: For each part of which some lies in this rank's slice: its index, the first element, and the range of
-            ``out`` that it goes to.
+        layout: Offsets of the parts, and of the slices; the same on every rank.
+        own: For each part that overlaps this rank's slice: its index, the first element that does, and the range of
+            ``out`` that it is summed into.
         out: This rank's slice of the sum.
         scale: Multiplies the sum.
         accumulate: Add to ``out``.
@@ -164,7 +164,7 @@ class AllGather(Operation):
 
     Args:
         buffer: 1-D, contiguous; this rank's slice is read by the others.
-        bounds: Where slices begin and end.
+        bounds: Start and end of each slice.
     """
 
     def __init__(self, buffer: Tensor, bounds: Sequence[int]) -> None:
@@ -185,8 +185,8 @@ class AllToAll(Operation):
     """Gives each rank the slices that the others have for it.
 
     Args:
-        slices: This rank's slice for each rank of the group, each contiguous; their lengths are theirs alone.
-        outs: Where each rank's slice for this one goes.
+        slices: This rank's slice for each rank of the group, each contiguous; lengths may differ.
+        outs: Receives each rank's slice for this one.
     """
 
     def __init__(self, slices: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -223,7 +223,7 @@ class Broadcast(Operation):
 
 
 class SmallAllReduce(Operation):
-    """Combines small tensors: every rank reads all of them, and comes to the same bits in rank order."""
+    """Combines small tensors: every rank reads all of them and combines them in rank order, to the same bits."""
 
     def __init__(self, tensor: Tensor, op: Any) -> None:
         copy = tensor.clone()  # the others read it while the result replaces the tensor
@@ -275,13 +275,13 @@ class LargeAllReduce(Operation):
 def add_up(
     channel: Channel, mine: Tensor, places: dict[int, int], out: Tensor, *, scale: float, accumulate: bool
 ) -> None:
-    """Write the sum over ranks of equally long runs of numbers, in rank order.
+    """Write the sum over ranks of tensors of one length, in rank order.
 
     Args:
         channel: The ranks.
-        mine: This rank's run.
-        places: Where each other rank's run begins there.
-        out: Receives the sum, any floating format; may be ``mine``.
+        mine: This rank's tensor.
+        places: Address of each other rank's tensor in its process.
+        out: Receives the sum, any floating dtype; may be ``mine``.
         scale: Multiplies the sum.
         accumulate: Add to ``out``.
     """

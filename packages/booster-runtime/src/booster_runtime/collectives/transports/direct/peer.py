@@ -24,7 +24,7 @@ import ctypes
 from typing import TYPE_CHECKING
 
 from booster_runtime.collectives.errors import PeerEndedError
-from booster_runtime.collectives.transports.direct import memory
+from booster_runtime.collectives.transports.direct.memory import Window, read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +49,8 @@ class Peer:
         self.rank, self.name, self.pid, self._board = rank, name, pid, board
         self._words = (ctypes.c_int64 * WORDS)()
         self._address = ctypes.addressof(self._words)
-        self._slot = memory.Window(pid, self._address, WORDS * 8)
-        self._entry = memory.Window(pid, self._address, 16)
+        self._slot = Window(pid, self._address, WORDS * 8)
+        self._entry = Window(pid, self._address, 16)
 
     def look(self, number: int) -> ctypes.Array[ctypes.c_int64]:
         """Return the words of an operation's board."""
@@ -82,7 +82,7 @@ class Peer:
 
     def _copy(self, source: int, target: int, nbytes: int) -> None:
         try:
-            memory.read(self.pid, source, target, nbytes)
+            read(self.pid, source, target, nbytes)
         except OSError as error:
             raise self._ended(error) from error
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from booster_runtime.collectives.transports.direct import memory
 from booster_runtime.collectives.transports.direct.channel import Channel
+from booster_runtime.collectives.transports.direct.memory import allow_readers, is_supported, read
 from booster_runtime.collectives.transports.direct.peer import WINDOW, WORDS, Peer
 from booster_runtime.collectives.transports.time_limit import timeout_of
 
@@ -54,9 +54,9 @@ def make_offer() -> Offer | None:
 
     Collective: none.
     """
-    if not memory.is_supported():
+    if not is_supported():
         return None
-    memory.allow_readers()
+    allow_readers()
     board = (ctypes.c_int64 * (WINDOW * WORDS))()
     secret = (ctypes.c_int64 * 1)(secrets.randbits(62))
     return Offer(os.getpid(), ctypes.addressof(board), ctypes.addressof(secret), secret[0], (board, secret))
@@ -101,7 +101,7 @@ def _can_read(offer: Offer) -> bool:
     """Return whether a rank's secret is at its address: not so on another host, or in another container."""
     found = (ctypes.c_int64 * 1)()
     try:
-        memory.read(offer.pid, offer.secret_address, ctypes.addressof(found), 8)
+        read(offer.pid, offer.secret_address, ctypes.addressof(found), 8)
     except OSError:
         return False
     return bool(found[0] == offer.secret)
