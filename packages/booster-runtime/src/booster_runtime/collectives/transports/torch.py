@@ -8,7 +8,6 @@ fp32 for narrow dtypes. On devices torch's own collectives do the work, and redu
 from __future__ import annotations
 
 import weakref
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +123,7 @@ class TorchTransport:
             return self._combine_slices(tensor.view(-1), op)
         if is_ours and op == dist.ReduceOp.AVG and tensor.is_floating_point():
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
-            return Pending([work], partial(tensor.mul_, scale_of(op, self._size)), keep=tensor)
+            return Pending([work], lambda: _scale(tensor, scale_of(op, self._size)), keep=tensor)
         return Pending([dist.all_reduce(tensor, op, group=self._group, async_op=True)], keep=tensor)
 
     def _sums_exactly(self, tensor: Tensor, op: Any) -> bool:
@@ -219,6 +218,10 @@ def _rooms(own: Sequence[tuple[int, Tensor]], senders: int, scratch: Tensor | No
         else:
             rooms.append(part.new_empty((senders, part.numel())))
     return rooms
+
+
+def _scale(tensor: Tensor, factor: float) -> None:
+    tensor.mul_(factor)
 
 
 def _sum_in_blocks(out: Tensor, terms: Sequence[Tensor], *, scale: float, accumulate: bool) -> None:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_runtime.collectives.transports.direct.channel import Channel, Peer
+    from booster_runtime.collectives.transports.direct.channel import Channel
+    from booster_runtime.collectives.transports.direct.peer import Peer
 
 SMALL_BYTES = 1 << 15
 """Tensors up to this size are combined by every rank, larger ones slice by slice, one slice per rank."""
