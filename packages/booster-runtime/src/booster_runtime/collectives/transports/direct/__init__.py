@@ -5,9 +5,9 @@ Over the loopback interface the kernel copies every byte twice, on threads that 
 this cross memory attach). A rank posts the address of its tensor, the others read what they need, and post when they
 have.
 
-There is no threshold of size. From 8 bytes to 1 MiB, on 2 and 4 ranks with 13 busy processes per core, reading took 0.74
-of the portable transport's time (median over sizes and operations) and as much CPU time; where it was slower, that was
-not at one end of the sizes. ``benchmarks/collectives.py`` measures both.
+There is no threshold of size. From 8 bytes to 1 MiB, on 2 and 4 ranks with 13 busy processes per core, reading took
+0.74 of the portable transport's time (median over sizes and operations) and as much CPU time; where it was slower, that
+was not at one end of the sizes. ``benchmarks/collectives.py`` measures both.
 """
 
 from booster_runtime.collectives.transports.direct.channel import Channel
