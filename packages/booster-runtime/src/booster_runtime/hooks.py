@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def before_launch(uses_direct_collectives: bool) -> None:  # noqa: FBT001 - hooks' arguments are passed by name
-    """Let ranks of one host read each other's memory, or not."""
-    from booster_runtime.collectives.direct import set_enabled
+def before_launch() -> None:
+    """Refuse environment variables of collectives that have a wrong value."""
+    from booster_runtime.collectives.settings import checks_collectives, requested_transport
 
-    set_enabled(uses_direct_collectives)
+    requested_transport()
+    checks_collectives()
 
 
 @hookimpl

@@ -39,11 +39,8 @@ def booster_plugins() -> Sequence[type[Plugin]]:  # type: ignore[empty-body]
 
 
 @hookspec
-def before_launch(uses_direct_collectives: bool) -> None:  # noqa: FBT001 - hooks' arguments are passed by name
-    """Prepare for a process group that is about to be opened.
-
-    ``uses_direct_collectives`` says whether ranks of one host may read each other's memory.
-    """
+def before_launch() -> None:
+    """Check this distribution's own settings before the process group is opened."""
 
 
 @hookspec(firstresult=True)
