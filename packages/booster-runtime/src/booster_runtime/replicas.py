@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import hookimpl, register_hooks, unregister_hooks, unwrap_model
+from booster_runtime.checkpoint.raw import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -165,7 +166,7 @@ def _digest(tensor: Tensor) -> int:
     values = tensor.detach().cpu().contiguous()
     digest = xxhash.xxh3_64(str(values.dtype).encode())
     if values.numel():
-        digest.update(values.reshape(-1).view(torch.uint8).numpy())
+        digest.update(as_bytes(values))
     return digest.intdigest()
 
 
