@@ -40,7 +40,8 @@ from booster_hybrid.pipeline.stages import StageMap, StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.place import MeshPlace
-from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.policy.check import check_policy
+from booster_hybrid.policy.registry import given_policy, policy_for
 from booster_hybrid.state import HybridStateAdapter
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
@@ -175,6 +176,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
             mesh_order=check_order(mesh_order),
         )
         self.parallel_output = parallel_output
+        self._unchecked_layers: dict[str, str] = {}
         self.custom_policy = custom_policy
         self.example_batch = example_batch
         self.pipeline_record = pipeline_record
@@ -225,6 +227,8 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         if tensor.size > 1 or self.config.pipeline.size > 1:
             policy = policy_for(model, self.custom_policy, context.hooks)
         # The dry run sees the whole model: nothing is communicated in it.
+        if tensor.size > 1:
+            self._check_policy(objects, context, is_lazy=recording is not None)
         plan = None if self.config.pipeline.size == 1 else self._plan_stages(objects, policy, context)
         split = TensorParallelModel()
         if tensor.size > 1 and policy is not None:
@@ -270,6 +274,30 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
             adapter = self.state_adapter(hybrid, boosted.optimizer, context)
             fill_model(model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
         return boosted
+
+    def _check_policy(self, objects: Boosted, context: BoostContext, *, is_lazy: bool) -> None:
+        """Raise if a policy that the user or a third party wrote changes what layers compute.
+
+        Collective: every rank of the world.
+        """
+        policy = given_policy(objects.model, self.custom_policy, context.hooks)
+        if policy is None:  # Booster's own are pinned by its tests
+            return
+        error: Exception | None = None
+        try:
+            self._unchecked_layers = check_policy(
+                objects.model,
+                policy,
+                self.config.tensor.size,
+                context.device,
+                batch=None if is_lazy else lambda: self._example_batch(objects, context),
+            )
+        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+            error = caught
+        context.coordinator.raise_together(error, name="boost")
+
+    def _example_batch(self, objects: Boosted, context: BoostContext) -> Any:
+        return to_device(example_batch(objects.model, objects.dataloader, self.example_batch), context.device)
 
     def _record(self, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> PipelineRecord | None:
         if self.pipeline_record is None:
@@ -399,11 +427,13 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
             **asdict(self.config),
             "max_norm": self._zero.config.max_norm,
             "parallel_output": self.parallel_output,
+            "unchecked_layers": self._unchecked_layers,
         }
 
     def _settings(self, context: BoostContext) -> Mapping[str, object]:
         """Return what must be the same on every rank; a folder may be another on each host."""
         settings = dict(self.describe())
+        del settings["unchecked_layers"]
         if self.config.zero is not None:
             settings["zero"] = {**asdict(self.config.zero), "offload_dir": None}
         return {**settings, "custom_policy": self.custom_policy, "precision": asdict(context.precision)}
@@ -417,7 +447,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         config = self.config.pipeline
         if context.coordinator.rank == 0:
             try:
-                batch = to_device(example_batch(model, objects.dataloader, self.example_batch), context.device)
+                batch = self._example_batch(objects, context)
                 paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
                 lists = [paths.get(name, name) for name in (() if policy is None else policy.layers)]
                 with kept_generators():

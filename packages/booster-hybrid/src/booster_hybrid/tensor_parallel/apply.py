@@ -26,7 +26,6 @@ from booster_hybrid.tensor_parallel.logits import split_logits
 from booster_hybrid.tensor_parallel.names import ModelNames
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
 from booster_hybrid.tensor_parallel.streams import RandomStreams, draws
-from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -368,7 +367,7 @@ def _summed_shares(gradient: Tensor, split: Split, group: TensorGroup) -> Tensor
     Collective: the group.
     """
     total = split.spread(gradient, owned_only=False)
-    collectives.all_reduce(total, group=group.group).wait()
+    group.all_reduce(total).wait()
     return split.take(total)
 
 

@@ -22,7 +22,6 @@ from booster_hybrid.tensor_parallel.collectives import (
     scatter_last,
 )
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
-from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -130,7 +129,7 @@ class _Columns(torch.autograd.Function):
                     factor = weight.t() if siblings.is_transposed else weight
                     total = row @ factor if total is None else total.addmm_(row, factor)
         if total is not None:
-            pending = collectives.all_reduce(total, group=siblings.group.group)
+            pending = siblings.group.all_reduce(total)
         flat = None if source is None else source.reshape(-1, source.shape[-1])
         half = len(rows)
         products = [
@@ -311,7 +310,7 @@ class _Row(torch.autograd.Function):
             outputs = nn.functional.linear(
                 source, weight.t() if transposed else weight, bias if group.rank == 0 else None
             ).contiguous()
-        collectives.all_reduce(outputs, group=group.group).wait()
+        group.all_reduce(outputs).wait()
         return not_a_view(outputs)
 
     @staticmethod
