@@ -228,7 +228,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
             policy = policy_for(model, self.custom_policy, context.hooks)
         # The dry run sees the whole model: nothing is communicated in it.
         if tensor.size > 1:
-            self._check_policy(objects, context, is_lazy=recording is not None)
+            self._check_policy(objects, context, axes, is_lazy=recording is not None)
         plan = None if self.config.pipeline.size == 1 else self._plan_stages(objects, policy, context)
         split = TensorParallelModel()
         if tensor.size > 1 and policy is not None:
@@ -275,7 +275,9 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
             fill_model(model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
         return boosted
 
-    def _check_policy(self, objects: Boosted, context: BoostContext, *, is_lazy: bool) -> None:
+    def _check_policy(
+        self, objects: Boosted, context: BoostContext, axes: Mapping[tuple[str, ...], Axis], *, is_lazy: bool
+    ) -> None:
         """Raise if a policy that the user or a third party wrote changes what layers compute.
 
         Collective: every rank of the world.
@@ -291,10 +293,22 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
                 self.config.tensor.size,
                 context.device,
                 batch=None if is_lazy else lambda: self._example_batch(objects, context),
+                split_sequence=self._sequence_splitter(axes),
             )
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
         context.coordinator.raise_together(error, name="boost")
+
+    def _sequence_splitter(self, axes: Mapping[tuple[str, ...], Axis]) -> Callable[..., None] | None:
+        """Return what splits the sequences of one layer between its blocks; ``None`` where sequences stay whole."""
+        if self.config.sequence.mode != "split_gather":
+            return None
+        from booster_hybrid.sequence_parallel.split_gather import split_layers
+
+        def split(model: nn.Module, layer: nn.Module, rank: TensorGroup, result: TensorParallelModel) -> None:
+            split_layers(model, [[layer]], rank, axes[()].group, result)
+
+        return split
 
     def _example_batch(self, objects: Boosted, context: BoostContext) -> Any:
         return to_device(example_batch(objects.model, objects.dataloader, self.example_batch), context.device)

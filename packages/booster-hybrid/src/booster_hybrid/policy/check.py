@@ -52,7 +52,7 @@ def check_policy(
     device: torch.device,
     *,
     batch: Callable[[], Any] | None = None,
-    split_further: Callable[[nn.Module, nn.Module, RehearsedRank, TensorParallelModel], None] | None = None,
+    split_sequence: Callable[[nn.Module, nn.Module, RehearsedRank, TensorParallelModel], None] | None = None,
 ) -> dict[str, str]:
     """Raise if a policy changes what a layer computes.
 
@@ -63,8 +63,8 @@ def check_policy(
         device: Where layers are run.
         batch: Returns a batch, for layers whose forward needs more than hidden states; ``None`` where the model's
             own weights are not there to find out by.
-        split_further: Splits a layer's sequences as well, given the model, the layer, the rank and the result of
-            `parallelize`; ``None`` leaves them whole.
+        split_sequence: Splits the sequences of one layer, as ``"split_gather"`` does, given the model, the layer, the
+            rank and the result of `parallelize`; ``None`` leaves them whole.
 
     Returns:
         The layers that could not be checked, with the reasons.
@@ -85,7 +85,10 @@ def check_policy(
             return {"(all)": f"the model can't be copied ({type(error).__name__}: {error})"}
         ranks = [RehearsedRank(None, rank, size) for rank in range(size)]
         splits = [parallelize(part, policy, rank) for part, rank in zip(parts, ranks, strict=True)]
-        compared = _Comparison(type(inner).__name__, whole, parts, ranks, splits, device, split_further)
+        whole_sequences = tuple(f"{name}." for name in policy.whole_sequences)
+        compared = _Comparison(
+            type(inner).__name__, whole, parts, ranks, splits, device, split_sequence, whole_sequences
+        )
         chosen = compared.distinct(_layer_paths(whole, policy, splits[0]))
         unchecked: dict[str, str] = {}
         calls = _Calls(inner, {path: alike[0] for path, alike in chosen.items()}, batch)
@@ -162,7 +165,8 @@ class _Comparison:
         ranks: The ranks.
         splits: What became of each copy's parameters.
         device: Where layers run.
-        split_further: As for `check_policy`.
+        split_sequence: As for `check_policy`.
+        whole_sequences: What names of layers begin with whose sequences stay whole.
     """
 
     def __init__(
@@ -173,11 +177,12 @@ class _Comparison:
         ranks: Sequence[RehearsedRank],
         splits: Sequence[TensorParallelModel],
         device: torch.device,
-        split_further: Callable[[nn.Module, nn.Module, RehearsedRank, TensorParallelModel], None] | None,
+        split_sequence: Callable[[nn.Module, nn.Module, RehearsedRank, TensorParallelModel], None] | None,
+        whole_sequences: tuple[str, ...],
     ) -> None:
         self._model_name, self._whole, self._parts = model_name, whole, parts
         self._ranks, self._splits, self._device = ranks, splits, device
-        self._split_further = split_further
+        self._split_sequence, self._whole_sequences = split_sequence, whole_sequences
 
     def distinct(self, paths: Mapping[str, str]) -> dict[str, list[str]]:
         """Return where to find one layer of each kind, with the names of all that are like it."""
@@ -219,13 +224,33 @@ class _Comparison:
         self._compare_with(expected, path, name, values, call)
 
     def _compare_with(self, expected: Tensor, path: str, name: str, values: _Values, call: _Call) -> None:
-        what = f"The sharding policy of {self._model_name} changes what layer '{name}' computes"
-        remedy = self._remedy(path)
         local = [self._local(path, rank, values.parameters) for rank in range(len(self._ranks))]
-        if self._split_further is not None:
-            for part, rank, split in zip(self._parts, self._ranks, self._splits, strict=True):
-                self._split_further(part, part.get_submodule(path), rank, split)
+        what = f"The sharding policy of {self._model_name} changes what layer '{name}' computes"
+        self._compare_split(expected, path, values, call, local, what, self._remedy(path))
+        if self._split_sequence is None or name.startswith(self._whole_sequences):
+            return
+        for part, rank, split in zip(self._parts, self._ranks, self._splits, strict=True):
+            self._split_sequence(part, part.get_submodule(path), rank, split)
+        what = (
+            f"`sequence_parallelism_mode='split_gather'` changes what layer '{name}' of {self._model_name} computes, "
+            "which looks at several positions of a sequence outside of the modules that the policy splits"
+        )
+        remedy = (
+            "Move that into a module of its own with submodules, which gets whole sequences, or leave "
+            "`sequence_parallelism_mode` out."
+        )
+        self._compare_split(expected, path, values, call, local, what, remedy)
 
+    def _compare_split(
+        self,
+        expected: Tensor,
+        path: str,
+        values: _Values,
+        call: _Call,
+        local: Sequence[Mapping[str, Tensor]],
+        what: str,
+        remedy: str,
+    ) -> None:
         def run(rank: int) -> Tensor:
             return _run(self._parts[rank].get_submodule(path), local[rank], values.buffers, call)
 
