@@ -98,6 +98,13 @@ class Dropping(Layer):
         self.part = nn.Dropout(0.5)
 
 
+class InDict(Layer):
+    """Returns its hidden states in a dict."""
+
+    def forward(self, x):
+        return {"hidden": super().forward(x)}
+
+
 class Model(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -106,6 +113,7 @@ class Model(nn.Module):
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
+            x = x["hidden"] if isinstance(x, dict) else x
         return x
 
 
@@ -142,6 +150,10 @@ def test_layers_that_mix_positions_are_refused_at_boost(kind):
 def test_leaf_modules_that_mix_positions_are_refused_at_the_first_forward(kind, name, length):
     message = rf"'layers\.0\.part' of Model \({name}\) mixes positions"
     expect_on_ranks(ConfigError, message, run, 2, kind, length, True)
+
+
+def test_layers_that_return_containers_are_refused():
+    expect_on_ranks(ConfigError, "layer of class `InDict` returns a `dict`", run, 2, InDict, 6, True)
 
 
 def train(kind):

@@ -33,7 +33,7 @@ from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
 from booster_hybrid.pipeline.draws import check_no_layer_is_skipped, kept_generators
 from booster_hybrid.pipeline.engine import PipelineEngine
-from booster_hybrid.pipeline.example import example_batch, to_device
+from booster_hybrid.pipeline.example import check_entries, example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.stages import StageMap, StagePlan, find_crossings
@@ -462,6 +462,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         if context.coordinator.rank == 0:
             try:
                 batch = self._example_batch(objects, context)
+                check_entries(objects.dataloader)
                 paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
                 lists = [paths.get(name, name) for name in (() if policy is None else policy.layers)]
                 with kept_generators():

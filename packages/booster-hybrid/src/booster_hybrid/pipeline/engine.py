@@ -115,13 +115,18 @@ class PipelineEngine:
             if optimizer is not None:
                 backwards = [each for each in schedule.actions(self._index) if each.work is not Work.FORWARD]
                 optimizer.finish_batch(missing_rounds=(most - len(parts)) * (len(backwards) // len(parts)))
-            self._raise_together(run.error, optimizer)
+            error, outputs = run.error, None
+            if error is None and run.outputs:
+                try:
+                    outputs = join_outputs([run.outputs[index] for index in range(len(parts))], sizes)
+                except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+                    error = caught
+            self._raise_together(error, optimizer)
         result: dict[str, Any] = {}
         if return_loss:
             result["loss"] = torch.stack([*run.losses.values()]).sum() if run.losses else None
         if return_outputs:
-            ordered = [run.outputs[index] for index in range(len(parts))] if run.outputs else []
-            result["outputs"] = join_outputs(ordered, sizes) if ordered else None
+            result["outputs"] = outputs
         return result
 
     def _split_together(self, batches: Iterator[Any]) -> tuple[list[Any], list[int], int]:

@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.containers import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,7 +113,7 @@ class Flow:
 
     def end(self, output: Any) -> None:
         """Note what the model returned."""
-        self._results = {path: _edge(tensor) for path, tensor in tensors_in(output).items()}
+        self._results = {path: _edge(tensor) for path, tensor in tensors_of(output) if tensor.requires_grad}
 
     def crossings(
         self,

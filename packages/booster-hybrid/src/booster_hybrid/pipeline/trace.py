@@ -126,6 +126,17 @@ def is_carried(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
+def is_plain_output(output: Any) -> bool:
+    """Return whether a layer returned a tensor, or a plain tuple that begins with one."""
+    return isinstance(output[0] if type(output) is tuple and output else output, torch.Tensor)
+
+
+def shown_output(output: Any) -> str:
+    """Return what a layer returned, for messages."""
+    first = f" that begins with `{type(output[0]).__name__}`" if type(output) is tuple and output else ""
+    return f"`{type(output).__name__}`{first}"
+
+
 def trace_layers(model: nn.Module, lists: Sequence[str], batch: Any) -> Trace:
     """Run a model dry, and return what is seen of its layers; see `trace_flow`."""
     return trace_flow(model, lists, batch)[0]
@@ -286,9 +297,9 @@ class _Recorder:
             )
         finally:
             self._depth -= 1
-        if not isinstance(output, torch.Tensor) and type(output) is not tuple:
+        if not is_plain_output(output):
             msg = (
-                f"Layer '{name}' returns a `{type(output).__name__}`. Where a pipeline is cut, layers must return a "
+                f"Layer '{name}' returns a {shown_output(output)}. Where a pipeline is cut, layers must return a "
                 "tensor, or a plain tuple of which the first entry is one. Return one of these, or use `pp_size=1`."
             )
             raise ConfigError(msg)

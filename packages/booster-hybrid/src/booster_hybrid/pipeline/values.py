@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.containers import tensors_of
 from booster_hybrid.pipeline.cut import given_names
 from booster_hybrid.pipeline.draws import FixedDraws
 from booster_hybrid.pipeline.trace import call_with, is_carried, named_arguments, replace_forward, run_dry, stand_ins
@@ -193,7 +194,7 @@ class _Values:
 
     def end(self, output: Any) -> None:
         """Look at what the model returned."""
-        for path, tensor in _tensors_of(output):
+        for path, tensor in tensors_of(output):
             self._check(len(self._ranges) - 1, tensor, f"output {path or '(all)'}")
 
     def _call_layer(
@@ -309,16 +310,3 @@ def _key(tensor: Tensor) -> int | None:
 
 def _holds(extras: Sequence[Extra], module: str, call: int, path: str) -> bool:
     return any((extra.module, extra.call, extra.path) == (module, call, path) for extra in extras)
-
-
-def _tensors_of(output: Any) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a model's output, also of an object of some class that is all of it."""
-    found = []
-    for path, leaf in pytree.tree_flatten_with_path(output)[0]:
-        if isinstance(leaf, torch.Tensor):
-            found.append((pytree.keystr(path), leaf))
-        elif leaf is output and (dataclasses.is_dataclass(leaf) or hasattr(leaf, "__dict__")):
-            found += [
-                (f".{name}{where}", each) for name, value in vars(leaf).items() for where, each in _tensors_of(value)
-            ]
-    return found

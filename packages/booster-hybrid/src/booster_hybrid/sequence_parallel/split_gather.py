@@ -17,7 +17,11 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors, compiled_module, named_modules
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
-from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.layers import (
+    check_layer_output,
+    lists_of_layers,
+    refuse_outputs_of_layers,
+)
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.pointwise import PointwiseProbe
 from booster_hybrid.sequence_parallel.random import RankStream
@@ -290,10 +294,10 @@ class _LayerHooks:
     @outside_of_graphs
     def after(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Put the parts together after the last layer."""
-        del module
         self._stream.leave()
         if output is None:  # the layer has raised
             return output
+        check_layer_output(module, output)
         self._lengths.in_backward_of(output)
         if not self._is_last:
             return output

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
+from booster_hybrid.sequence_parallel.layers import check_layer_output
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import SequenceMask
 from booster_hybrid.sequence_parallel.random import RankStream
@@ -177,6 +178,7 @@ class LayerHooks:
         stack.stream.leave()
         if output is None:  # the layer has raised
             return None
+        check_layer_output(module, output)
         first = output[0] if isinstance(output, tuple) else output
         is_passed_through = bool(args) and first is args[0]  # a layer of another stage of a pipeline
         if not stack.num_attentions and not is_passed_through:
