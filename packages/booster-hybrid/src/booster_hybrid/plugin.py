@@ -5,7 +5,7 @@ Each axis is its own package: `tensor_parallel`, `sequence_parallel` and `pipeli
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,38 +17,23 @@ from booster_core.plugin import (
     Capability,
     PipelinePlugin,
     boosted_inside,
-    place_model,
     unscaled_gradient,
     unwrap_model,
 )
-from booster_core.precision import PrecisionPolicy, working_dtypes
+from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import Axis, make_axes
-from booster_core.state import NamedTensors, Place, named_modules, without_adapters
+from booster_core.state import NamedTensors, Place
 from booster_hybrid.agreement import check_same_settings
+from booster_hybrid.boosting import HybridSetup, SetupOptions
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
 from booster_hybrid.lazy import fill_model
 from booster_hybrid.mesh import AXES, COMMUNICATING, check_order
+from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
-from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
-from booster_hybrid.pipeline.draws import check_no_layer_is_skipped, kept_generators
-from booster_hybrid.pipeline.engine import PipelineEngine
-from booster_hybrid.pipeline.example import check_entries, example_batch, to_device
-from booster_hybrid.pipeline.p2p import Link
-from booster_hybrid.pipeline.record import PipelineRecord
-from booster_hybrid.pipeline.stages import StageMap, StagePlan, find_crossings
-from booster_hybrid.pipeline.trace import trace_flow
-from booster_hybrid.pipeline.weight_gradients import SplitBackward
-from booster_hybrid.place import MeshPlace
-from booster_hybrid.policy.check import check_policy
-from booster_hybrid.policy.registry import given_policy, policy_for
+from booster_hybrid.optimizer import HybridOptimizer
 from booster_hybrid.state import HybridStateAdapter
-from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
-from booster_hybrid.tensor_parallel.group import TensorGroup
-from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime import collectives
-from booster_runtime.lazy import hollow_objects, is_lazy
-from booster_runtime.sharding import ShardingRanks, agree_on_values, check_distinct_memory
 from booster_zero import LowLevelZeroPlugin, ZeroConfig
 from booster_zero.state import ZeroStateAdapter
 
@@ -64,10 +49,12 @@ if TYPE_CHECKING:
     from booster_core.precision import LossScaleConfig
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter
+    from booster_hybrid.model_part import ModelPart
+    from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
 
 
-class HybridParallelPlugin(MeshPlace, PipelinePlugin):
+class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
     """Each layer split over tensor parallel ranks, and data parallelism over the ranks that these leave.
 
     Args:
@@ -211,114 +198,26 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         """
         check_same_settings(self._settings(context), context.coordinator)
         axes = self._axes_of_world()
-        model = objects.model
-        check_distinct_memory(model)
-        unchanged = replace(context.precision, param_dtype=None)
-        recording = None
-        if is_lazy(model):
-            recording = hollow_objects(model, objects.optimizer, context.device, unchanged)
-        else:
-            place_model(model, objects.optimizer, context.device, unchanged)
-            agree_on_values(model)
-        tensor = axes["tp",]
-        group = TensorGroup(tensor.group, tensor.index, tensor.size)
-        policy = None
-        check_elementwise(objects.optimizer, tensor.size)
-        if tensor.size > 1 or self.config.pipeline.size > 1:
-            policy = policy_for(model, self.custom_policy, context.hooks)
-        # The dry run sees the whole model: nothing is communicated in it.
-        if tensor.size > 1:
-            self._check_policy(objects, context, axes, is_lazy=recording is not None)
-        plan = None if self.config.pipeline.size == 1 else self._plan_stages(objects, policy, context)
-        split = TensorParallelModel()
-        if tensor.size > 1 and policy is not None:
-            split = parallelize(model, policy, group, parallel_output=self.parallel_output)
-            cut_state(model, objects.optimizer, split)
-        if self.config.sequence.mode is not None:
-            _split_sequences(model, self, axes, context, split)
-        copies: dict[int, tuple[int, ...]] = {}
-        place = ModelPlace(tensor_group=group, splits=split.splits)
-        staged, split_backward = None, None
-        if plan is not None:
-            place = self._place_of(plan, place, axes)
-            copies = plan.copies(model)
-            # Layers' forwards that split their backward lie inside of those that stages put around layers.
-            split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
-            plan.checkpoint(model, self.config.pipeline.checkpoint_ratios)
-            # What is not here still tells its format: models make tables in that of their embedding.
-            staged = plan.cut(model, place.stage, working_dtypes(model, context.precision.param_dtype))
-            leave_out(model, objects.optimizer)
+        setup = HybridSetup(self._options(), objects, context, axes, self._shape(dist.get_world_size()))
+        recording = setup.place_values()
+        self._unchecked_layers = setup.check(is_lazy=recording is not None)
+        plan = setup.plan_stages()
+        part = setup.part_of(setup.split_layers(), plan)
+        cut = None if plan is None else setup.cut(plan)
+        copies = {} if cut is None else cut.copies
         boosted = self._zero.shard(
-            objects, context, self._ranks(axes), HybridOptimizer, model_class=HybridModel, copies=copies
+            objects, context, setup.sharding_ranks(), HybridOptimizer, model_class=HybridModel, copies=copies
         )
         hybrid: Any = boosted.model
-        hybrid.place = place
-        hybrid.replica = axes["pp", "sp", "tp"]
+        hybrid.part, hybrid.replica = part, axes["pp", "sp", "tp"]
         if isinstance(boosted.optimizer, HybridOptimizer):
-            boosted.optimizer.place = place
-        if plan is not None and staged is not None:
-            hybrid.stages = plan.stages
-            staged.forward = hybrid.run_stage
-            hybrid.engine = PipelineEngine(
-                staged,
-                self.config.pipeline,
-                place.stage,
-                self._link(plan, axes, context),
-                replica=axes["pp", "sp", "tp"],
-                data=axes["dp",],
-                coordinator=context.coordinator,
-                device=context.device,
-                run_options={"split": split_backward, "record": self._record(axes, context)},
-            )
+            boosted.optimizer.part = part
+        if plan is not None and cut is not None:
+            hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
         if recording is not None:
             adapter = self.state_adapter(hybrid, boosted.optimizer, context)
-            fill_model(model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
+            fill_model(objects.model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
         return boosted
-
-    def _check_policy(
-        self, objects: Boosted, context: BoostContext, axes: Mapping[tuple[str, ...], Axis], *, is_lazy: bool
-    ) -> None:
-        """Raise if a policy that the user or a third party wrote changes what layers compute.
-
-        Collective: every rank of the world.
-        """
-        policy = given_policy(objects.model, self.custom_policy, context.hooks)
-        if policy is None:  # Booster's own are pinned by its tests
-            return
-        error: Exception | None = None
-        try:
-            self._unchecked_layers = check_policy(
-                objects.model,
-                policy,
-                self.config.tensor.size,
-                context.device,
-                batch=None if is_lazy else lambda: self._example_batch(objects, context),
-                split_sequence=self._sequence_splitter(axes),
-            )
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        context.coordinator.raise_together(error, name="boost")
-
-    def _sequence_splitter(self, axes: Mapping[tuple[str, ...], Axis]) -> Callable[..., None] | None:
-        """Return what splits the sequences of one layer between its blocks; ``None`` where sequences stay whole."""
-        if self.config.sequence.mode != "split_gather":
-            return None
-        from booster_hybrid.sequence_parallel.split_gather import split_layers
-
-        def split(model: nn.Module, layer: nn.Module, rank: TensorGroup, result: TensorParallelModel) -> None:
-            split_layers(model, [[layer]], rank, axes[()].group, result)
-
-        return split
-
-    def _example_batch(self, objects: Boosted, context: BoostContext) -> Any:
-        return to_device(example_batch(objects.model, objects.dataloader, self.example_batch), context.device)
-
-    def _record(self, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> PipelineRecord | None:
-        if self.pipeline_record is None:
-            return None
-        rank = context.coordinator.rank
-        ranks = axes["pp",].ranks
-        return PipelineRecord(self.pipeline_record, rank, axes["pp",].index, min(ranks), context.device)
 
     def execute_pipeline(
         self,
@@ -388,10 +287,10 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         inner = ZeroStateAdapter(model, hybrid, Place(axes["dp", "sp"].index, axes["dp", "sp"].size))
         return HybridStateAdapter(
             inner,
-            boosted.place.splits,
+            boosted.part.splits,
             is_first=axes["tp",].index == 0,
             stages=boosted.stages,
-            stage=boosted.place.stage,
+            stage=boosted.part.stage,
         )
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
@@ -410,16 +309,16 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, in the shape that it has in the user's model, on every rank."""
         boosted: Any = boosted_inside(model)
-        place: ModelPlace = boosted.place
+        part: ModelPart = boosted.part
         hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
         if hybrid is not None:
             hybrid.settle()
         whole = None
         owner = 0 if boosted.stages is None else boosted.stages.owner(boosted.stages.name_at(name))
-        if place.stage == owner:
+        if part.stage == owner:
             parameter = unwrap_model(model).get_parameter(name)
             whole = self._gradient_here(boosted, hybrid, parameter)
-        return place.from_stage(whole, owner)
+        return part.from_stage(whole, owner)
 
     def _gradient_here(
         self, model: HybridModel, optimizer: HybridOptimizer | None, parameter: nn.Parameter
@@ -433,7 +332,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         whole = torch.zeros_like(parameter) if own is None else own.contiguous()
         collectives.all_reduce(whole, group=data.group).wait()
         name = NamedTensors.of(model.unwrap()).name_of[id(parameter)]
-        return model.place.put_together(name, whole / data.size)
+        return model.part.put_together(name, whole / data.size)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""
@@ -452,60 +351,14 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
             settings["zero"] = {**asdict(self.config.zero), "offload_dir": None}
         return {**settings, "custom_policy": self.custom_policy, "precision": asdict(context.precision)}
 
-    def _plan_stages(self, objects: Boosted, policy: ShardingPolicy | None, context: BoostContext) -> StagePlan:
-        """Return what a dry run on the first rank has seen, and what follows from it.
-
-        Collective: every rank of the world.
-        """
-        model, error, found = objects.model, None, None
-        config = self.config.pipeline
-        if context.coordinator.rank == 0:
-            try:
-                batch = self._example_batch(objects, context)
-                check_entries(objects.dataloader)
-                paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
-                lists = [paths.get(name, name) for name in (() if policy is None else policy.layers)]
-                with kept_generators():
-                    trace, flow = trace_flow(model, lists, batch)
-                    if objects.optimizer is not None:
-                        check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
-                    found = trace, find_crossings(model, trace, flow, config, batch)
-            except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-                error = caught
-        context.coordinator.raise_together(error, name="boost")
-        trace, crossings = context.coordinator.broadcast_object(found, name="boost")
-        return StagePlan.of(model, trace, crossings, config)
-
-    def _place_of(self, plan: StagePlan, place: ModelPlace, axes: Mapping[tuple[str, ...], Axis]) -> ModelPlace:
-        """Return where this rank is in the pipeline.
-
-        Collective: every rank of the world.
-        """
-        stage = axes["pp",].index
-        shape = self._shape(dist.get_world_size())
-        groups = {}
-        for holders in plan.stages.shared():
-            for ranks in shape.groups(("pp",)):  # every rank makes every group, in the same order
-                members = [ranks[holder] for holder in holders]
-                group = dist.new_group(members)
-                if dist.get_rank() in members:
-                    groups[holders] = group
-        return replace(
-            place,
-            stage=stage,
-            pipeline=axes["pp",].group,
-            is_owner=lambda name: plan.stages.owner(name) == stage,
-            copy_groups=groups,
+    def _options(self) -> SetupOptions:
+        return SetupOptions(
+            config=self.config,
+            custom_policy=self.custom_policy,
+            example_batch=self.example_batch,
+            parallel_output=self.parallel_output,
+            pipeline_record=self.pipeline_record,
         )
-
-    def _link(self, plan: StagePlan, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> Link:
-        """Return the way to the other ranks of the pipeline.
-
-        Collective: every rank of the world.
-        """
-        up = axes["pp",]
-        down = make_axes(self._shape(dist.get_world_size()), [("pp",)])["pp",]
-        return Link(plan.sent_names, up.ranks, up.index, up.group, down.group, context.device)
 
     def _axes_of_world(self) -> dict[tuple[str, ...], Axis]:
         """Return this rank's place; process groups are made once for each world."""
@@ -513,47 +366,3 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         if self._axes is None or self._axes[0] is not world:
             self._axes = (world, make_axes(self._shape(dist.get_world_size()), COMMUNICATING))
         return self._axes[1]
-
-    def _ranks(self, axes: Mapping[tuple[str, ...], Axis]) -> ShardingRanks:
-        """Return who shares the optimizer's state: the data parallel ranks, or nobody, who are then replicas."""
-        data = axes["dp", "sp"]
-        if self.config.zero is None:
-            return ShardingRanks(
-                shard_group=axes[()].group,
-                shard_rank=0,
-                shard_size=1,
-                replica_group=data.group if data.size > 1 else None,
-                replica_rank=data.index,
-                holders=data.group,
-            )
-        return ShardingRanks(shard_group=data.group, shard_rank=data.index, shard_size=data.size, holders=data.group)
-
-
-def _split_sequences(
-    model: nn.Module,
-    plugin: HybridParallelPlugin,
-    axes: Mapping[tuple[str, ...], Axis],
-    context: BoostContext,
-    split: TensorParallelModel,
-) -> None:
-    """Let the model's layers work on a part of each sequence."""
-    from booster_hybrid.sequence_parallel.apply import split_sequences
-    from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
-
-    model = without_adapters(model)
-    policy = policy_for(model, plugin.custom_policy, context.hooks)
-    lists = [name for name in policy.layers if name not in policy.whole_sequences]
-    tensor, sequence = axes["tp",], axes["sp",]
-    mode = str(plugin.config.sequence.mode)
-    if mode == "split_gather":
-        group = TensorGroup(tensor.group, tensor.index, tensor.size)
-        split_between_blocks(model, lists, group, axes[()].group, split)
-        return
-    split_sequences(
-        model,
-        lists,
-        mode,
-        TensorGroup(sequence.group, sequence.index, sequence.size),
-        tensor_size=tensor.size,
-        parallel_output=plugin.parallel_output,
-    )

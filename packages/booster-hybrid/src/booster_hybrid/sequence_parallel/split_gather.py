@@ -29,7 +29,7 @@ from booster_hybrid.tensor_parallel.collectives import summed
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
-from booster_hybrid.tensor_parallel.names import ModelNames
+from booster_hybrid.tensor_parallel.module_names import ModuleNames
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -255,19 +255,19 @@ def _is_plain(forward: Any) -> bool:
 
 def _parent(layer: nn.Module, module: nn.Module) -> nn.Module:
     """Return the module whose forward calls a part of a layer, not counting adapters around it."""
-    names = ModelNames(layer)
+    names = ModuleNames(layer)
     return names.parent(_name(names, module))
 
 
 def _entry(layer: nn.Module, module: nn.Module) -> nn.Module:
     """Return what is given the input of a column-parallel layer: the block that it is in, or what is around it."""
-    names = ModelNames(layer)
+    names = ModuleNames(layer)
     name = _name(names, module)
     parent = names.parent(name)
     return names.outermost[name] if parent is layer else parent
 
 
-def _name(names: ModelNames, module: nn.Module) -> str:
+def _name(names: ModuleNames, module: nn.Module) -> str:
     return next(name for name, each in names.modules.items() if each is module)
 
 

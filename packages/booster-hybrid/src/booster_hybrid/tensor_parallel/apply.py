@@ -21,9 +21,10 @@ from booster_hybrid.tensor_parallel.arguments import cut_arguments
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave, summed
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
 from booster_hybrid.tensor_parallel.heads import LocalCount
-from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_linear, is_transposed
+from booster_hybrid.tensor_parallel.kinds import is_linear, is_transposed
+from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward
 from booster_hybrid.tensor_parallel.logits import split_logits
-from booster_hybrid.tensor_parallel.names import ModelNames
+from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
 from booster_hybrid.tensor_parallel.streams import RandomStreams, draws
 
@@ -82,7 +83,7 @@ class _Applier:
     def __init__(self, model: nn.Module, policy: ShardingPolicy, group: TensorGroup, *, parallel_output: bool) -> None:
         self._model, self._policy, self._group = model, policy, group
         self._parallel_output = parallel_output
-        self._names = ModelNames(model)
+        self._names = ModuleNames(model)
         self._modules, self._parameters = self._names.modules, self._names.parameters
         self._names_of = self._names.names_of
         self._done: dict[int, Split] = {}

@@ -22,6 +22,7 @@ from booster_hybrid.tensor_parallel.collectives import (
     scatter_last,
 )
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.tensor_parallel.kinds import is_transposed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,20 +31,6 @@ if TYPE_CHECKING:
 
     from booster_hybrid.pipeline.weight_gradients import SplitBackward, Waiting
     from booster_hybrid.tensor_parallel.group import TensorGroup
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a linear layer keeps its weight as (inputs, outputs), as transformers' ``Conv1D`` does."""
-    return not isinstance(module, nn.Linear)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes a plain linear map, in either storage order."""
-    kind = type(module)
-    if kind.forward is nn.Linear.forward:
-        return isinstance(module, nn.Linear)
-    # Both compute the plain map, in code of their own.
-    return kind.__name__ in ("Conv1D", "FalconLinear") and kind.__module__.startswith("transformers.")
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class ModelNames:
+class ModuleNames:
     """A model's modules and parameters by the user's names.
 
     Args:
