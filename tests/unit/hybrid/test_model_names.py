@@ -50,13 +50,13 @@ def test_a_layer_inside_of_its_adapters_is_found_by_their_name():
         ("model.layers.1.self_attn.v_proj", "model.layers.1.self_attn.v_proj"),
     ],
 )
-def test_rules_call_a_copy_as_what_it_stands_for(own, in_rules):
+def test_rules_match_a_copy_by_the_name_of_its_original(own, in_rules):
     names = ModuleNames(adapted().get_base_model())
     assert own in names.modules or own in names.parameters
     assert names.in_rules(own) == in_rules
 
 
-def test_a_copy_has_the_parent_of_what_it_stands_for():
+def test_a_copy_has_the_parent_of_its_original():
     model = adapted().get_base_model()
     names = ModuleNames(model)
     assert names.parent("lm_head.modules_to_save.default") is model
@@ -64,7 +64,7 @@ def test_a_copy_has_the_parent_of_what_it_stands_for():
     assert names.parent(f"{copied}.up_proj") is names.modules[copied]
 
 
-def test_adapters_parameters_are_named_and_match_no_rule():
+def test_adapter_parameters_have_names_and_match_no_rule():
     model = adapted()
     names = ModuleNames(model.get_base_model())
     path = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
@@ -74,7 +74,7 @@ def test_adapters_parameters_are_named_and_match_no_rule():
     assert own.rpartition(".")[0] not in names.modules
 
 
-def test_modules_of_ones_own_that_are_called_as_adapters_are_are_modules():
+def test_user_modules_named_like_adapters_are_kept():
     model = nn.ModuleDict({"lora_A": nn.Linear(2, 2), "modules_to_save": nn.ModuleDict({"up": nn.Linear(2, 2)})})
     names = ModuleNames(model)
     assert set(names.modules) == {"", "lora_A", "modules_to_save", "modules_to_save.up"}

@@ -27,7 +27,7 @@ class HybridModel(ZeroModel):
         part: What of the model this rank holds; the plugin sets this and the following.
         replica: The ranks that work on the same batches.
         engine: Takes batches through the pipeline; ``None`` where there is none.
-        stages: What lies on which rank of the pipeline; ``None`` likewise.
+        stages: Which rank of the pipeline holds which tensors; ``None`` where there is none.
     """
 
     part: ModelPart

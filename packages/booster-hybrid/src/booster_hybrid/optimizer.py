@@ -53,7 +53,7 @@ class HybridOptimizer(ZeroOptimizer):
         super().__init__(*args, config=config, **kwargs)
 
     def check_settings(self, group: Mapping[str, Any]) -> None:
-        """Check that the optimizer inside can step on the parts of a group's parameters that lie here.
+        """Check that the optimizer inside can step on this rank's parts of a group's parameters.
 
         Raises:
             ConfigError: If it can't.

@@ -70,7 +70,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         pp_style: Order of the parts' forwards and backwards.
         num_model_chunks: Stages on each rank.
         num_layers_per_stage: Number of layers of each stage.
-        checkpoint_ratio: The part of each stage's layers that is computed anew in backward, to keep less: one number,
+        checkpoint_ratio: The part of each stage's layers that is recomputed in backward, to keep less: one number,
             or one for each stage. Early stages hold more microbatches at a time, so that more is saved there.
         example_batch: A batch such as the model will be trained with, for the dry run that finds its layers; ``None``
             looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
@@ -171,7 +171,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             self.config, custom_policy=custom_policy, example_batch=example_batch, pipeline_record=pipeline_record
         )
         if loss_scale is not None and precision is None:
-            msg = "`loss_scale` is about fp16. Pass `precision='fp16'` beside it, or a PrecisionPolicy to `Booster`."
+            msg = "`loss_scale` is about fp16. Pass `precision='fp16'` as well, or a PrecisionPolicy to `Booster`."
             raise ConfigError(msg)
         self.precision = None if precision is None else PrecisionPolicy.parse(precision, loss_scale=loss_scale)
         options = self.config.data_parallel(max_norm)
@@ -180,10 +180,10 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         )
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
-        """Return the policy with working parameters in the compute format, and masters beside them where it is narrow.
+        """Return the policy with working parameters in the compute format, and fp32 masters where that is narrow.
 
         Raises:
-            ConfigError: If fp32 compute is to have masters.
+            ConfigError: If fp32 compute has masters.
         """
         return self._zero.resolve_precision(policy)
 

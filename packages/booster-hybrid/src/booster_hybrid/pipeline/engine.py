@@ -41,7 +41,7 @@ class PipelineEngine:
         replica: The ranks that get the same batches: those of the pipeline, and of what else splits the model.
         data: The ranks that get different ones.
         coordinator: Carries errors to all ranks.
-        device: Where batches are to lie.
+        device: Where batches are moved.
         run_options: Further arguments of each `PipelineRun`.
     """
 

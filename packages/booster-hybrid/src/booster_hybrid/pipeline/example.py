@@ -24,7 +24,7 @@ def example_batch(model: nn.Module, dataloader: DataLoader[Any] | None, given: A
     Args:
         model: The user's model.
         dataloader: Where batches come from; nothing is taken out of it: the first samples of its data set are read
-            beside it. One over an iterable data set is left alone.
+            directly. One over an iterable data set is left alone.
         given: A batch that the user has given for this, which wins.
 
     Raises:
@@ -111,7 +111,7 @@ def _dummy_image(model: nn.Module) -> dict[str, torch.Tensor] | None:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch whose tensors lie on a device.
+    """Return a batch with its tensors on a device.
 
     Collective: none.
     """

@@ -1,4 +1,4 @@
-"""What crosses from stage to stage beside the arguments of layers: found in the autograd graph of a dry run.
+"""What stages send each other in addition to the arguments of layers: found in the autograd graph of a dry run.
 
 A model's outputs, or its later layers, may depend on earlier layers in other ways than through what one layer passes to
 the next: a decoder's model returns the encoder's last state, too. Such a value is sent along where some module outside
@@ -158,7 +158,7 @@ class Flow:
         return tuple(reversed(found))
 
     def _needed(self, starts: Mapping[str, _Edge], cut: int, is_held: Callable[[str], bool], what: str) -> set[Extra]:
-        """Return what a stage needs from before its first layer, beside this layer's arguments."""
+        """Return what a stage needs from earlier stages, other than the arguments of its first layer."""
         lost = self._lost(starts.values(), self._gates[cut], is_held)
         extras: set[Extra] = set()
         missing: dict[str, str] = {}

@@ -3,7 +3,7 @@
 Ranks that were seeded alike would drop the same places in the first layer of each stage, the second, and so on. So a
 rank draws, while it works on a batch, from a stream made of a number that its generator gives and its position. Before
 and after, generators are where the ranks have them: what a script draws alike on all of them, it still does. Layers
-and microbatches draw one after the other; activation checkpointing restores the stream for what it computes anew.
+and microbatches draw one after the other; activation checkpointing restores the stream for what it recomputes.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def named_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names; those that ``**kwargs`` takes stand beside the others."""
+    """Return the arguments of a call by their names; those that ``**kwargs`` takes are among the others."""
     signature = inspect.signature(function)
     named: dict[str, Any] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():

@@ -58,7 +58,7 @@ def check_policy(
 
     Args:
         model: The user's model, whole; it is neither changed nor called.
-        policy: How it is to be split.
+        policy: How it is split.
         size: Number of tensor parallel ranks.
         device: Where layers are run.
         batch: Returns a batch, for layers whose forward needs more than hidden states; ``None`` where the model's
@@ -305,7 +305,7 @@ class _Comparison:
         return None
 
     def _remedy(self, path: str) -> str:
-        """Return what is to be corrected, with the linear layers that look fused."""
+        """Return what to correct, with the linear layers that look fused."""
         split_of = {
             name: self._splits[0].splits[f"{name}.weight"]
             for kind in (ColumnForward, RowForward)

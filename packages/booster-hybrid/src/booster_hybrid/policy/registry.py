@@ -22,7 +22,7 @@ FAMILIES = ("bert", "blip_2", "bloom", "falcon", "gpt2", "gptj", "opt", "sam", "
 
 
 def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, hooks: Any = None) -> ShardingPolicy:
-    """Return how a model is to be split.
+    """Return how a model is split.
 
     Args:
         model: The user's model.

@@ -46,7 +46,7 @@ def split_sequences(
         lists: Names of the lists of its layers; those that it lacks are passed over.
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
-        tensor_size: Ranks over which attention heads are split besides.
+        tensor_size: Tensor parallel ranks, over which attention heads are split as well.
         parallel_output: Leave the logits of causal language models that are given labels split by positions.
 
     Raises:

@@ -175,7 +175,7 @@ def _taken(whole: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
 
 
 def _parts(shape: Sequence[int], layout: SequenceLayout) -> tuple[list[int], list[torch.Size]]:
-    """Return where each rank's part lies in a flat buffer, and its shape."""
+    """Return the bounds of each rank's part in a flat buffer, and its shape."""
     shapes = [torch.Size((shape[0], length, *shape[2:])) for length in layout.lengths]
     return [0, *accumulate(each.numel() for each in shapes)], shapes
 

@@ -23,7 +23,7 @@ class RankStream:
     Where nothing was drawn, the generators are left as they were.
 
     Args:
-        rank: This rank's index among those that are to differ.
+        rank: This rank's index among those that draw differently.
     """
 
     def __init__(self, rank: int) -> None:

@@ -71,11 +71,11 @@ class _VocabularyLookup:
 
 
 def check_wrappers(names: ModuleNames, targets: Iterable[str], size: int) -> None:
-    """Refuse what peft has put in the place of a layer that is to be split, with the layer somewhere inside of it.
+    """Refuse what peft put in the place of a layer that the policy splits, with the layer somewhere inside.
 
     Args:
         names: The model's modules.
-        targets: Names of those that are to be split.
+        targets: Names of those that the policy splits.
         size: Number of tensor parallel ranks.
 
     Raises:

@@ -57,7 +57,7 @@ def _waits(waiting: Waiting | None, index: int) -> bool:
 def _now_or_later(
     product: Callable[[], Tensor], waiting: Waiting | None, index: int, *, is_wanted: bool
 ) -> Tensor | None:
-    """Return a parameter's gradient where autograd is to have it now; leave it for later where that waits."""
+    """Return a parameter's gradient for autograd, or defer it where it waits."""
     if waiting is not None and waiting.defer(index, product):
         return None
     return product() if is_wanted else None
@@ -248,7 +248,7 @@ class ColumnForward:
     Args:
         module: The layer, with its local weight.
         siblings: The layers that read its input, itself among them.
-        gathers: Lengths of the ranks' outputs where they are to be put together; ``None`` leaves them split.
+        gathers: Lengths of the ranks' outputs, to put them together; ``None`` leaves them split.
         group: The tensor parallel ranks.
 
     Attributes:

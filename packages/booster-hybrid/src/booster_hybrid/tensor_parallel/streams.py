@@ -5,7 +5,7 @@ region (attention probabilities of the heads here, the hidden activations of an 
 or heads of different ranks share their masks. So one stream of torch's default generator serves what is replicated,
 and a split region begins with a seed of its own, made of a number of the common stream and the rank.
 
-Nothing is saved or restored: a region's end seeds the common stream anew from the number that the region began with.
+Nothing is saved or restored: a region's end seeds the common stream from the number that the region began with.
 What restores the generator, as activation checkpointing does, restores all there is.
 """
 
