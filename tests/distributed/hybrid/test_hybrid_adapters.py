@@ -396,7 +396,7 @@ def dropped(name, options, config=None):
     whole = [
         path
         for path in sorted(set(booster.plugin.parameter_paths(model).values()))
-        if "lora_" in path and users_name(path) not in model.part.splits
+        if "lora_" in path and users_name(path) not in model.local.splits
     ]
     return masks, {path: booster.full_gradient(model, path) for path in whole}
 

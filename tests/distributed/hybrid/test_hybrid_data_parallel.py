@@ -90,7 +90,7 @@ def neighbours(order):
     model, *_ = booster.boost(*make())
     mine = torch.tensor([dist.get_rank()])
     everyone = [torch.zeros_like(mine) for _ in range(2)]
-    dist.all_gather(everyone, mine, group=model.part.tensor_group.group)
+    dist.all_gather(everyone, mine, group=model.local.tensor_group.group)
     return [int(each) for each in everyone], plugin.data_parallel_coordinates(booster.context.coordinator)[0]
 
 

@@ -116,7 +116,7 @@ def trained(make, checkpointed):
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    splits = model.part.splits
+    splits = model.local.splits
     parameters = model.unwrap().named_parameters()
     return losses, {name: (name in splits, parameter.detach().clone()) for name, parameter in parameters}
 

@@ -11,12 +11,12 @@ from booster_core.plugin import place_model
 from booster_core.precision import working_dtypes
 from booster_core.ranks import make_axes
 from booster_core.state import named_modules, without_adapters
-from booster_hybrid.model_part import ModelPart
-from booster_hybrid.pipeline.draws import check_no_layer_is_skipped, kept_generators
+from booster_hybrid.local_model import LocalModel
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import check_entries, example_batch, to_device
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.record import PipelineRecord
+from booster_hybrid.pipeline.skipped_layers import check_no_layer_is_skipped, kept_generators
 from booster_hybrid.pipeline.stages import StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
@@ -200,7 +200,7 @@ class HybridSetup:
             self._split_sequences(split)
         return split
 
-    def part_of(self, split: TensorParallelModel, plan: StagePlan | None) -> ModelPart:
+    def local_model(self, split: TensorParallelModel, plan: StagePlan | None) -> LocalModel:
         """Return which part of the model this rank holds.
 
         Args:
@@ -209,9 +209,9 @@ class HybridSetup:
 
         Collective: every rank of the world.
         """
-        part = ModelPart(tensor_group=self._tensor_group, splits=split.splits)
+        local = LocalModel(tensor_group=self._tensor_group, splits=split.splits)
         if plan is None:
-            return part
+            return local
         stage = self._axes["pp",].index
         groups = {}
         for holders in plan.stages.shared():
@@ -221,7 +221,7 @@ class HybridSetup:
                 if dist.get_rank() in members:
                     groups[holders] = group
         return replace(
-            part,
+            local,
             stage=stage,
             pipeline=self._axes["pp",].group,
             is_owner=lambda name: plan.stages.owner(name) == stage,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.model_part import ModelPart
+    from booster_hybrid.local_model import LocalModel
     from booster_zero import ZeroConfig
     from booster_zero.bucket import Bucket
 
@@ -41,11 +41,11 @@ class HybridOptimizer(ZeroOptimizer):
         **kwargs: As for `ZeroOptimizer`.
 
     Attributes:
-        part: What of the model this rank holds; the plugin sets it.
+        local: What of the model this rank holds; the plugin sets it.
         reduces_each: Whether gradients are reduced after each backward rather than once: they are kept in shards alone.
     """
 
-    part: ModelPart
+    local: LocalModel
 
     def __init__(self, *args: Any, config: ZeroConfig, **kwargs: Any) -> None:
         self.reduces_each = config.stage == _IN_SHARDS
@@ -60,7 +60,7 @@ class HybridOptimizer(ZeroOptimizer):
 
         Collective: none.
         """
-        check_elementwise(self.unwrap(), self.part.tensor_group.size, [group])
+        check_elementwise(self.unwrap(), self.local.tensor_group.size, [group])
         super().check_settings(group)
 
     # ---- backward of a pipeline
@@ -73,7 +73,7 @@ class HybridOptimizer(ZeroOptimizer):
 
         Collective: every rank of the world; under ``no_sync`` none.
         """
-        if self.part.pipeline is not None:
+        if self.local.pipeline is not None:
             msg = (
                 "The model is cut into pipeline stages, whose forward and backward are interleaved: call "
                 "`booster.execute_pipeline(data_iter, model, criterion, optimizer)` in place of the forward and "
@@ -93,7 +93,7 @@ class HybridOptimizer(ZeroOptimizer):
         if self._joined:
             # What has been added up is on every copy: from now on it counts on the first alone.
             for bucket, copies in self._copied_buckets():
-                if self.part.stage != copies[0]:
+                if self.local.stage != copies[0]:
                     bucket.zero_gradient()
             self._joined = False
 
@@ -160,8 +160,8 @@ class HybridOptimizer(ZeroOptimizer):
 
         Collective: every rank of the pipeline.
         """
-        part = self.part
-        if part.pipeline is None:
+        local = self.local
+        if local.pipeline is None:
             return used
         buckets = self._copied_buckets()
         pending = []
@@ -169,7 +169,7 @@ class HybridOptimizer(ZeroOptimizer):
             if bucket.has_gradient and bucket.gradient is not None:
                 summed = bucket.gradient.to(bucket.format.device)  # from the host, where it is offloaded
                 pending.append(
-                    (collectives.all_reduce(summed, group=part.copy_groups[copies]), summed, bucket.gradient)
+                    (collectives.all_reduce(summed, group=local.copy_groups[copies]), summed, bucket.gradient)
                 )
         for each, summed, gradient in pending:
             each.wait()
@@ -180,7 +180,7 @@ class HybridOptimizer(ZeroOptimizer):
             flags = torch.tensor(
                 [used.get(index, False) for index in indices], dtype=torch.uint8, device=self._device()
             )
-            collectives.all_reduce(flags, dist.ReduceOp.MAX, part.copy_groups[copies]).wait()
+            collectives.all_reduce(flags, dist.ReduceOp.MAX, local.copy_groups[copies]).wait()
             used.update(zip(indices, flags.bool().tolist(), strict=True))
         self._joined = True
         return used
@@ -201,18 +201,18 @@ class HybridOptimizer(ZeroOptimizer):
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over the whole model, each element counted once."""
         gradients = self.gradients()
-        part = self.part
+        local = self.local
         counted = []
         for piece in (piece for bucket in self.layout.buckets for piece in bucket.pieces):
             gradient, name = piece.values.grad, self.names[piece.index]
-            split = part.splits.get(name)
-            if gradient is None or not gradient.numel() or not part.is_owner(name):
+            split = local.splits.get(name)
+            if gradient is None or not gradient.numel() or not local.is_owner(name):
                 continue
             if split is not None:
                 counted.append(split.counted(gradient, piece.start))
-            elif part.tensor_group.rank == 0:
+            elif local.tensor_group.rank == 0:
                 counted.append(gradient)
-        groups = [self.ranks.shard_group, part.tensor_group.group, part.pipeline]
+        groups = [self.ranks.shard_group, local.tensor_group.group, local.pipeline]
         return clip_by_norm(
             gradients,
             max_norm,
@@ -229,4 +229,4 @@ class HybridOptimizer(ZeroOptimizer):
         the world.
         """
         local = super().full_gradient(parameter)
-        return None if local is None else self.part.put_together(self.names[self._index_of[id(parameter)]], local)
+        return None if local is None else self.local.put_together(self.names[self._index_of[id(parameter)]], local)

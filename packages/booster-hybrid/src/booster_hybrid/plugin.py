@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from booster_core.precision import LossScaleConfig
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter
-    from booster_hybrid.model_part import ModelPart
+    from booster_hybrid.local_model import LocalModel
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
 
@@ -202,16 +202,16 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         recording = setup.place_values()
         self._unchecked_layers = setup.check(is_lazy=recording is not None)
         plan = setup.plan_stages()
-        part = setup.part_of(setup.split_layers(), plan)
+        local = setup.local_model(setup.split_layers(), plan)
         cut = None if plan is None else setup.cut(plan)
         copies = {} if cut is None else cut.copies
         boosted = self._zero.shard(
             objects, context, setup.sharding_ranks(), HybridOptimizer, model_class=HybridModel, copies=copies
         )
         hybrid: Any = boosted.model
-        hybrid.part, hybrid.replica = part, axes["pp", "sp", "tp"]
+        hybrid.local, hybrid.replica = local, axes["pp", "sp", "tp"]
         if isinstance(boosted.optimizer, HybridOptimizer):
-            boosted.optimizer.part = part
+            boosted.optimizer.local = local
         if plan is not None and cut is not None:
             hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
         if recording is not None:
@@ -287,10 +287,10 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         inner = ZeroStateAdapter(model, hybrid, Place(axes["dp", "sp"].index, axes["dp", "sp"].size))
         return HybridStateAdapter(
             inner,
-            boosted.part.splits,
+            boosted.local.splits,
             is_first=axes["tp",].index == 0,
             stages=boosted.stages,
-            stage=boosted.part.stage,
+            stage=boosted.local.stage,
         )
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
@@ -309,16 +309,16 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, in the shape that it has in the user's model, on every rank."""
         boosted: Any = boosted_inside(model)
-        part: ModelPart = boosted.part
+        local: LocalModel = boosted.local
         hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
         if hybrid is not None:
             hybrid.settle()
         whole = None
         owner = 0 if boosted.stages is None else boosted.stages.owner(boosted.stages.name_at(name))
-        if part.stage == owner:
+        if local.stage == owner:
             parameter = unwrap_model(model).get_parameter(name)
             whole = self._gradient_here(boosted, hybrid, parameter)
-        return part.from_stage(whole, owner)
+        return local.from_stage(whole, owner)
 
     def _gradient_here(
         self, model: HybridModel, optimizer: HybridOptimizer | None, parameter: nn.Parameter
@@ -332,7 +332,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         whole = torch.zeros_like(parameter) if own is None else own.contiguous()
         collectives.all_reduce(whole, group=data.group).wait()
         name = NamedTensors.of(model.unwrap()).name_of[id(parameter)]
-        return model.part.put_together(name, whole / data.size)
+        return model.local.put_together(name, whole / data.size)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""

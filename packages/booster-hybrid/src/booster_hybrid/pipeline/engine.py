@@ -11,9 +11,9 @@ import torch.distributed as dist
 from booster_core.ranks import naming_missing_ranks
 from booster_hybrid.pipeline.example import to_device
 from booster_hybrid.pipeline.microbatches import join_outputs, num_samples, share_samples, split_batch
-from booster_hybrid.pipeline.random import stream_of
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import Work, make_schedule
+from booster_hybrid.random_streams import pipeline_stream
 from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
 from booster_runtime import collectives
 
@@ -110,7 +110,7 @@ class PipelineEngine:
             )
             if optimizer is not None:
                 optimizer.begin_batch()
-            with stream_of(self.staged.model, self._index, self._device):
+            with pipeline_stream(self.staged.model, self._index, self._device):
                 run.run()
             if optimizer is not None:
                 backwards = [each for each in schedule.actions(self._index) if each.work is not Work.FORWARD]

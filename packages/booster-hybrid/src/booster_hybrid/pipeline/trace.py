@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
-from booster_hybrid.pipeline.draws import FixedDraws
 from booster_hybrid.pipeline.flow import Flow
+from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.tensor_parallel.split import is_repeated
 
 if TYPE_CHECKING:

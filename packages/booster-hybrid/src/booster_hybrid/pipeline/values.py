@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.containers import tensors_of
 from booster_hybrid.pipeline.cut import given_names
-from booster_hybrid.pipeline.draws import FixedDraws
+from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.pipeline.trace import call_with, is_carried, named_arguments, replace_forward, run_dry, stand_ins
 
 if TYPE_CHECKING:

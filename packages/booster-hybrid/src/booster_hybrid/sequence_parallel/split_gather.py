@@ -16,6 +16,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors, compiled_module, named_modules
+from booster_hybrid.random_streams import SequenceStream
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
 from booster_hybrid.sequence_parallel.layers import (
     check_layer_output,
@@ -24,7 +25,6 @@ from booster_hybrid.sequence_parallel.layers import (
 )
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.pointwise import PointwiseProbe
-from booster_hybrid.sequence_parallel.random import RankStream
 from booster_hybrid.tensor_parallel.collectives import summed
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_hybrid.tensor_parallel.group import TensorGroup
@@ -156,7 +156,7 @@ def split_layers(
     done = split.splits.keys() | split.summed
     found = []
     for layers in stacks:
-        lengths, stream = SequenceLengths(group.size, group.rank), RankStream(group.rank)
+        lengths, stream = SequenceLengths(group.size, group.rank), SequenceStream(group.rank)
         found.append((layers, lengths))
         kept: set[int] = set()
         for layer in layers:
@@ -189,7 +189,7 @@ def _split_block(
     layer: nn.Module,
     block: nn.Module,
     lengths: SequenceLengths,
-    stream: RankStream,
+    stream: SequenceStream,
     group: TensorGroup,
     alone: ProcessGroup,
     adapters: Sequence[AdapterSum],
@@ -228,7 +228,7 @@ def _split_block(
     return kept
 
 
-def _leave_as_it_is(block: nn.Module, lengths: SequenceLengths, stream: RankStream, group: TensorGroup) -> set[int]:
+def _leave_as_it_is(block: nn.Module, lengths: SequenceLengths, stream: SequenceStream, group: TensorGroup) -> set[int]:
     """Give a block whole sequences, alike on all ranks; return its parameters, by identity."""
     block.register_forward_pre_hook(lambda *_: stream.draw_alike())  # or each would work on something else
     block.register_forward_hook(lambda *_: stream.draw_apart())
@@ -273,7 +273,7 @@ def _name(names: ModuleNames, module: nn.Module) -> str:
 
 class _LayerHooks:
     def __init__(
-        self, lengths: SequenceLengths, stream: RankStream, group: TensorGroup, *, is_first: bool, is_last: bool
+        self, lengths: SequenceLengths, stream: SequenceStream, group: TensorGroup, *, is_first: bool, is_last: bool
     ) -> None:
         self._lengths, self._stream, self._group = lengths, stream, group
         self._is_first, self._is_last = is_first, is_last

@@ -16,6 +16,7 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module, without_adapters
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
+from booster_hybrid.random_streams import TensorStreams, draws
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.arguments import cut_arguments
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave, summed
@@ -26,7 +27,6 @@ from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings,
 from booster_hybrid.tensor_parallel.logits import split_logits
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
-from booster_hybrid.tensor_parallel.streams import RandomStreams, draws
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,7 +139,7 @@ class _Applier:
             if name in self._modules:
                 by_style[rule.style].append(self._names.outermost[name])
         device = next(iter(self._parameters.values())).device
-        RandomStreams(self._group, device).watch(self._model, by_style[Style.COLUMN], by_style[Style.ROW])
+        TensorStreams(self._group, device).watch(self._model, by_style[Style.COLUMN], by_style[Style.ROW])
 
     def _targets(self, rule: ModuleRule) -> list[str]:
         names = [*self._modules, *self._parameters]

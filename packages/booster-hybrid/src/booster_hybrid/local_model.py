@@ -1,4 +1,4 @@
-"""`ModelPart`: which part of the model a rank holds: slices of parameters, layers, and copies of what stages share."""
+"""`LocalModel`: which part of the model a rank holds: slices of parameters, layers, and copies of what stages share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelPart:
+class LocalModel:
     """What a rank holds of a model.
 
     Args:
