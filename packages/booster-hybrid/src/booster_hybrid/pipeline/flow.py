@@ -35,13 +35,13 @@ class Extra:
             where hooks see what it returns.
         call: Which of its calls in one forward.
         path: Where in what it returns.
-        place: How many layers had been called when it returned.
+        position: How many layers had been called when it returned.
     """
 
     module: str
     call: int
     path: str
-    place: int
+    position: int
 
     @property
     def index(self) -> int | None:
@@ -105,11 +105,11 @@ class Flow:
         self._gates.append({gate.grad_fn for gate in gates.values()})
         return gates
 
-    def leave_module(self, name: str, call: int, place: int, output: Any) -> None:
+    def leave_module(self, name: str, call: int, position: int, output: Any) -> None:
         """Note what a module returned."""
         for path, tensor in tensors_in(output).items():
             if tensor.grad_fn is not None:
-                self._made.setdefault(_edge(tensor), Extra(name, call, path, place))
+                self._made.setdefault(_edge(tensor), Extra(name, call, path, position))
 
     def end(self, output: Any) -> None:
         """Note what the model returned."""
@@ -143,18 +143,18 @@ class Flow:
             if stage == 0:
                 found.append(Crossing(()))
                 break
-            starts = {f"its extra '{each.name}'": edge_of[each] for each in needed if each.place > first}
+            starts = {f"its extra '{each.name}'": edge_of[each] for each in needed if each.position > first}
             if stage == len(ranges) - 1:
                 starts.update({f"output {path or '(all)'}": edge for path, edge in self._results.items()})
             else:
                 entries, known = self._entries[last], given(stage, last)
                 wanted = entries.keys() - known - _covered(entries, {edge_of[each] for each in needed})
                 starts.update({f"argument '{name}' of layer {last}": entries[name] for name in sorted(wanted)})
-            needed = {each for each in needed if each.place <= first}
+            needed = {each for each in needed if each.position <= first}
             needed |= self._needed(starts, first, lambda name, stage=stage: is_held(stage, name), what)  # type: ignore[misc]
             edges = {edge_of[each] for each in needed}
             carried = tuple(name for name in self._entries[first] if name not in _covered(self._entries[first], edges))
-            found.append(Crossing(carried, tuple(sorted(needed, key=lambda each: (each.place, each.name)))))
+            found.append(Crossing(carried, tuple(sorted(needed, key=lambda each: (each.position, each.name)))))
         return tuple(reversed(found))
 
     def _needed(self, starts: Mapping[str, _Edge], cut: int, is_held: Callable[[str], bool], what: str) -> set[Extra]:
@@ -170,7 +170,7 @@ class Flow:
                     continue
                 seen.add(edge)
                 made = self._made.get(edge)
-                if made is not None and made.place <= cut:
+                if made is not None and made.position <= cut:
                     extras.add(made)
                     continue
                 name = self._parameter(edge[0])
