@@ -1,4 +1,4 @@
-"""Values without gradients are sent to later stages, as arguments of layers or as what a module returned; others raise."""
+"""Values without gradients are sent to later stages, as arguments of layers or as what modules return; others raise."""
 
 from __future__ import annotations
 
