@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -128,10 +131,11 @@ def boosted(kind, *, is_known=False):
     whole = Model(kind)
     whole.load_state_dict(model.state_dict())
     plugin = HybridParallelPlugin(tp_size=2, sequence_parallelism_mode="split_gather", custom_policy=POLICY)
-    if is_known:  # as for policies that Booster brings, which are not checked at `boost`
-        plugin._check_policy = lambda *_, **__: None
     booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    # Policies that Booster brings are not checked at `boost`.
+    checked = mock.patch("booster_hybrid.boosting.given_policy", return_value=None) if is_known else nullcontext()
+    with checked:
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return whole, booster, model, optimizer
 
 
