@@ -18,10 +18,9 @@ from booster_core.state import compiled_module, without_adapters
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.random_streams import TensorStreams, draws
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
-from booster_hybrid.tensor_parallel.arguments import cut_arguments
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave, summed
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
-from booster_hybrid.tensor_parallel.heads import LocalCount
+from booster_hybrid.tensor_parallel.heads import LocalCount, cut_arguments
 from booster_hybrid.tensor_parallel.kinds import is_linear, is_transposed
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward
 from booster_hybrid.tensor_parallel.logits import split_logits
