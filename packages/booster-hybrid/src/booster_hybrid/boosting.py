@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from booster_core.plugin import place_model
-from booster_core.precision import working_dtypes
 from booster_core.ranks import make_axes
 from booster_core.state import named_modules, without_adapters
 from booster_hybrid.local_model import LocalModel
@@ -26,7 +25,7 @@ from booster_hybrid.tensor_parallel.apply import TensorParallelModel, paralleliz
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime.lazy import hollow_objects, is_lazy
-from booster_runtime.sharding import ShardingRanks, agree_on_values, check_distinct_memory
+from booster_runtime.sharding import ShardingRanks, agree_on_values, check_distinct_memory, working_dtypes
 
 if TYPE_CHECKING:
     import os

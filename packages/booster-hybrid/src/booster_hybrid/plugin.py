@@ -22,7 +22,7 @@ from booster_core.plugin import (
 )
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import Axis, make_axes
-from booster_core.state import NamedTensors, Place
+from booster_core.state import NamedTensors
 from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.boosting import HybridSetup, SetupOptions
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
@@ -34,6 +34,8 @@ from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer
 from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
+from booster_runtime.data import show_first_batch
+from booster_runtime.state import Replica
 from booster_zero import LowLevelZeroPlugin, ZeroConfig
 from booster_zero.state import ZeroStateAdapter
 
@@ -266,7 +268,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             msg = f"`execute_pipeline` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
         return model.engine.execute(
-            data_iter,
+            data_iter if optimizer is None else show_first_batch(data_iter, model),
             criterion,
             optimizer if torch.is_grad_enabled() else None,
             return_loss=return_loss,
@@ -284,7 +286,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         axes = self._axes_of_world()
         hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
         boosted: Any = boosted_inside(model)
-        inner = ZeroStateAdapter(model, hybrid, Place(axes["dp", "sp"].index, axes["dp", "sp"].size))
+        inner = ZeroStateAdapter(model, hybrid, Replica(axes["dp", "sp"].index, axes["dp", "sp"].size))
         return HybridStateAdapter(
             inner,
             boosted.local.splits,
