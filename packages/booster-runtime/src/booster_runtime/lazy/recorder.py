@@ -135,17 +135,24 @@ class Recorder:
         """Return a tensor's place in the recording."""
         return self._slots.ref_of(tensor)
 
+    def make(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], bool]) -> None:
+        """Replay what some storages need, before the replay for good; generators are left as they are."""
+        self.replay(wanted, hand_over, draws_in_vain=self._draws_for(wanted), seeds=self._given_seeds)
+
+    def _draws_for(self, wanted: Collection[int]) -> bool:
+        """Return whether any wanted value depends on a draw."""
+        is_live = find_live(self.entries, wanted)
+        return any(live and entry.draw is not None for entry, live in zip(self.entries, is_live, strict=True))
+
     def finish(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], bool]) -> None:
         """Replay the recording for good: generators that nobody used since end up as after eager construction."""
         ends = {}
         untouched = [stream for stream in self.streams if stream.is_untouched]
-        if self.draws_if_needed:
-            is_live = find_live(self.entries, wanted)
-            if not any(entry.draw is not None for entry, live in zip(self.entries, is_live, strict=True) if live):
-                self.replay(wanted, hand_over, draws_in_vain=False)
-                for stream in untouched:
-                    stream.generator.set_state(stream.found)
-                return
+        if self.draws_if_needed and not self._draws_for(wanted):
+            self.replay(wanted, hand_over, draws_in_vain=False)
+            for stream in untouched:
+                stream.generator.set_state(stream.found)
+            return
         if self._given_seeds:
             if untouched:
                 self.replay((), hand_over)

@@ -7,8 +7,10 @@ when the model is boosted.
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from booster_runtime.checkpoint.safetensors_file import SafetensorsFile
@@ -27,28 +29,39 @@ if TYPE_CHECKING:
 def lazy_files(recorder: Recorder) -> Iterator[None]:
     """Let ``safe_open`` return lazy tensors within the body, wherever a module has imported it already.
 
-    A module that is imported meanwhile keeps the stand-in, which then opens files as the original does.
+    A module that is imported meanwhile keeps the stand-in, which then opens files as the original does. So it does in
+    other threads: what they open is not this context's model.
     """
     import safetensors
 
     original: Any = safetensors.safe_open
+    owner = threading.get_ident()
 
     def open_lazily(filename: Any, framework: str = "pt", *args: Any, **kwargs: Any) -> Any:
         opened = original(filename, framework, *args, **kwargs)
         device = kwargs.get("device", args[0] if args else "cpu")
-        if not recorder.is_open or framework not in ("pt", "torch", "pytorch") or str(device) != "cpu":
+        if (
+            not recorder.is_open
+            or threading.get_ident() != owner
+            or framework not in ("pt", "torch", "pytorch")
+            or str(device) != "cpu"
+        ):
             return opened
         return _LazyFile(opened, Path(filename).resolve(), recorder)
 
-    holders = [module for module in list(sys.modules.values()) if vars(module).get("safe_open") is original]
-    for module in holders:
-        module.safe_open = open_lazily  # type: ignore[attr-defined]
+    _replace_everywhere(original, open_lazily)
     try:
         yield
     finally:
-        for module in list(sys.modules.values()):
-            if vars(module).get("safe_open") is open_lazily:
-                module.safe_open = original  # type: ignore[attr-defined]
+        _replace_everywhere(open_lazily, original)
+
+
+def _replace_everywhere(old: Any, new: Any) -> None:
+    """Let each imported module's ``safe_open`` be another function."""
+    for module in list(sys.modules.values()):
+        # `None` bars an import, and anything may stand in for a module. Not `getattr`, which would import lazy ones.
+        if isinstance(module, ModuleType) and vars(module).get("safe_open") is old:
+            module.safe_open = new  # type: ignore[attr-defined]
 
 
 class _LazyFile:
