@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+_LONGEST_NAME = 255
+"""What file systems take; a longer name would be an error of the operating system."""
+
+
 def index_text(files: Mapping[str, str], total_bytes: int) -> str:
     """Return the content of an index as Hugging Face libraries write it.
 
@@ -34,8 +38,11 @@ def read_index(path: Path) -> dict[str, str]:
         msg = f"'{path}' is not a checkpoint index: it has no `weight_map` from tensor names to file names."
         raise CheckpointError(msg)
     for name in files.values():
-        if not name or name in (".", "..") or "/" in name or "\\" in name:
-            msg = f"The index '{path}' names the file '{name}', which is not in its folder. It is damaged or hostile."
+        if not name or name in (".", "..") or "/" in name or "\\" in name or len(name) > _LONGEST_NAME:
+            msg = (
+                f"The index '{path}' names the file '{name[:_LONGEST_NAME]}', which is not in its folder. It is "
+                "damaged or hostile."
+            )
             raise CheckpointError(msg)
     return files
 

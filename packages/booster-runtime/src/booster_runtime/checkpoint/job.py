@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import json
 import os
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import chain
@@ -25,7 +25,7 @@ from booster_runtime.checkpoint.pieces import Piece
 from booster_runtime.checkpoint.plan import TensorSpec, in_file_order, split_into_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from booster_core.state import TensorShard
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 TEMPORARY = ".tmp"
 TOKEN_CHARACTERS = 16
 """Length of the hexadecimal text in temporary names that no two saves share."""
+_NUMBERED = re.compile(r"-\d{5,}-of-\d{5,}\.")
+_TEMPORARY_NAME = re.compile(rf"\.(.+)\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,9 @@ class JobPlan:
         last: The name of the text that makes the others valid (an index), which is renamed last.
         homes: For each part, and each of its tensors, the position of its file in ``files``.
         elsewhere: For each part, names of tensors that lie here but that another rank writes.
-        obsolete: Names of files of an older save that this one replaces.
+        obsolete: Tells names of files of an older save that this one replaces.
+        marks: Names of the files that say so while several files are replaced.
+        healed: Names of such files of interrupted saves that this save replaces, and their indexes.
     """
 
     folder: Path
@@ -93,6 +97,8 @@ class JobPlan:
     homes: tuple[dict[str, int], ...]
     elsewhere: tuple[set[str], ...]
     obsolete: Callable[[str], bool]
+    marks: tuple[str, ...] = ()
+    healed: Mapping[str, str] = field(default_factory=dict)
 
     def temporary(self, name: str) -> Path:
         """Return where a file lies until it is complete."""
@@ -185,10 +191,12 @@ def make_plan(
             texts[names.index] = index_text(ordered, sum(spec.nbytes for spec in part_specs))
             last.append(names.index)
     written = {file.name for file in files} | texts.keys()
-    divided_names = [part.names for part in parts if part.is_divided]
+    # A form that readers look for first would be read in place of this one.
+    replaced = [form for part in parts if part.is_divided for form in (part.names, *part.names.read_first)]
+    in_one_file = [part.names for part in parts if part.file_name in (None, part.names.single)]
 
     def is_obsolete(name: str) -> bool:
-        return name not in written and any(names.is_part(name) or name == names.single for names in divided_names)
+        return name not in written and any(names.includes(name) for names in replaced)
 
     return JobPlan(
         folder=folder,
@@ -199,6 +207,8 @@ def make_plan(
         homes=tuple(homes),
         elsewhere=tuple(part.extra_elsewhere() for part in parts),
         obsolete=is_obsolete,
+        marks=tuple(part.names.mark for part in parts if part.is_divided),
+        healed={names.mark: names.index for names in (*replaced, *in_one_file)},
     )
 
 
@@ -309,10 +319,11 @@ class WriteJob:
                 os.fsync(stream.fileno())
 
     def _remove_stale(self) -> None:
-        """Delete what a killed save of the same files has left."""
-        for name in (*(file.name for file in self.plan.files), *self.plan.texts):
-            pattern = f".{glob.escape(name)}.{'[0-9a-f]' * TOKEN_CHARACTERS}{TEMPORARY}"
-            for path in self.plan.folder.glob(pattern):
+        """Delete what a killed save of the same checkpoint has left, in however many files."""
+        names = {*(file.name for file in self.plan.files), *self.plan.texts}
+        for path in self.plan.folder.iterdir():
+            match = _TEMPORARY_NAME.fullmatch(path.name)
+            if match and (match[1] in names or self.plan.obsolete(match[1])):
                 path.unlink(missing_ok=True)
 
     def _remove_temporaries(self) -> None:
@@ -353,23 +364,35 @@ class WriteJob:
             for name in (*names, *plan.last)
         ]
         replaced = [name for name in (*names, *plan.last) if (plan.folder / name).exists()]
-        obsolete = [entry for entry in sorted(plan.folder.iterdir()) if plan.obsolete(entry.name)]
+        present = {entry.name for entry in plan.folder.iterdir()}
+        # Without its index or its only file, an older form is not looked for: its numbered files go afterwards.
+        obsolete = sorted(filter(plan.obsolete, present), key=lambda name: (bool(_NUMBERED.search(name)), name))
         # One file is replaced at once. Several are not: until the last is in place, a note tells readers so.
-        mark = None
-        if plan.last and (replaced or obsolete):
-            mark = plan.folder / f".{plan.last[0]}.interrupted"
-            mark.touch()
+        marks = plan.marks if replaced or obsolete else ()
+        for mark in marks:
+            (plan.folder / mark).touch()
+        if marks:
             sync_folder(plan.folder)
         for name in (*names, *plan.last):
             plan.temporary(name).replace(plan.folder / name)
-        for entry in obsolete:
-            entry.unlink(missing_ok=True)
-        if mark is not None:
-            sync_folder(plan.folder)
-            mark.unlink()
+        for name in obsolete:
+            (plan.folder / name).unlink(missing_ok=True)
+        self._heal(marks, present)
         sync_folder(plan.folder)
         if self._commit is not None:
             self._commit(self.written)
+
+    def _heal(self, marks: Sequence[str], present: set[str]) -> None:
+        """Take away the marks of this save, and those of interrupted ones that it replaces."""
+        plan = self.plan
+        healed = {mark: index for mark, index in plan.healed.items() if mark in present}
+        for index in healed.values():
+            if index not in plan.last:
+                (plan.folder / index).unlink(missing_ok=True)  # of files of two saves
+        if marks or healed:
+            sync_folder(plan.folder)
+        for mark in {*marks, *healed}:
+            (plan.folder / mark).unlink(missing_ok=True)
 
 
 def file_checksum(path: Path) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 SAFETENSORS, TORCH = ".safetensors", ".bin"
 MODEL, TORCH_MODEL, OPTIMIZER, EMA = "model", "pytorch_model", "optimizer", "ema"
+INTERRUPTED = ".interrupted"
+"""Suffix of the file that says that a save is replacing a checkpoint's files; after a kill, it stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,16 @@ class FileNames:
         return f"{self.base}{self.suffix}.index{middle}.json"
 
     @property
+    def mark(self) -> str:
+        """The name of the file that is there while the files of a divided checkpoint are replaced."""
+        return mark_of(self.index)
+
+    @property
+    def read_first(self) -> tuple[FileNames, ...]:
+        """The other forms of the same checkpoint that readers prefer to this one, where both are there."""
+        return (FileNames(base=MODEL, prefix=self.prefix),) if self.base == TORCH_MODEL else ()
+
+    @property
     def groups(self) -> str:
         """The name of the file with an optimizer's parameter groups."""
         return "param_groups.json" if not self.prefix else f"param_groups.{self.prefix}.json"
@@ -51,3 +63,12 @@ class FileNames:
     def is_part(self, name: str) -> bool:
         """Whether a name is that of a file of a divided checkpoint of this stem."""
         return re.fullmatch(rf"{re.escape(self.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(self.suffix)}", name) is not None
+
+    def includes(self, name: str) -> bool:
+        """Whether a name is that of any file of a checkpoint of this stem, the parameter groups left out."""
+        return name in (self.single, self.index) or self.is_part(name)
+
+
+def mark_of(index: str) -> str:
+    """Return the name of the file that is there while the files of an index are replaced."""
+    return f".{index}{INTERRUPTED}"

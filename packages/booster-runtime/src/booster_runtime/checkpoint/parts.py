@@ -242,17 +242,17 @@ class OptimizerInfo:
                 raise CheckpointError(msg)
             groups = tuple(
                 ParamGroup(
-                    params=tuple(group["params"]),
+                    params=_names(group["params"]),
                     options={key: decode(item) for key, item in group.items() if key != "params"},
                 )
-                for group in content["param_groups"]
+                for group in _list(content["param_groups"])
             )
             scalars = {
                 name: {state: decode(value) for state, value in states.items()}
                 for name, states in content["scalars"].items()
             }
-            shapes = {name: tuple(shape) for name, shape in content["param_shapes"].items()}
-        except (KeyError, TypeError, AttributeError) as error:
+            shapes = {name: _shape(shape) for name, shape in content["param_shapes"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             msg = f"'{where}' does not describe an optimizer's parameter groups: {error!r}."
             raise CheckpointError(msg) from error
         return cls(groups=groups, scalars=scalars, shapes=shapes)
@@ -292,6 +292,27 @@ class OptimizerInfo:
             for name, states in info.scalars.items():
                 scalars.setdefault(name, {}).update(states)
         return cls(groups=tuple(groups), scalars=scalars, shapes=shapes)
+
+
+def _list(values: Any) -> list[Any]:
+    if not isinstance(values, list):
+        msg = f"a list was expected, not a {type(values).__name__}"
+        raise TypeError(msg)
+    return values
+
+
+def _names(values: Any) -> tuple[str, ...]:
+    if not all(isinstance(value, str) for value in _list(values)):
+        msg = "names are text"
+        raise TypeError(msg)
+    return tuple(values)
+
+
+def _shape(values: Any) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in _list(values)):
+        msg = "sizes are numbers"
+        raise TypeError(msg)
+    return tuple(values)
 
 
 class OptimizerPart(Part):

@@ -55,6 +55,8 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library accepts."""
+_LARGEST = 1 << 62
+"""Torch's sizes are smaller than this."""
 _METADATA = "__metadata__"
 _VALUES = "booster."
 """Prefix of the metadata entries that hold values of ours."""
@@ -200,10 +202,11 @@ class SafetensorsFile(TensorFile):
     def _check_entry(self, key: str, entry: Any) -> TensorMeta:
         try:
             dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+            numbers = (*shape, begin, end)
+            if type(dtype) is not str or not all(type(number) is int and 0 <= number < _LARGEST for number in numbers):
                 raise ValueError
         except (KeyError, TypeError, ValueError) as error:
-            msg = f"The header of '{self.path}' is damaged: the entry of '{key}' is {str(entry)[:200]}."
+            msg = f"The header of '{self.path}' is damaged: the entry of '{key}' is {_shown(entry)}."
             raise CheckpointError(msg) from error
         if dtype not in _DTYPES:
             msg = f"'{key}' in '{self.path}' has dtype {dtype}; known are {', '.join(_DTYPES)}."
@@ -254,17 +257,25 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
+def _shown(value: Any) -> str:
+    """Return the beginning of a value's text, for a message."""
+    try:
+        return str(value)[:200]
+    except (RecursionError, ValueError):  # nested too deeply, or with too many digits
+        return f"a {type(value).__name__}"
+
+
 def _values_in(path: Path, metadata: Any) -> dict[str, Any]:
     """Return our values among the metadata."""
     if not isinstance(metadata, dict):
-        msg = f"The header of '{path}' is damaged: its metadata is {str(metadata)[:200]}."
+        msg = f"The header of '{path}' is damaged: its metadata is {_shown(metadata)}."
         raise CheckpointError(msg)
     values = {}
     for name, text in metadata.items():
         if name.startswith(_VALUES):
             try:
                 values[name.removeprefix(_VALUES)] = json.loads(text)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 msg = f"The header of '{path}' is damaged: its entry '{name}' is not JSON ({error})."
                 raise CheckpointError(msg) from error
     return values

@@ -18,17 +18,23 @@ from booster_core.errors import CheckpointError, shorten
 from booster_core.state import decode, full_box, tensor_references
 from booster_runtime.checkpoint.formats import TensorFile, open_tensor_file
 from booster_runtime.checkpoint.index import read_index
-from booster_runtime.checkpoint.naming import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
+from booster_runtime.checkpoint.naming import (
+    INTERRUPTED,
+    MODEL,
+    OPTIMIZER,
+    SAFETENSORS,
+    TORCH,
+    TORCH_MODEL,
+    FileNames,
+    mark_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
 
     from booster_core.state import Box, TensorMeta
-
-INTERRUPTED = ".interrupted"
-"""Suffix of the file that says that a save is replacing a checkpoint's files; after a kill, it stays."""
 
 _CANDIDATES = {
     MODEL: (FileNames(base=MODEL), FileNames(base=TORCH_MODEL, suffix=TORCH)),
@@ -60,13 +66,14 @@ def find_files(path: Path, kind: str) -> tuple[dict[Path, set[str] | None], Path
         raise CheckpointError(msg)
     if path.is_file():
         return _from_index(path) if path.name.endswith(".json") else ({path: None}, None)
-    _refuse_interrupted(path)
     names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
     for candidate in _CANDIDATES[kind]:
         if candidate.single in names:
+            _refuse_marks(path, {candidate.mark} & set(names))
             return {path / candidate.single: None}, None
         if candidate.index in names:
             return _from_index(path / candidate.index)
+    _refuse_marks(path, [name for name in names if name.endswith(INTERRUPTED) and not _is_other_kind(name[1:], kind)])
     for find in (_prefixed, _numbered, _lone):
         found = find(path, kind, names)
         if found is not None:
@@ -76,18 +83,19 @@ def find_files(path: Path, kind: str) -> tuple[dict[Path, set[str] | None], Path
     raise CheckpointError(msg)
 
 
-def _refuse_interrupted(folder: Path) -> None:
-    marks = sorted(folder.glob(f".*{INTERRUPTED}"))
-    if marks:
+def _refuse_marks(folder: Path, marks: Collection[str]) -> None:
+    """Raise where marks say that files may be of two saves."""
+    for mark in sorted(marks):
         msg = (
-            f"A save into '{folder}' was interrupted while it replaced an older checkpoint ('{marks[0].name}' is "
-            "left), so "
+            f"A save into '{folder}' was interrupted while it replaced an older checkpoint ('{mark}' is left), so "
             "its files may be of two different saves. Save again, or load another checkpoint."
         )
         raise CheckpointError(msg)
 
 
 def _from_index(path: Path) -> tuple[dict[Path, set[str] | None], Path]:
+    mark = path.with_name(mark_of(path.name))
+    _refuse_marks(path.parent, [mark.name] if mark.exists() else [])
     files: dict[Path, set[str] | None] = {}
     for key, name in read_index(path).items():
         expected = files.setdefault(path.parent / name, set())
@@ -224,7 +232,7 @@ class Source:
             if expected is None or key in expected or key not in self._home:
                 self._home[key] = file
                 self.tensors[key] = meta
-        self.values.update(file.values)
+        self.values.update(_checked_values(file))
 
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Read a box of a tensor into ``out``; see `TensorFile.read`."""
@@ -264,6 +272,23 @@ class Source:
             elif name in self.tensors:
                 found[name] = self.read_whole(name)
         return found
+
+
+def _checked_values(file: TensorFile) -> Mapping[str, Any]:
+    """Return a file's values, once it is known that the tensors in them go by names.
+
+    Raises:
+        CheckpointError: If one is nested too deeply, or refers to something else.
+    """
+    try:
+        references = [key for value in file.values.values() for key in tensor_references(value)]
+    except RecursionError as error:
+        msg = f"A value in '{file.path}' is nested too deeply: it is damaged or hostile."
+        raise CheckpointError(msg) from error
+    if not all(isinstance(key, str) for key in references):
+        msg = f"A value in '{file.path}' refers to a tensor by something else than its name: it is damaged or hostile."
+        raise CheckpointError(msg)
+    return file.values
 
 
 @contextmanager
