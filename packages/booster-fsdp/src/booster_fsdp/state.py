@@ -18,6 +18,7 @@ from booster_core.state import (
     flatten_state,
     full_box,
     restore_state,
+    unsaved_state,
 )
 from booster_runtime.sharding import DTensorStateAdapter, dtensor_shards, is_cut
 
@@ -74,6 +75,10 @@ class FSDPStateAdapter(DTensorStateAdapter):
             if others:
                 scalars[sharded.names[index]] = others
         return scalars
+
+    @override
+    def unsaved_state(self) -> Sequence[str]:
+        return unsaved_state(self._required().unwrap())
 
     @override
     def param_groups(self) -> Sequence[ParamGroup]:

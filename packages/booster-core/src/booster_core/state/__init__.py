@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter, TensorMeta
     from booster_core.state.jsonable import decode, encode, tensor_references
     from booster_core.state.naming import NamedTensors, compiled_module, extra_state_modules, named_modules, own_class
-    from booster_core.state.optimizer_state import flatten_state, restore_state
+    from booster_core.state.optimizer_state import flatten_state, restore_state, unsaved_state
     from booster_core.state.regions import (
         Region,
         intersect,
@@ -61,6 +61,7 @@ __all__ = [
     "span_of",
     "tensor_references",
     "unpack",
+    "unsaved_state",
     "without_adapters",
 ]
 
@@ -71,7 +72,7 @@ __getattr__, __dir__ = public_names(
         ".adapter": ["JSONValue", "ParamGroup", "StateAdapter", "TensorMeta"],
         ".jsonable": ["decode", "encode", "tensor_references"],
         ".naming": ["NamedTensors", "compiled_module", "extra_state_modules", "named_modules", "own_class"],
-        ".optimizer_state": ["flatten_state", "restore_state"],
+        ".optimizer_state": ["flatten_state", "restore_state", "unsaved_state"],
         ".regions": [
             "Region",
             "intersect",

@@ -18,7 +18,7 @@ from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin.wrappers import unwrap_model
 from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter
 from booster_core.state.naming import NamedTensors, extra_state_modules
-from booster_core.state.optimizer_state import flatten_state, restore_state
+from booster_core.state.optimizer_state import flatten_state, restore_state, unsaved_state
 from booster_core.state.shard import TensorShard, full_box
 
 if TYPE_CHECKING:
@@ -100,6 +100,10 @@ class ReplicatedStateAdapter(StateAdapter):
     @override
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
         return {name: scalars for name, _, scalars in self._states() if scalars}
+
+    @override
+    def unsaved_state(self) -> Sequence[str]:
+        return unsaved_state(self._required_optimizer())
 
     @override
     def param_groups(self) -> Sequence[ParamGroup]:

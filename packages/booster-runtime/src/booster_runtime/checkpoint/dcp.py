@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from torch import nn
     from torch.distributed.checkpoint.storage import WriteResult
 
     from booster_core.state import StateAdapter, TensorShard
@@ -155,7 +156,9 @@ class _AliasWriter(FileSystemWriter):
         super().finish(metadata, [*results, further])
 
 
-def save_model_dcp(session: Session, adapter: StateAdapter, path: Path, dtype: torch.dtype | None) -> None:
+def save_model_dcp(
+    session: Session, adapter: StateAdapter, path: Path, dtype: torch.dtype | None, module: nn.Module | None = None
+) -> None:
     """Write a model as a DCP folder.
 
     Raises:
@@ -163,7 +166,7 @@ def save_model_dcp(session: Session, adapter: StateAdapter, path: Path, dtype: t
 
     Collective: every rank.
     """
-    part = ModelPart(adapter, FileNames(base=MODEL), dtype=dtype)
+    part = ModelPart(adapter, FileNames(base=MODEL), dtype=dtype, module=module)
     _save_part("save_model", session, part, path, aliases=adapter.tied_names())
 
 

@@ -124,14 +124,20 @@ class CheckpointFiles:
             from booster_runtime.checkpoint.dcp import save_model_dcp
 
             self._begin("save_model")
-            save_model_dcp(self._session, adapter, Path(checkpoint), dtype)
+            save_model_dcp(self._session, adapter, Path(checkpoint), dtype, module)
             return
         suffix = SAFETENSORS if use_safetensors else TORCH
         names = FileNames(base=MODEL if use_safetensors else TORCH_MODEL, suffix=suffix, prefix=prefix)
         target = target_of(checkpoint, names, shard=shard, prefix=prefix, size_per_shard=size_per_shard)
         texts = pretrained_files(module, dtype) if module is not None and shard else {}
         part = ModelPart(
-            adapter, names, max_bytes=target.max_bytes, file_name=target.file_name, dtype=dtype, texts=texts
+            adapter,
+            names,
+            max_bytes=target.max_bytes,
+            file_name=target.file_name,
+            dtype=dtype,
+            texts=texts,
+            module=module,
         )
         self._saver.save("save_model", target.folder, [part], check=target.check, use_async=use_async)
 

@@ -103,7 +103,7 @@ class Manifest:
                 for name, entry in content.pop("files").items()
             }
             step = content.pop("step")
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             msg = f"The manifest '{path}' is damaged: {error!r} where its entries should be."
             raise CheckpointError(msg) from error
         for name in files:

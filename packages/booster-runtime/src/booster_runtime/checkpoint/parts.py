@@ -16,11 +16,13 @@ from typing_extensions import override
 from booster_core.errors import CheckpointError
 from booster_core.state import ParamGroup, TensorShard, decode, encode, full_box
 from booster_runtime.checkpoint.plan import natural_order
+from booster_runtime.checkpoint.unsaved import check_model_is_saved_whole, check_optimizer_is_saved_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch
+    from torch import nn
 
     from booster_core.state import StateAdapter
     from booster_runtime.checkpoint.naming import FileNames
@@ -96,6 +98,7 @@ class ModelPart(Part):
         file_name: Name of the one file, where it is not ``names.single``.
         dtype: Element type that floating tensors are written in; ``None`` leaves each as it is.
         texts: Further files and their content, such as ``config.json``.
+        module: The user's own model; state that only its ``state_dict`` shows is refused.
     """
 
     def __init__(
@@ -107,9 +110,11 @@ class ModelPart(Part):
         file_name: str | None = None,
         dtype: torch.dtype | None = None,
         texts: Mapping[str, str] | None = None,
+        module: nn.Module | None = None,
     ) -> None:
         super().__init__(names, max_bytes=max_bytes, file_name=file_name)
         self._adapter = adapter
+        self._module = module
         self._dtype = dtype
         self._texts = dict(texts or {})
         self._extra: dict[str, Any] = {}
@@ -142,6 +147,8 @@ class ModelPart(Part):
 
     @override
     def local_facts(self) -> Any:
+        if self._module is not None:
+            check_model_is_saved_whole(self._module)
         self._extra_tensors = {}
         encoded = {}
         for name, value in self._adapter.extra_state().items():
@@ -345,6 +352,7 @@ class OptimizerPart(Part):
 
     @override
     def local_facts(self) -> Any:
+        check_optimizer_is_saved_whole(self._adapter.unsaved_state())
         return OptimizerInfo.of(self._adapter)
 
     @override

@@ -33,7 +33,11 @@ def scheduler_from_json(scheduler: LRScheduler, content: Any, where: str) -> Non
     if content["scheduler"] != type(scheduler).__name__:
         msg = f"'{where}' holds the state of a {content['scheduler']}; this scheduler is a {type(scheduler).__name__}."
         raise CheckpointError(msg)
-    scheduler.load_state_dict(_with_code_of(scheduler.state_dict(), decode(content["state"])))
+    state = decode(content["state"])
+    if not isinstance(state, dict):
+        msg = f"'{where}' is damaged: the state of its {content['scheduler']} is a {type(state).__name__}."
+        raise CheckpointError(msg)
+    scheduler.load_state_dict(_with_code_of(scheduler.state_dict(), state))
 
 
 def _without_code(value: Any) -> Any:

@@ -102,6 +102,9 @@ class TrainingPart(Part):
         return {VALUES: json.dumps(self._content, indent=1) + "\n"}
 
 
+_ENTRIES = ("lr_schedulers", "loss_scaler", "dataloader", "extra", "random")
+
+
 class SavedTraining:
     """What `TrainingPart` wrote, checked, ready to be put back.
 
@@ -115,12 +118,18 @@ class SavedTraining:
     def __init__(self, folder: Path) -> None:
         self._where = folder / VALUES
         self._content = read_json(self._where)
-        if not isinstance(self._content, dict) or "format_version" not in self._content:
+        version = self._content.get("format_version") if isinstance(self._content, dict) else None
+        if type(version) is not int:
             msg = f"'{self._where}' does not hold a training state."
             raise CheckpointError(msg)
-        version = self._content["format_version"]
         if version > FORMAT_VERSION:
             msg = f"'{self._where}' has format version {version}; this Booster reads up to {FORMAT_VERSION}. Update it."
+            raise CheckpointError(msg)
+        absent = [name for name in _ENTRIES if name not in self._content]
+        if absent or not all(isinstance(self._content[name], list) for name in ("lr_schedulers", "random")):
+            msg = (
+                f"'{self._where}' is damaged: it lacks {', '.join(absent) or 'lists of schedulers and random states'}."
+            )
             raise CheckpointError(msg)
         self._tensors = folder / TENSORS
 

@@ -89,7 +89,14 @@ def save_training_state(
     temporary = Path(coordinator.broadcast_object(str(steps.temporary(step, new_token()))))
     max_bytes = size_per_shard << 20
     parts: list[Part] = [
-        ModelPart(state.model, FileNames(base=MODEL), max_bytes=max_bytes, dtype=state.dtype, texts=texts)
+        ModelPart(
+            state.model,
+            FileNames(base=MODEL),
+            max_bytes=max_bytes,
+            dtype=state.dtype,
+            texts=texts,
+            module=state.module,
+        )
     ]
     if state.optimizer is not None:
         parts.append(OptimizerPart(state.optimizer, FileNames(base=OPTIMIZER), max_bytes=max_bytes))

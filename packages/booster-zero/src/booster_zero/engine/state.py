@@ -23,6 +23,7 @@ from booster_core.state import (
     flatten_state,
     full_box,
     restore_state,
+    unsaved_state,
 )
 from booster_runtime.sharding import is_cut
 
@@ -98,6 +99,9 @@ class ShardedStateAdapter(StateAdapter, Generic[OptimizerT]):
             if others:
                 scalars[sharded.names[index]] = others
         return scalars
+
+    def unsaved_state(self) -> Sequence[str]:
+        return unsaved_state(self.required_optimizer().unwrap())
 
     def param_groups(self) -> Sequence[ParamGroup]:
         sharded = self.required_optimizer()
