@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _INSTALL = "`pip install 'booster-runtime[lora]'`"
 _CONFIG = "adapter_config.json"
+_TESTED_KINDS = frozenset({"ADALORA", "FOURIERFT", "IA3", "LOHA", "LOKR", "LORA", "OFT", "VERA"})
+"""peft's names of the kinds of adapters that train alike under every strategy."""
 
 
 def add_adapters(
@@ -96,18 +98,11 @@ def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plug
     _check_plugin(plugin)
     if optimizer is None:
         return
+    _check_kinds(model)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    adapters = {
-        id(parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and any(part.startswith("lora_") for part in name.split("."))
-    }
+    adapters = _adapter_parameters(model) & trained
     if not held & adapters or (held - trained and adapters - held):
-        kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()} - {"LORA"}
-        if kinds and not adapters:
-            msg = f"Adapters of type {', '.join(sorted(kinds))} can't be boosted; those of a `peft.LoraConfig` can."
-            raise ConfigError(msg)
         named = NamedTensors.of(model)
         missing = [named.name_of[key] for key in adapters - held]
         msg = (
@@ -118,6 +113,30 @@ def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plug
         )
         raise ConfigError(msg)
     _drop_frozen(optimizer)
+
+
+def _check_kinds(model: nn.Module) -> None:
+    kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
+    if kinds - _TESTED_KINDS:
+        msg = (
+            f"Adapters of type {', '.join(sorted(kinds - _TESTED_KINDS))} have not been tested with Booster, so that "
+            f"nobody knows whether their gradients are right. Tested are {', '.join(sorted(_TESTED_KINDS))}."
+        )
+        raise ConfigError(msg)
+
+
+def _adapter_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that peft has added to layers."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = set()
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            for name in layer.adapter_layer_names:
+                added = getattr(layer, name, None)
+                if isinstance(added, nn.Module):
+                    found |= {id(parameter) for parameter in added.parameters()}
+    return found
 
 
 def _check_plugin(plugin: Plugin) -> None:
