@@ -85,8 +85,8 @@ def add_adapters(
 def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plugin) -> None:
     """Check a model that has adapters before it is boosted, and take frozen parameters out of its optimizer.
 
-    ``AdamW(model.parameters())`` lists the frozen base too. Strategies that lay out what an optimizer lists would keep
-    masters of it; nothing else would ever come of it.
+    ``AdamW(model.parameters())`` lists the frozen base too. Strategies that shard what an optimizer lists would keep
+    master weights of it, which never change.
 
     Raises:
         ConfigError: If the plugin does not train adapters, or the optimizer was made before they were.

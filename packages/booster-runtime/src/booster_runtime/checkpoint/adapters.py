@@ -1,4 +1,4 @@
-"""Writing a model's adapters as peft writes and reads them, from wherever their parts lie.
+"""Write a model's adapters as peft writes and reads them, from the shards of all ranks.
 
 For each adapter a folder with ``adapter_config.json`` and one file of tensors; that of the adapter ``default`` is the
 folder itself, the others' are below it by name.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """The tensors of a model, as far as they lie on one rank.
+    """The tensors of a model, as far as one rank holds them.
 
     Args:
         tensors: What each tensor is, by name.
@@ -30,7 +30,7 @@ class Expectation:
 
     @classmethod
     def of(cls, adapter: StateAdapter, extra: tuple[str, ...]) -> Expectation:
-        """Return what lies on this rank."""
+        """Return what this rank holds."""
         tensors = {
             shard.name: TensorMeta(shape=shard.global_shape, dtype=shard.dtype) for shard in adapter.model_shards()
         }

@@ -1,6 +1,6 @@
 """Writes a checkpoint again in another form: safetensors, ``torch.save`` files, or a DCP folder. Streamed, never whole.
 
-The result is made under a temporary name beside its place and renamed when it is complete.
+The result is made under a temporary name in the same folder and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORMS = {"safetensors": SAFETENSORS, "bin": TORCH, DCP: DCP}
 
 
 def kinds_at(path: Path) -> list[str]:
-    """Return what lies at a path: ``"model"``, ``"optimizer"``, or both of them.
+    """Return what is at a path: ``"model"``, ``"optimizer"``, or both of them.
 
     Raises:
         CheckpointError: If it is neither, or damaged.

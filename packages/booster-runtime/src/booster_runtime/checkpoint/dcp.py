@@ -1,7 +1,7 @@
 """Writes folders of ``torch.distributed.checkpoint`` (DCP), for those who want torch's own tools to read them.
 
-torch writes the files; this file tells it which boxes of which tensors lie here. Flat ranges become a few boxes. A tied
-tensor is written once and listed under all of its names, and an optimizer's state has torch's own nesting
+torch writes the files; this file tells it which boxes of which tensors this rank holds. Flat ranges become a few boxes.
+A tied tensor is written once and listed under all of its names, and an optimizer's state has torch's own nesting
 (``state.<parameter>.<state>``, ``param_groups``).
 """
 
@@ -59,10 +59,10 @@ class _Chunk:
 
 
 class _ShardPlanner(SavePlanner):
-    """Tells torch what lies here, and gives it the values when it asks.
+    """Tells torch what this rank holds, and gives it the values when it asks.
 
     Args:
-        chunks: This rank's boxes, by where they lie.
+        chunks: This rank's boxes, by their offsets.
         sizes: Shape and dtype of each whole tensor written here in part.
         values: Values that are not tensors, and that this rank writes.
         paths: The path of each name in the nested state.

@@ -158,7 +158,7 @@ class DCPFile(TensorFile):
             size = os.fstat(self._files[name]).st_size
             if place.offset + place.length > size:
                 msg = (
-                    f"'{fqn}' lies at bytes {place.offset} to {place.offset + place.length} of "
+                    f"'{fqn}' is at bytes {place.offset} to {place.offset + place.length} of "
                     f"'{self.path / name}', "
                     f"which has {size} bytes. It is truncated."
                 )
@@ -167,7 +167,7 @@ class DCPFile(TensorFile):
     def _slice_of(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[int, Slice]:
         place = self._table.slices.get((fqn, offset))
         if place is None:
-            msg = f"The table in '{self.path}' does not say where '{fqn}' lies: it is damaged."
+            msg = f"The table in '{self.path}' does not say where '{fqn}' is: it is damaged."
             raise CheckpointError(msg)
         return self._files[place.file], place
 

@@ -1,4 +1,4 @@
-"""The table of a DCP folder: which tensors and values there are, and where in which file their chunks lie.
+"""The table of a DCP folder: which tensors and values there are, and in which file, at which offset, their chunks are.
 
 Every entry is checked here, so that what reads chunks can take the table at its word.
 """

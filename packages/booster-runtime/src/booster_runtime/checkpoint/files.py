@@ -1,7 +1,7 @@
 """`CheckpointFiles`: saves and loads models, optimizers and schedulers under any plugin, through its `StateAdapter`.
 
 This file holds what callers see: who checks what before anything moves, and how loads go. How a save goes, how files
-look, what goes where, and how bytes move is in the files beside it.
+look, what goes where, and how bytes move is in the modules next to it.
 """
 
 from __future__ import annotations
@@ -378,7 +378,7 @@ class CheckpointFiles:
     ) -> list[WrittenFile]:
         """Write several parts into one folder, and commit them together.
 
-        The folder itself is not renamed; ``commit`` may do that. Files lie there under their own names when it runs,
+        The folder itself is not renamed; ``commit`` may do that. Files have their own names when it runs,
         synced, after every rank has written. If anything fails, on any rank, ``commit`` has not been called.
 
         Args:

@@ -1,4 +1,4 @@
-"""What a file of tensors is to the rest: something that can be laid out before its values exist, and read in parts.
+"""The interface of a file of tensors: laid out before its values exist, and read in parts.
 
 `Container` writes, `TensorFile` reads; ``safetensors_file`` and ``torch_file`` implement both. The bytes of a tensor
 are contiguous and row-major in either kind of file, so that values go to their offsets without the container's help.

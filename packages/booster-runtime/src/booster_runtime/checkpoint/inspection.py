@@ -61,7 +61,7 @@ def is_root(path: Path) -> bool:
 
 
 def inspect(path: Path) -> Inspection:
-    """Return what lies at a path. No tensor's values are read.
+    """Describe what is at a path. No tensor's values are read.
 
     Raises:
         CheckpointError: If it is no checkpoint, or its headers are damaged.
@@ -149,7 +149,7 @@ def _relative(path: Path, base: Path) -> str:
 
 
 def verify(path: Path) -> tuple[list[str], str]:
-    """Check what lies at a path as far as it can be checked.
+    """Check what is at a path as far as possible.
 
     Returns:
         What is wrong, in words; and what was checked.

@@ -40,7 +40,7 @@ _TEMPORARY_NAME = re.compile(rf"\.(.+)\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedFile:
-    """A file of tensors that is to be written.
+    """A file of tensors that a save writes.
 
     Args:
         name: Its name in the job's folder.
@@ -74,7 +74,7 @@ class WrittenFile:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """What is to be written where; the same on every rank.
+    """The layout of a save; the same on every rank.
 
     Args:
         folder: Where the files go; made if it does not exist.
@@ -83,7 +83,7 @@ class JobPlan:
         texts: Other files and their content.
         last: The name of the text that makes the others valid (an index), which is renamed last.
         homes: For each part, and each of its tensors, the position of its file in ``files``.
-        elsewhere: For each part, names of tensors that lie here but that another rank writes.
+        elsewhere: For each part, names of tensors that this rank holds but that another rank writes.
         obsolete: Tells names of files of an older save that this one replaces.
         marks: Names of the files that say so while several files are replaced.
         healed: Names of such files of interrupted saves that this save replaces, and their indexes.
@@ -101,7 +101,7 @@ class JobPlan:
     healed: Mapping[str, str] = field(default_factory=dict)
 
     def temporary(self, name: str) -> Path:
-        """Return where a file lies until it is complete."""
+        """Return a file's path until it is complete."""
         return self.folder / f".{name}.{self.token}{TEMPORARY}"
 
     @property
@@ -245,7 +245,7 @@ class WriteJob:
         is_route_shared: Whether all ranks see the folder.
         one_host: Whether all ranks that write run on one host.
         want_checksums: Compute each file's checksum.
-        commit: Called on rank 0 with the list of files when all of them lie under their names.
+        commit: Called on rank 0 with the list of files when all of them have their names.
     """
 
     def __init__(

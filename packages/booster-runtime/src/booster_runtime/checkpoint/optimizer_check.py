@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def read_optimizer_info(source: Source) -> OptimizerInfo:
-    """Return parameter groups and other state: from the file itself, or beside the index."""
+    """Return parameter groups and other state: from the file itself, or from the file next to the index."""
     if "optimizer" in source.values:
         return OptimizerInfo.from_json(source.values["optimizer"], str(source.path))
     path = source.groups_path

@@ -1,4 +1,4 @@
-"""What is written: a model's or an optimizer's state, as named tensors and the values beside them.
+"""The parts of a save: a model's or an optimizer's state, as named tensors and other values.
 
 A part is asked on every rank for what it owns there, told what all ranks said, and then asked for values and shards.
 """
@@ -195,7 +195,7 @@ class ModelPart(Part):
 
 
 def whole_shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorShard]:
-    """Yield one shard for each tensor that lies here as a whole."""
+    """Yield one shard for each tensor that this rank holds whole."""
     for key, tensor in tensors.items():
         shape = tuple(tensor.shape)
         yield TensorShard(name=key, global_shape=shape, dtype=tensor.dtype, box=full_box(shape), data=tensor.detach())
@@ -203,7 +203,7 @@ def whole_shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorShard]:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerInfo:
-    """An optimizer's state beside its tensors.
+    """An optimizer's state, its tensors left out.
 
     Args:
         groups: Parameter groups.

@@ -1,4 +1,4 @@
-"""The small files that Hugging Face libraries want beside a model's weights."""
+"""The small files that Hugging Face libraries expect next to a model's weights."""
 
 from __future__ import annotations
 

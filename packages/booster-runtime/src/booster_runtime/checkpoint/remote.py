@@ -37,7 +37,7 @@ _NUMBERED = re.compile(r"(.+)-\d{5,}-of-\d{5,}(\.\w+)")
 def local_target(
     coordinator: DistCoordinator, checkpoint: str | Path, call: str, *, use_async: bool = False
 ) -> Iterator[Path]:
-    """Give the local path to write to; what lies there after the body is uploaded where a URL was passed.
+    """Give the local path to write to; what is there after the body is uploaded where a URL was passed.
 
     Args:
         coordinator: The ranks.

@@ -216,7 +216,7 @@ class SafetensorsFile(TensorFile):
         available = self._size - self._start
         if begin > end or end > available:
             msg = (
-                f"'{key}' in '{self.path}' lies at bytes {begin} to {end} of its values, but the file has {available}. "
+                f"'{key}' in '{self.path}' is at bytes {begin} to {end} of its values, but the file has {available}. "
                 "It is truncated or damaged."
             )
             raise CheckpointError(msg)

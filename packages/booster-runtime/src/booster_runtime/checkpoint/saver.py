@@ -140,7 +140,7 @@ class Saver:
         return job.written
 
     def _plan(self, save: _Save, token: str, facts: Callable[[], Any]) -> tuple[JobPlan, Route]:
-        """Let all ranks know what is to be written, and lay it out alike on each."""
+        """Tell all ranks what each writes, and compute the same layout on each."""
         session, folder = self._session, save.folder
         gathered = session.gather(
             save.name, folder, lambda: (facts(), save.texts, session.look_for_token(folder, token)), save.group

@@ -1,6 +1,6 @@
 """A checkpoint as one namespace of tensors, whatever files it consists of.
 
-`find_files` tells from what lies at a path which files are the checkpoint; `Source` opens them. In a folder that holds
+`find_files` tells which files at a path are the checkpoint; `Source` opens them. In a folder that holds
 several forms, the first of these wins: ``model.safetensors``, ``model.safetensors.index.json``,
 ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, as in Hugging Face libraries; then, where there is exactly
 one, the same with a prefix; then a complete set of numbered files without an index; then a lone file.
@@ -210,7 +210,7 @@ class Source:
 
     @property
     def groups_path(self) -> Path | None:
-        """Where an optimizer's parameter groups lie, if its files are in a folder with an index."""
+        """The path of an optimizer's parameter groups, if its files are in a folder with an index."""
         if self.index is None:
             return self.path / "param_groups.json" if self.path.is_dir() else None
         prefix = self.index.name.removesuffix(".json").partition(".index")[2].removeprefix(".")

@@ -289,7 +289,7 @@ def arrange(folder: Path, home: Callable[[str], str], names: list[str]) -> dict[
     """Move files into folders inside of theirs, durably, and return where each is now.
 
     Args:
-        folder: The folder in which the files lie.
+        folder: The folder of the files.
         home: Tells the name of a file's folder; ``""`` leaves it where it is.
         names: The files.
 

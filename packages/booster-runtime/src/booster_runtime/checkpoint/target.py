@@ -68,7 +68,7 @@ def target_of(
 
 
 def check_is_no_file(path: Path) -> None:
-    """Raise `CheckpointError` if there is a file where a folder is to be written."""
+    """Raise `CheckpointError` if there is a file where a folder goes."""
     if path.exists() and not path.is_dir():
         msg = (
             f"Checkpoint path '{path}' is a file, but `shard=True` writes a folder. Pass another path or `shard=False`."
@@ -77,7 +77,7 @@ def check_is_no_file(path: Path) -> None:
 
 
 def check_is_no_folder(path: Path) -> None:
-    """Raise `CheckpointError` if there is a folder where a file is to be written."""
+    """Raise `CheckpointError` if there is a folder where a file goes."""
     if path.is_dir():
         msg = (
             f"Checkpoint path '{path}' is a folder, but a file is to be written. Pass a file's path (or `shard=True`)."

@@ -77,7 +77,7 @@ def _content(tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> dic
 class TorchFile(TensorFile):
     """Reads a file made by ``torch.save`` of a dict of tensors.
 
-    Like any other file, it is read in parts: torch tells where the values of a tensor lie. A file from before torch
+    Like any other file, it is read in parts: torch tells the offset of a tensor's values. A file from before torch
     1.6, or one with strided views, is read (or mapped) as a whole instead.
 
     Args:
@@ -149,8 +149,7 @@ class TorchFile(TensorFile):
             if nbytes and self._offsets[name] + nbytes > size:
                 self.close()
                 msg = (
-                    f"'{name}' lies beyond the end of '{self.path}', which has {size} bytes. It is truncated or "
-                    "damaged."
+                    f"'{name}' is beyond the end of '{self.path}', which has {size} bytes. It is truncated or damaged."
                 )
                 raise CheckpointError(msg)
 

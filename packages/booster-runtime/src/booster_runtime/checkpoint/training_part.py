@@ -134,7 +134,7 @@ class SavedTraining:
         self._tensors = folder / TENSORS
 
     def check(self, objects: TrainingObjects) -> None:
-        """Check that what is to be loaded was saved.
+        """Check that everything asked for was saved.
 
         Raises:
             CheckpointError: If it was not.

@@ -33,12 +33,12 @@ def renamed(module: nn.Module | None, keys: Iterable[str], known: Iterable[str])
     """
     known_names = set(known)
     names = {key: key for key in keys}
-    strangers = [key for key in names if key not in known_names]
-    renamings = _renamings(module) if strangers else []
+    unknown = [key for key in names if key not in known_names]
+    renamings = _renamings(module) if unknown else []
     if renamings:
         from transformers.core_model_loading import apply_renamings
 
-        for key in strangers:
+        for key in unknown:
             name = apply_renamings(key, renamings)
             if name in known_names and name not in names:
                 del names[key]

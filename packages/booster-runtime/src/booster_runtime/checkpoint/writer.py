@@ -133,7 +133,7 @@ class OneBucket:
 
 
 def write_directly(writer: FileWriter, pieces: Iterable[Piece], bucket: OneBucket) -> None:
-    """Write pieces from where they lie; those in other memory or of another dtype travel through the bucket.
+    """Write pieces straight from their memory; those in other memory or of another dtype travel through the bucket.
 
     Collective: none.
     """
@@ -206,7 +206,7 @@ def receive_pieces(
 ) -> None:
     """Write the pieces that other ranks send, rank after rank.
 
-    What arrives after a failure is received all the same, so that no sender waits in vain.
+    What arrives after a failure is received all the same, so that no sender waits for ever.
 
     Args:
         writer: The files; ``None`` drops everything.

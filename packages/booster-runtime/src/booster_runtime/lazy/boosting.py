@@ -9,6 +9,7 @@ from booster_core.errors import ConfigError, LazyInitError
 from booster_core.plugin import place_model, rebind
 from booster_runtime.lazy.holders import find_elsewhere
 from booster_runtime.lazy.model import Recording, fill_elsewhere, is_lazy, take_recording
+from booster_runtime.sharding.agreement import send_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from booster_core.ranks import DistCoordinator
     from booster_runtime.lazy.holders import Holder
     from booster_runtime.lazy.recorder import Recorder
-
 
 _RUN_EAGERLY = "_booster_run_eagerly"
 """Attribute of a model that was lazy: how often each operation that can't be recorded was run instead."""
@@ -115,8 +115,6 @@ def hollow_objects(
 
     Collective: every rank of the world, where the model has tensors with values.
     """
-    from booster_runtime.sharding.agreement import send_first
-
     recording = take_recording(model, device)
     if optimizer is not None:
         rebind(optimizer, recording.replaced)

@@ -10,7 +10,7 @@ import torch
 from booster_core.errors import LazyInitError
 from booster_core.state import pack, slices_of
 from booster_runtime.checkpoint.reader import ShardReader
-from booster_runtime.lazy.direct import find_reads
+from booster_runtime.lazy.files import find_reads
 from booster_runtime.lazy.fingerprints import fingerprints, geometry
 from booster_runtime.lazy.holders import Holder, cut_all, find_elsewhere, find_holders, loosened
 from booster_runtime.lazy.tensor import LazyTensor
@@ -46,7 +46,7 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
 
     Args:
         model: The model; it is changed in place.
-        device: Where the values go; where they were recorded to lie when ``None``.
+        device: Where the values go; the recorded device when ``None``.
 
     Returns:
         The model.
@@ -227,14 +227,14 @@ class Recording:
         shards: Iterable[TensorShard],
         device: torch.device | str | None = None,
         *,
-        at_hand: Callable[[TensorShard], None] | None = None,
+        before_write: Callable[[TensorShard], None] | None = None,
     ) -> None:
         """Write to each shard its part of the tensor that it names; give all others their values on a device.
 
         Args:
-            shards: What this rank keeps; a tensor may have several shards. ``data`` may lie anywhere.
+            shards: What this rank keeps; a tensor may have several shards. ``data`` may be on any device.
             device: Where all other lazy tensors of the model get their memory.
-            at_hand: Called before a shard is written to, for a strategy that has few shards in memory at a time: from
+            before_write: Called before a shard is written, for a strategy that has few shards in memory at a time: from
                 then until the next call, or the end, the shard's ``data`` must have its memory.
 
         Collective: none.
@@ -245,19 +245,19 @@ class Recording:
 
         def write(name: str, value: Tensor) -> None:
             for shard in by_name[name]:
-                if at_hand is not None:
-                    at_hand(shard)
+                if before_write is not None:
+                    before_write(shard)
                 part = value[slices_of(shard.box)]
                 if shard.flat is None:
                     shard.data.detach().copy_(part)
                 else:
                     pack(part, *shard.flat, shard.data.detach())
 
-        self._read_directly(by_name, at_hand)
+        self._read_directly(by_name, before_write)
         self.place(write, by_name.keys(), device)
 
     def _read_directly(
-        self, by_name: dict[str, list[TensorShard]], at_hand: Callable[[TensorShard], None] | None
+        self, by_name: dict[str, list[TensorShard]], before_write: Callable[[TensorShard], None] | None
     ) -> None:
         """Fill the shards of tensors that are a file's from their ranges of it, and take them off the lists."""
         for key, recorder in self._recorders.items():
@@ -270,8 +270,8 @@ class Recording:
                     if name is not None and read is not None and _can_read(holder, read, by_name[name]):
                         with ShardReader(read.source(), _BUCKET_BYTES) as reader:
                             for shard in by_name.pop(name):
-                                if at_hand is not None:
-                                    at_hand(shard)
+                                if before_write is not None:
+                                    before_write(shard)
                                 reader.fill(shard, read.key)
                         self._holders.remove(holder)
 
