@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from booster_core.errors import CheckpointError
-from booster_runtime.checkpoint.naming import FileNames
-from booster_runtime.checkpoint.optimizer_check import read_optimizer_info
-from booster_runtime.checkpoint.source import Source
+from booster_runtime.checkpoint.files.names import FileNames
+from booster_runtime.checkpoint.load.optimizer_check import read_optimizer_info
+from booster_runtime.checkpoint.load.source import Source
 
 DEEP = "[" * 900 + "]" * 900
 GROUPS = {"format_version": 1, "param_groups": [], "scalars": {}, "param_shapes": {}}

@@ -23,10 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from booster_core.errors import CheckpointError
 from booster_core.state.jsonable import decode, encode
-from booster_runtime.checkpoint.index import read_json
-from booster_runtime.checkpoint.source import Source
+from booster_runtime.checkpoint.files.index import read_json
+from booster_runtime.checkpoint.load.source import Source
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of `no_dist=True`
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch says so of `no_dist=True`
+    pytest.mark.filterwarnings("ignore:Detected pickle protocol"),
+]
 
 CLASSES = [
     torch.Size,
@@ -92,6 +95,12 @@ def test_reads_every_protocol(protocol, folder):
         assert source.values == {"n": 3}
     finally:
         source.close()
+
+
+def test_torchs_own_unpickler_does_not_read_what_dcp_writes(folder):
+    """Where this fails, torch can: then its unpickler may replace ours."""
+    with pytest.raises(pickle.UnpicklingError, match="Unsupported operand"):
+        torch._weights_only_unpickler.load((folder / ".metadata").open("rb"))
 
 
 @pytest.mark.parametrize(

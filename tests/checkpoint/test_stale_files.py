@@ -98,9 +98,9 @@ def test_a_complete_save_ends_an_interruption(form, tmp_path):
 
 
 def test_both_kinds_in_one_save_are_marked_while_they_are_replaced(tmp_path, monkeypatch):
-    from booster_runtime.checkpoint import job
-    from booster_runtime.checkpoint.naming import FileNames
-    from booster_runtime.checkpoint.parts import ModelPart, OptimizerPart
+    from booster_runtime.checkpoint.files.names import FileNames
+    from booster_runtime.checkpoint.save import job
+    from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
 
     io, adapter, _ = parts(seed=1)
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
-from booster_runtime.checkpoint.raw import as_bytes
+from booster_runtime.checkpoint.files.raw import as_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,7 +1,7 @@
 """Models, optimizers and schedulers at URLs: written to a local temporary path and uploaded, downloaded and read.
 
 An index is uploaded after the files that it names. Whole training states have an order of their own
-(`booster_runtime.checkpoint.steps_remote`).
+(`booster_runtime.checkpoint.run.steps_remote`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError, ConfigError
-from booster_runtime.checkpoint.job import as_checkpoint_error
-from booster_runtime.checkpoint.naming import OPTIMIZER
+from booster_runtime.checkpoint.files.names import OPTIMIZER
+from booster_runtime.checkpoint.run.steps_remote import copied_once_per_host, download
+from booster_runtime.checkpoint.save.job import as_checkpoint_error
 from booster_runtime.checkpoint.session import Session
-from booster_runtime.checkpoint.steps_remote import copied_once_per_host, download
 from booster_runtime.storage import storage_for
 
 if TYPE_CHECKING:

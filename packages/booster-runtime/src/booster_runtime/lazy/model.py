@@ -9,7 +9,7 @@ import torch
 
 from booster_core.errors import LazyInitError
 from booster_core.state import pack, slices_of
-from booster_runtime.checkpoint.reader import ShardReader
+from booster_runtime.checkpoint.load.reader import ShardReader
 from booster_runtime.lazy.files import find_reads
 from booster_runtime.lazy.fingerprints import fingerprints, geometry
 from booster_runtime.lazy.holders import Holder, cut_all, find_elsewhere, find_holders, loosened

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.overrides import TorchFunctionMode
 
 from booster_core.errors import LazyInitError
-from booster_runtime.checkpoint.safetensors_file import SafetensorsFile
+from booster_runtime.checkpoint.files.safetensors_file import SafetensorsFile
 from booster_runtime.lazy.files import FileRead, empty_like
 from booster_runtime.lazy.tensor import LazyTensor
 
