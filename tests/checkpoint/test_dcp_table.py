@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import inspect
+import io
 import pathlib
 import pickle
 import random
@@ -100,7 +101,7 @@ def test_reads_every_protocol(protocol, folder):
 def test_torchs_own_unpickler_does_not_read_what_dcp_writes(folder):
     """Where this fails, torch can: then its unpickler may replace ours."""
     with pytest.raises(pickle.UnpicklingError, match="Unsupported operand"):
-        torch._weights_only_unpickler.load((folder / ".metadata").open("rb"))
+        torch._weights_only_unpickler.load(io.BytesIO((folder / ".metadata").read_bytes()))
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,17 @@ if TYPE_CHECKING:
 
 _INSTALL = "`pip install 'booster-runtime[lora]'`"
 _CONFIG = "adapter_config.json"
-_TESTED_KINDS = frozenset({"ADALORA", "FOURIERFT", "IA3", "LOHA", "LOKR", "LORA", "OFT", "VERA"})
-"""peft's names of the kinds of adapters that train alike under every strategy."""
+_LORA_KINDS = frozenset({"LORA", "ADALORA"})
+_SHARDING = frozenset({"single", "ddp", "fsdp", "zero", "gemini"})
+_TESTED_UNDER = {
+    "FOURIERFT": _SHARDING,
+    "IA3": _SHARDING,
+    "LOHA": _SHARDING - {"gemini"},  # other gradients than in one process
+    "LOKR": _SHARDING,
+    "OFT": _SHARDING,
+    "VERA": _SHARDING - {"gemini"},  # likewise
+}
+"""Plugins under which adapters of another kind get the gradients of one process, by peft's name of the kind."""
 
 
 def add_adapters(
@@ -98,7 +107,7 @@ def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plug
     _check_plugin(plugin)
     if optimizer is None:
         return
-    _check_kinds(model)
+    _check_kinds(model, plugin)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     adapters = _adapter_parameters(model) & trained
@@ -115,14 +124,24 @@ def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plug
     _drop_frozen(optimizer)
 
 
-def _check_kinds(model: nn.Module) -> None:
+def _check_kinds(model: nn.Module, plugin: Plugin) -> None:
+    """Raise for adapters whose gradients under this plugin are wrong, or that nobody has compared."""
     kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
-    if kinds - _TESTED_KINDS:
-        msg = (
-            f"Adapters of type {', '.join(sorted(kinds - _TESTED_KINDS))} have not been tested with Booster, so that "
-            f"nobody knows whether their gradients are right. Tested are {', '.join(sorted(_TESTED_KINDS))}."
-        )
-        raise ConfigError(msg)
+    for kind in sorted(kinds - _LORA_KINDS):
+        tested = _TESTED_UNDER.get(kind)
+        if tested is None:
+            known = ", ".join(sorted({*_LORA_KINDS, *_TESTED_UNDER}))
+            msg = (
+                f"Adapters of type {kind} have not been tested with Booster: their gradients may be wrong. Tested are "
+                f"{known}."
+            )
+            raise ConfigError(msg)
+        if plugin.name not in tested:
+            msg = (
+                f"Adapters of type {kind} get wrong gradients under plugin '{plugin.name}', or were never tested with "
+                f"it. Use one of {', '.join(sorted(tested))}, or a `peft.LoraConfig`."
+            )
+            raise ConfigError(msg)
 
 
 def _adapter_parameters(model: nn.Module) -> set[int]:
