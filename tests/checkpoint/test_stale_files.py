@@ -6,8 +6,8 @@ from torch import nn
 
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state.replicated import ReplicatedStateAdapter
 from booster_runtime.checkpoint import CheckpointFiles
+from booster_runtime.state.replicated import ReplicatedStateAdapter
 
 
 def parts(seed):

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, shorten
-from booster_core.state import decode, full_box, tensor_references
+from booster_core.state import full_box
+from booster_runtime.checkpoint.files.formats import TensorFile
 from booster_runtime.checkpoint.files.index import read_index
 from booster_runtime.checkpoint.files.names import (
     INTERRUPTED,
@@ -28,6 +29,7 @@ from booster_runtime.checkpoint.files.names import (
     mark_of,
 )
 from booster_runtime.checkpoint.files.opening import open_tensor_file
+from booster_runtime.state.jsonable import decode_json, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -269,7 +271,7 @@ class Source:
         for name in names:
             if name in self.values:
                 value = self.values[name]
-                found[name] = decode(value, {key: self.read_whole(key) for key in tensor_references(value)})
+                found[name] = decode_json(value, {key: self.read_whole(key) for key in tensor_references(value)})
             elif name in self.tensors:
                 found[name] = self.read_whole(name)
         return found

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
-from booster_core.state import tensor_references
 from booster_runtime.checkpoint.files.index import read_index, read_json
 from booster_runtime.checkpoint.files.names import MODEL, OPTIMIZER
 from booster_runtime.checkpoint.load.optimizer_check import read_optimizer_info
@@ -16,6 +15,7 @@ from booster_runtime.checkpoint.run.manifest import MANIFEST, Manifest
 from booster_runtime.checkpoint.run.steps import LATEST, LocalSteps, parse_name
 from booster_runtime.checkpoint.run.training_part import TENSORS, VALUES
 from booster_runtime.checkpoint.tools.convert import kinds_at
+from booster_runtime.state.jsonable import tensor_references
 
 if TYPE_CHECKING:
     from pathlib import Path
