@@ -128,9 +128,6 @@ def pack_gpt2():
     plain, packed = gpt2().eval(), gpt2().eval()
     quantization.quantize_linears(packed, bits(4))
     packed.to("cpu")
-    for layer in packed.modules():
-        if type(layer).__name__ == "Linear4bit":
-            layer.weight._quantize("cpu")
     num_packed = sum(type(layer).__name__ == "Linear4bit" for layer in packed.modules())
     tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
