@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from booster_core.ranks import DistCoordinator
 from booster_runtime.checkpoint import CheckpointIO, ModelPart, OptimizerPart
-from booster_runtime.checkpoint.naming import MODEL, OPTIMIZER, FileNames
-from booster_runtime.checkpoint.raw import as_bytes, pread_into, pwrite_from
+from booster_runtime.checkpoint.files.names import MODEL, OPTIMIZER, FileNames
+from booster_runtime.checkpoint.files.raw import as_bytes, pread_into, pwrite_from
 from booster_runtime.state import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 from booster_core.errors import CheckpointError
 from booster_core.state import JSONValue, ParamGroup, TensorMeta, TensorShard, full_box
 from booster_runtime.sharding import DTensorStateAdapter, dtensor_shards, is_cut
-from booster_runtime.state import MASTER, flatten_state, restore_state
+from booster_runtime.state import MASTER, flatten_state, restore_state, unsaved_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -66,6 +66,10 @@ class FSDPStateAdapter(DTensorStateAdapter):
             if others:
                 scalars[sharded.names[index]] = others
         return scalars
+
+    @override
+    def unsaved_state(self) -> Sequence[str]:
+        return unsaved_state(self._required().unwrap())
 
     @override
     def param_groups(self) -> Sequence[ParamGroup]:

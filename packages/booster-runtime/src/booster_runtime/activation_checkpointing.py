@@ -145,7 +145,7 @@ def _check_apart(named: dict[nn.Module, str], chosen: Sequence[nn.Module]) -> No
         inner = next((child for child in outer.modules() if child is not outer and child in taken), None)
         if inner is not None:
             msg = (
-                f"'{named[inner]}' lies inside of '{named[outer]}', and both would be checkpointed: it would be "
+                f"'{named[inner]}' is inside of '{named[outer]}', and both would be checkpointed: it would be "
                 "computed three times. Choose one of them."
             )
             raise ConfigError(msg)

@@ -1,4 +1,4 @@
-"""Memories beside RAM and devices in which tensors may lie."""
+"""Memories other than RAM and devices that can hold tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that lie in files of a folder: the kernel moves their pages between disk and RAM as they are used.
+"""Tensors in files of a folder: the kernel moves their pages between disk and RAM as they are used.
 
 Such a tensor is an ordinary CPU tensor to every kernel. Its pages belong to the page cache: they don't count as the
 process' own (anonymous) memory, and go to the disk when somebody else needs the room. A file has no name once it is
@@ -26,7 +26,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 class MappedFolder:
-    """A folder in whose files tensors lie.
+    """A folder whose files hold tensors.
 
     Args:
         folder: A folder of this host, on a disk: one in memory (tmpfs) saves nothing.
@@ -112,7 +112,7 @@ class MappedFolder:
 
 
 def mapped_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return how many bytes of tensors of this process lie in files of a folder (Linux only).
+    """Return how many bytes of this process' tensors are in files of a folder (Linux only).
 
     Collective: none.
     """

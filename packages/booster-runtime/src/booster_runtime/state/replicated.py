@@ -25,7 +25,7 @@ from booster_core.state import (
     extra_state_modules,
     full_box,
 )
-from booster_runtime.state.optimizer_state import flatten_state, restore_state
+from booster_runtime.state.optimizer_state import flatten_state, restore_state, unsaved_state
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -106,6 +106,10 @@ class ReplicatedStateAdapter(StateAdapter):
     @override
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
         return {name: scalars for name, _, scalars in self._states() if scalars}
+
+    @override
+    def unsaved_state(self) -> Sequence[str]:
+        return unsaved_state(self._required_optimizer())
 
     @override
     def param_groups(self) -> Sequence[ParamGroup]:

@@ -13,7 +13,7 @@ import torch
 from booster_core.errors import CheckpointError
 from booster_core.state import JSONValue, ParamGroup, StateAdapter, TensorMeta, TensorShard, full_box
 from booster_runtime.sharding import is_cut
-from booster_runtime.state import MASTER, Replica, ReplicatedStateAdapter, flatten_state, restore_state
+from booster_runtime.state import MASTER, Replica, ReplicatedStateAdapter, flatten_state, restore_state, unsaved_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -87,6 +87,9 @@ class ShardedStateAdapter(StateAdapter, Generic[OptimizerT]):
             if others:
                 scalars[sharded.names[index]] = others
         return scalars
+
+    def unsaved_state(self) -> Sequence[str]:
+        return unsaved_state(self.required_optimizer().unwrap())
 
     def param_groups(self) -> Sequence[ParamGroup]:
         sharded = self.required_optimizer()
