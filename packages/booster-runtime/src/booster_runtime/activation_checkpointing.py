@@ -24,6 +24,8 @@ from booster_core.state import named_modules
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+__all__ = ["disable_activation_checkpointing", "enable_activation_checkpointing"]
+
 _MARK = "_booster_checkpointed_forward"
 _MAX_LISTED = 20
 _CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
