@@ -85,7 +85,7 @@ def test_equal_replicas_pass():
 
 @pytest.mark.parametrize("plugin", [WithoutAveraging, OffByOneRounding])
 def test_drifted_parameters_are_named(plugin):
-    with pytest.raises(AssertionError, match=r"drifted apart: .*embedding\.weight.* \(ranks 0 and 1\)"):
+    with pytest.raises(AssertionError, match=r"differ between ranks: .*embedding\.weight.* \(ranks 0 and 1\)"):
         _kit_for(plugin).test_ranks_hold_equal_parameters()
 
 

@@ -245,7 +245,7 @@ def test_a_forgotten_thread_is_named():
 
 
 def test_a_process_group_of_its_own_is_named():
-    with pytest.raises(RankError, match="left behind on rank 0: a process group that it initialised itself"):
+    with pytest.raises(RankError, match="left behind on rank 0: a process group that it initialized itself"):
         run_on_ranks(_leave_group, 1)
 
 

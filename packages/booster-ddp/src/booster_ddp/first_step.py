@@ -8,11 +8,12 @@ runs without DDP: `booster_ddp.averaging` averages its gradients, and DDP is the
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
@@ -100,9 +101,10 @@ class _SplitAsDDP(nn.Module):
         self.module = module
         self.bucket_bytes_cap = bucket_bytes_cap  # all that the compiler reads of the active DDP module
 
-    @torch._disable_dynamo(recursive=False)  # noqa: SLF001 - the public one imports the compiler now
+    @_disable_dynamo(recursive=False)  # the public one imports the compiler at once
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with DistributedDataParallel._inside_ddp_forward(self):  # noqa: SLF001 - torch has no public way
+        # torch has no public way to set the active DDP module.
+        with DistributedDataParallel._inside_ddp_forward(cast("Any", self)):  # noqa: SLF001
             return self.module(*args, **kwargs)
 
 
