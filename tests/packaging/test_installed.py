@@ -1,4 +1,4 @@
-"""What a user sees of wheels installed beside core, and of strangers' broken ones."""
+"""What a user sees of installed wheels, and of broken third-party plugins."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def stranger(folder, name, distribution, *, hooks=None, body="pass"):
     return folder / distribution
 
 
-def test_core_alone_trains_on_one_device_and_says_what_to_install(build_wheel, new_environment):
+def test_core_alone_trains_on_one_device_and_names_what_to_install(build_wheel, new_environment):
     environment = new_environment(build_wheel(ROOT / "packages" / "booster-core"))
     assert environment.booster("plugins").stdout == "No plugin is installed. Run `pip install booster-ddp`.\n"
     done = environment.run("-c", TRAIN.replace('plugin="ddp"', ""))
@@ -88,7 +88,7 @@ def test_core_and_ddp_alone_train(core_and_ddp, new_environment):
     assert new_environment(*core_and_ddp).run("-c", TRAIN).stdout == "trained TorchDDPPlugin\n"
 
 
-def test_a_class_that_is_not_installed_names_its_distribution(core_and_ddp, new_environment):
+def test_import_of_a_missing_plugin_class_names_its_distribution(core_and_ddp, new_environment):
     environment = new_environment(*core_and_ddp)
     environment.run("-c", "from booster_core.plugin import TorchDDPPlugin")
     done = environment.run("-c", "from booster_core.plugin import GeminiPlugin", check=False)
@@ -98,9 +98,7 @@ def test_a_class_that_is_not_installed_names_its_distribution(core_and_ddp, new_
     )
 
 
-def test_broken_strangers_are_listed_with_their_causes_and_disturb_nobody(
-    build_wheel, core_and_ddp, new_environment, tmp_path
-):
+def test_broken_third_party_plugins_are_listed_with_their_errors(build_wheel, core_and_ddp, new_environment, tmp_path):
     projects = [
         stranger(tmp_path, "torn", "strange-syntax", hooks="def booster_plugins(:"),
         stranger(tmp_path, "twin", "strange-first"),
@@ -124,14 +122,14 @@ def test_broken_strangers_are_listed_with_their_causes_and_disturb_nobody(
     assert environment.run("-c", TRAIN).stdout == "trained TorchDDPPlugin\n"
 
 
-def test_listing_plugins_is_quick(core_and_ddp, new_environment):
+def test_listing_plugins_is_fast(core_and_ddp, new_environment):
     environment = new_environment(*core_and_ddp)
     times = []
     for _ in range(5):
         start = time.perf_counter()
         environment.booster("plugins")
         times.append(time.perf_counter() - start)
-    # The fastest of five: neighbours on the machine can only slow it down.
+    # The fastest of five: other processes on the machine can only slow it down.
     assert min(times) < 0.3
 
 

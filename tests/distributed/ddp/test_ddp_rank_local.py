@@ -116,7 +116,7 @@ def test_ignored_parameters_are_saved_from_the_first_rank(tmp_path):
 
 
 def test_ignoring_an_unknown_name_raises():
-    expect_on_ranks(ConfigError, "'lokal.weight'", train, 2, ignored=["lokal.weight"])
+    expect_on_ranks(ConfigError, "'missing.weight'", train, 2, ignored=["missing.weight"])
 
 
 def clip(options):
