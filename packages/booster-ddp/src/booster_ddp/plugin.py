@@ -20,13 +20,13 @@ from booster_core.plugin import (
     check_no_masters,
     place_model,
 )
-from booster_core.state import ReplicatedStateAdapter
 from booster_ddp.comm_hooks import BY_DTYPE, register_comm_hook
 from booster_ddp.config import DDPConfig
 from booster_ddp.first_step import FirstStep
 from booster_ddp.rank_local import RankLocal
 from booster_ddp.sync_batchnorm import convert_sync_batchnorm
 from booster_ddp.unreduced import UnreducedGradients
+from booster_runtime.state import ReplicatedStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

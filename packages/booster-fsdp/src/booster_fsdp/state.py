@@ -9,17 +9,9 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state import (
-    MASTER,
-    JSONValue,
-    ParamGroup,
-    TensorMeta,
-    TensorShard,
-    flatten_state,
-    full_box,
-    restore_state,
-)
+from booster_core.state import JSONValue, ParamGroup, TensorMeta, TensorShard, full_box
 from booster_runtime.sharding import DTensorStateAdapter, dtensor_shards, is_cut
+from booster_runtime.state import MASTER, flatten_state, restore_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import Boosted, Capability, Plugin, check_no_masters, place_model, unwrap_model
-from booster_core.precision import NARROW, PrecisionPolicy, kept_as_they_are
+from booster_core.precision import NARROW, PrecisionPolicy
 from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
@@ -24,6 +24,7 @@ from booster_runtime.sharding import (
     ShardingRanks,
     agree_on_values,
     check_distinct_memory,
+    kept_as_they_are,
     make_ranks,
     partition_for,
     refuse_all_gradients,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core.state import MASTER, NamedTensors, TensorShard, balanced_shards, full_box
+from booster_core.state import NamedTensors, TensorShard, full_box
 from booster_gemini.memory.home import Role
 from booster_gemini.optimizer import GeminiOptimizer
+from booster_runtime.state import MASTER, balanced_shards
 from booster_zero.engine.state import ShardedStateAdapter
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.state import MASTER, NamedTensors
+from booster_core.state import NamedTensors
 from booster_hybrid.tensor_parallel.split import is_repeated
+from booster_runtime.state import MASTER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

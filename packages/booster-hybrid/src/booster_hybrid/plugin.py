@@ -21,9 +21,9 @@ from booster_core.plugin import (
     unscaled_gradient,
     unwrap_model,
 )
-from booster_core.precision import PrecisionPolicy, working_dtypes
+from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import Axis, make_axes
-from booster_core.state import NamedTensors, Place, named_modules, without_adapters
+from booster_core.state import NamedTensors, named_modules, without_adapters
 from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
@@ -46,8 +46,10 @@ from booster_hybrid.tensor_parallel.apply import TensorParallelModel, paralleliz
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime import collectives
+from booster_runtime.data import show_first_batch
 from booster_runtime.lazy import hollow_objects, is_lazy
-from booster_runtime.sharding import ShardingRanks, agree_on_values, check_distinct_memory
+from booster_runtime.sharding import ShardingRanks, agree_on_values, check_distinct_memory, working_dtypes
+from booster_runtime.state import Replica
 from booster_zero import LowLevelZeroPlugin, ZeroConfig
 from booster_zero.state import ZeroStateAdapter
 
@@ -325,7 +327,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
             msg = f"`execute_pipeline` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
         return model.engine.execute(
-            data_iter,
+            data_iter if optimizer is None else show_first_batch(data_iter, model),
             criterion,
             optimizer if torch.is_grad_enabled() else None,
             return_loss=return_loss,
@@ -343,7 +345,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         axes = self._axes_of_world()
         hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
         boosted: Any = boosted_inside(model)
-        inner = ZeroStateAdapter(model, hybrid, Place(axes["dp", "sp"].index, axes["dp", "sp"].size))
+        inner = ZeroStateAdapter(model, hybrid, Replica(axes["dp", "sp"].index, axes["dp", "sp"].size))
         return HybridStateAdapter(
             inner,
             boosted.place.splits,

@@ -5,18 +5,22 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from booster_core.plugin import hookimpl
+from booster_core.plugin import ModelWrapper, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
     from peft import LoraConfig, PeftModel
     from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader, Dataset
 
+    from booster_core import Booster
     from booster_core.plugin import BoostContext, Boosted, Plugin
-    from booster_core.ranks import Monitor, World
+    from booster_core.ranks import DistCoordinator, Monitor, World
+    from booster_core.state import StateAdapter
 
 
 @hookimpl
@@ -68,6 +72,54 @@ def prepare_objects(plugin: Plugin, objects: Boosted, context: BoostContext) -> 
     from booster_runtime.lazy.boosting import prepare_lazy
 
     prepare_lazy(plugin, objects, context)
+
+
+@hookimpl
+def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator) -> DataLoader[Any]:
+    """Deal the samples of a user's data loader to data parallel ranks."""
+    from booster_runtime.data.dealing import deal_dataloader as deal
+
+    return deal(loader, plugin, coordinator)
+
+
+@hookimpl
+def prepare_dataloader(
+    dataset: Dataset[Any], rank: int, world_size: int, options: Mapping[str, Any]
+) -> DataLoader[Any]:
+    """Make a data loader over this rank's samples."""
+    from booster_runtime.data.prepare import prepare_dataloader as prepare
+
+    return prepare(dataset, rank=rank, world_size=world_size, **options)
+
+
+@hookimpl
+def gather_samples(
+    values: Any, loader: DataLoader[Any], index: int, coordinator: DistCoordinator, device: torch.device
+) -> Any:
+    """Gather values of all ranks' batches, each sample once."""
+    from booster_runtime.data.metrics import gather_samples as gather
+
+    return gather(values, loader, index=index, coordinator=coordinator, device=device)
+
+
+@hookimpl
+def replicated_state(model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator) -> StateAdapter:
+    """Show a model and optimizer that every rank holds whole."""
+    from booster_runtime.state.replicated import ReplicatedStateAdapter
+
+    return ReplicatedStateAdapter(model, optimizer, coordinator)
+
+
+@hookimpl
+def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context: BoostContext) -> None:
+    """Compare ranks' first batches, and let ``save_pretrained`` of the boosted model save by Booster."""
+    from booster_runtime.data.first_batch import watch_first_batch
+    from booster_runtime.save_pretrained import take_over
+
+    assert isinstance(boosted.model, ModelWrapper), "checked by `boost`"
+    index, size = plugin.data_parallel_coordinates(context.coordinator)
+    watch_first_batch(boosted.model, index=index, size=size)
+    take_over(boosted.model, booster)
 
 
 @hookimpl

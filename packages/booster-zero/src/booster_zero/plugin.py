@@ -19,7 +19,7 @@ from booster_core.plugin import (
     unscaled_gradient,
     unwrap_model,
 )
-from booster_core.precision import NARROW, PrecisionPolicy, working_dtypes
+from booster_core.precision import NARROW, PrecisionPolicy
 from booster_runtime import collectives
 from booster_runtime.memory import MappedFolder
 from booster_runtime.sharding import (
@@ -28,6 +28,7 @@ from booster_runtime.sharding import (
     check_distinct_memory,
     make_ranks,
     refuse_all_gradients,
+    working_dtypes,
 )
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.bucket import Format

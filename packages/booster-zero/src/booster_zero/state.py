@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core.state import MASTER, TensorShard, full_box
+from booster_core.state import TensorShard, full_box
+from booster_runtime.state import MASTER
 from booster_zero.engine.state import ShardedStateAdapter
 from booster_zero.optimizer import ZeroOptimizer
 

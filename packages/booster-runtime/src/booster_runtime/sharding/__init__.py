@@ -15,6 +15,7 @@ from booster_runtime.sharding.elementwise import (
     probed_steps,
 )
 from booster_runtime.sharding.hosting import HostedOptimizer, State, is_cut
+from booster_runtime.sharding.narrow import kept_as_they_are, working_dtypes
 from booster_runtime.sharding.ranks import ShardingRanks, make_ranks, sharding_groups
 from booster_runtime.sharding.unreduced import refuse_all_gradients, refuse_gradient
 
@@ -32,6 +33,7 @@ __all__ = [
     "distinct_groups",
     "dtensor_shards",
     "is_cut",
+    "kept_as_they_are",
     "local_of",
     "make_ranks",
     "partition_for",
@@ -40,4 +42,5 @@ __all__ = [
     "refuse_gradient",
     "send_first",
     "sharding_groups",
+    "working_dtypes",
 ]

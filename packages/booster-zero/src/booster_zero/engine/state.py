@@ -11,20 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state import (
-    MASTER,
-    JSONValue,
-    ParamGroup,
-    Place,
-    ReplicatedStateAdapter,
-    StateAdapter,
-    TensorMeta,
-    TensorShard,
-    flatten_state,
-    full_box,
-    restore_state,
-)
+from booster_core.state import JSONValue, ParamGroup, StateAdapter, TensorMeta, TensorShard, full_box
 from booster_runtime.sharding import is_cut
+from booster_runtime.state import MASTER, Replica, ReplicatedStateAdapter, flatten_state, restore_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +37,7 @@ class ShardedStateAdapter(StateAdapter, Generic[OptimizerT]):
         coordinator: Tells rank and number of ranks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: OptimizerT | None, coordinator: DistCoordinator | Place) -> None:
+    def __init__(self, model: nn.Module, optimizer: OptimizerT | None, coordinator: DistCoordinator | Replica) -> None:
         self.replicated = ReplicatedStateAdapter(model, None, coordinator)
         self.optimizer = optimizer
         self.taken_as_parameters: set[int] = set()
