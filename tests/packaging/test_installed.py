@@ -26,7 +26,7 @@ print("trained", type(booster.plugin).__name__)
 """
 
 
-def stranger(folder, name, distribution, *, hooks=None, body="pass"):
+def third_party_project(folder, name, distribution, *, hooks=None, body="pass"):
     """Write a third party's project."""
     package = distribution.replace("-", "_")
     class_name = "StrangePlugin"
@@ -102,10 +102,10 @@ def test_import_of_a_missing_plugin_class_names_its_distribution(core_and_ddp, n
 
 def test_broken_third_party_plugins_are_listed_with_their_errors(build_wheel, core_and_ddp, new_environment, tmp_path):
     projects = [
-        stranger(tmp_path, "torn", "strange-syntax", hooks="def booster_plugins(:"),
-        stranger(tmp_path, "twin", "strange-first"),
-        stranger(tmp_path, "twin", "strange-second"),
-        stranger(tmp_path, "future", "strange-version", body="api_version = 999"),
+        third_party_project(tmp_path, "torn", "strange-syntax", hooks="def booster_plugins(:"),
+        third_party_project(tmp_path, "twin", "strange-first"),
+        third_party_project(tmp_path, "twin", "strange-second"),
+        third_party_project(tmp_path, "future", "strange-version", body="api_version = 999"),
     ]
     environment = new_environment(*core_and_ddp, *map(build_wheel, projects))
     lines = environment.run(environment.bin / "booster", "plugins", "--load", check=False).stdout.splitlines()

@@ -28,7 +28,7 @@ REPLICAS = {"hybrid-tp": 1, "hybrid-pp": 1}
 """Data parallel size on two ranks, for plugins where it is not 2."""
 OWN_SAMPLES = ["plainest", "save_pretrained"]
 SAME_SAMPLES = ["same_batch", "loader_left_out"]
-REFUSED = {
+RAISING = {
     "old_optimizer": ("ConfigError", "`SGD.step` was called on the optimizer that was passed to `boost`"),
     "old_model": ("ConfigError", "was called in training, but not through the model that `boost` returned"),
 }
@@ -45,7 +45,7 @@ def run(script, plugin, out):
         warnings.simplefilter("default")  # as in a script
         try:
             runpy.run_path(str(HERE / f"{script}.py"), run_name="__main__")
-        except Exception as error:  # noqa: BLE001 - whatever a script ends by
+        except Exception as error:  # noqa: BLE001 - any error of the script
             return type(error).__name__, str(error)
     return None
 
@@ -96,9 +96,9 @@ def test_pipeline_equals_plain_torch(tmp_path):
 
 
 @pytest.mark.parametrize("plugin", ["single", *TWO_RANKS])
-@pytest.mark.parametrize("script", REFUSED)
+@pytest.mark.parametrize("script", RAISING)
 def test_objects_from_before_boost_raise(script, plugin, tmp_path):
-    kind, text = REFUSED[script]
+    kind, text = RAISING[script]
     world_size = 1 if plugin == "single" else 2
     for error in run_on_ranks(run, world_size, script, plugin, str(tmp_path / "out")):
         assert error is not None
@@ -162,4 +162,4 @@ def test_script_started_by_torchrun(plugin, tmp_path):
 def test_failing_script_prints_its_error_last(tmp_path):
     done = start("old_model", "ddp", tmp_path / "out", *TORCHRUN)
     assert done.returncode != 0
-    assert REFUSED["old_model"][1] in done.stderr
+    assert RAISING["old_model"][1] in done.stderr

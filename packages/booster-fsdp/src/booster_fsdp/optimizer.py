@@ -108,7 +108,7 @@ class FSDPOptimizer(OptimizerWrapper):
         return {key for key, index in self._index_of.items() if index in listed}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of the model's parameters to the optimizer inside.
+        """Add a group of the model's parameters to the inner optimizer.
 
         Raises:
             ConfigError: If a parameter is not the model's, or is in a group already, or the optimizer needs this

@@ -175,7 +175,7 @@ def _without_split_ties(model: nn.Module, units: set[int]) -> set[int]:
 
 
 def _occurrences(model: nn.Module, units: set[int]) -> Iterator[tuple[tuple[int, ...], nn.Parameter]]:
-    """Yield each parameter wherever it is registered, with the units around it from the outermost to the innermost."""
+    """Yield each registration of a parameter, with the units around it from the outermost to the innermost."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
 
     def visit(module: nn.Module, chain: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], nn.Parameter]]:

@@ -258,7 +258,7 @@ def train_and_save(training: Training, folder: str, shard: bool) -> list[float]:
 
 
 def load_and_train(training: Training, folder: str) -> list[float]:
-    """Load what `train_and_save` saved into a model with other weights, and return the next three losses."""
+    """Load the files of `train_and_save` into a model with other weights, and return the next three losses."""
     booster = training.make_booster()
     original = training.make_model()
     with torch.no_grad():

@@ -196,7 +196,7 @@ def train_and_save(training: PipelineTraining, folder: str, *, shard: bool) -> l
 
 
 def load_and_train(training: PipelineTraining, folder: str, *, shard: bool) -> list[float]:
-    """Load what `train_and_save` saved into a model with other weights, and return the next three losses."""
+    """Load the files of `train_and_save` into a model with other weights, and return the next three losses."""
     booster = training.make_booster()
     original = training.make_model()
     with torch.no_grad():

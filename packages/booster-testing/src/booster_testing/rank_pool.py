@@ -109,7 +109,7 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the running workers."""
+        """The process ids of the running workers."""
         return [worker.process.pid for worker in self._workers if worker is not None]
 
     def workers(self, num: int) -> list[Worker]:

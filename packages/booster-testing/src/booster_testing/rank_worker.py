@@ -91,7 +91,7 @@ class Failure:
 
 
 def main() -> None:
-    """Serve calls until the parent ends the worker, or ends itself."""
+    """Serve calls until the parent sends the end, or exits."""
     connection_fd, life_fd, stack_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     threading.Thread(target=_die_with_parent, args=(life_fd,), name="parent watch", daemon=True).start()
     with Path(stack_file).open("w") as stacks:
