@@ -230,6 +230,8 @@ def test_the_device_is_the_local_rank_modulo_the_visible_ones(monkeypatch, local
 )
 def test_nccl_is_bound_to_the_device(monkeypatch, backend, bound):
     _Cuda(monkeypatch, 2)
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.setenv(name, "0")  # a launch with nccl sets them where the user has not
     passed = {}
     init = dist.init_process_group
 

@@ -39,18 +39,15 @@ def watch_ranks(
     error_file: str | None,
     is_wanted: bool,  # noqa: FBT001 - hooks' arguments are passed by name
 ) -> Monitor | None:
-    """Connect this rank to the monitor, so that one that fails brings all down and its traceback is seen last."""
-    from booster_runtime.liveness.exits import notice_failed_exits
-    from booster_runtime.liveness.member import NOT_WANTED, start_monitor
+    """Connect this rank to the monitor, so that all ranks end when one fails."""
+    from booster_runtime.liveness import NOT_WANTED, start_monitor
 
     monitor = start_monitor(world, hosts, address, may_end_process=True, error_file=error_file, is_wanted=is_wanted)
-    if monitor is not None:
-        world.at_close.append(notice_failed_exits())
-    elif world.unwatched_because not in (None, NOT_WANTED):
+    if monitor is None and world.unwatched_because not in (None, NOT_WANTED):
         msg = (
             f"Rank {world.rank} could not connect to the monitor on rank 0 ({world.unwatched_because}): if a rank "
             f"dies, this one waits for it for {world.timeout_seconds:g} s. Check that the hosts accept each other's "
-            "connections on any port, or set BOOSTER_MONITOR=0 to do without."
+            "connections on any port, or set BOOSTER_MONITOR=0 to run without it."
         )
         warnings.warn(msg, RuntimeWarning, stacklevel=2)
     return monitor

@@ -11,19 +11,11 @@ if TYPE_CHECKING:
     from booster_core.ranks.environments import Environment
     from booster_core.ranks.host import Host, this_host
     from booster_core.ranks.mesh import Axis, MeshShape, fill_axis, make_axes
-    from booster_core.ranks.progress import (
-        ENDED,
-        LOST_PEER,
-        PROGRESS,
-        describe_ended,
-        describe_mismatch,
-        naming_missing_ranks,
-    )
+    from booster_core.ranks.progress import LOST_PEER, PROGRESS, naming_missing_ranks
     from booster_core.ranks.rendezvous import name_ranks
     from booster_core.ranks.world import Monitor, World, close_world, current_world, open_world, opened_world
 
 __all__ = [
-    "ENDED",
     "LOST_PEER",
     "PROGRESS",
     "Axis",
@@ -35,8 +27,6 @@ __all__ = [
     "World",
     "close_world",
     "current_world",
-    "describe_ended",
-    "describe_mismatch",
     "fill_axis",
     "make_axes",
     "name_ranks",
@@ -53,7 +43,7 @@ __getattr__, __dir__ = public_names(
         ".environments": ["Environment"],
         ".host": ["Host", "this_host"],
         ".mesh": ["Axis", "MeshShape", "fill_axis", "make_axes"],
-        ".progress": ["ENDED", "LOST_PEER", "PROGRESS", "describe_ended", "describe_mismatch", "naming_missing_ranks"],
+        ".progress": ["LOST_PEER", "PROGRESS", "naming_missing_ranks"],
         ".rendezvous": ["name_ranks"],
         ".world": ["Monitor", "World", "close_world", "current_world", "open_world", "opened_world"],
     },

@@ -7,6 +7,7 @@ checks what it was given before anything is opened.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 from dataclasses import replace
@@ -19,6 +20,7 @@ from booster_core.ranks import environments
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.device import choose_backend, seed_everything, use_device
 from booster_core.ranks.environments import Environment
+from booster_core.ranks.flight_recorder import keep_flight_record
 from booster_core.ranks.host import distinct_names, this_host
 from booster_core.ranks.store import hosts_of, meet_at_launch, open_store
 from booster_core.ranks.world import DEFAULT_TIMEOUT_SECONDS, close_world, current_world, open_world
@@ -97,6 +99,8 @@ def launch(
         msg = "`environment` takes the place of rank, world size, local rank, host and port. Leave those out."
         raise ConfigError(msg)
     backend = choose_backend(backend)
+    if "nccl" in backend:
+        keep_flight_record(os.environ)
     is_direct = environments.is_switched_on("BOOSTER_DIRECT_COLLECTIVES", "ranks of a host read each other's memory")
     is_watched = environments.is_switched_on("BOOSTER_MONITOR", "ranks learn at once when one dies")
     hook_relay().before_launch(uses_direct_collectives=is_direct)
@@ -226,7 +230,7 @@ def _open_group(
 
 
 def _watch(world: World, *, store: Store, address: str, is_wanted: bool) -> None:
-    """Start the monitor, which ends all ranks when one fails and prints its traceback last."""
+    """Start the monitor, which ends all ranks when one fails."""
     world.monitor = hook_relay().watch_ranks(
         world=world,
         hosts=distinct_names(hosts_of(store, range(world.world_size))) if world.rank == 0 else None,

@@ -17,7 +17,7 @@ from booster_core.ranks.environments import local_rank_of_launcher
 from booster_core.ranks.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] # torch does not list Store
@@ -37,8 +37,10 @@ class Monitor(Protocol):
     def gone(self) -> dict[int, str]:
         """The ranks that are known to have ended, and how."""
 
-    def ask_progress(self) -> Mapping[int, Mapping[str, Any]] | None:
-        """Return how far each rank has come, or how it ended; ``None`` if nothing answers."""
+    def describe_missing(
+        self, name: str, count: int, ranks: Sequence[int] | None, *, only_ended: bool = False
+    ) -> str | None:
+        """Say which ranks have not come to a call, and where they are; ``None`` where nobody knows."""
 
     def hear_uncaught(self) -> Callable[[], None]:
         """Report uncaught exceptions before they are printed; return a function that ends that."""
