@@ -358,6 +358,36 @@ class Booster(Saving):
             raise ConfigError(msg)
         return self.plugin.full_gradient(boosted, self._optimizers.get(boosted), paths[name])
 
+    def check_replicas(self, model: nn.Module | None = None, every: int = 100) -> AbstractContextManager[Any]:
+        """Compare replicas after every so many steps, and raise on every rank where they differ.
+
+        Compared are parameters, buffers, optimizer state and random state, by hashes; each check reads all state once.
+
+        Args:
+            model: The boosted model; may be left out when one model is boosted.
+            every: Number of steps between two checks.
+
+        Returns:
+            The check, which begins now; its ``check()`` compares at once, and ``close()``, or the end of a ``with``,
+            ends it. At a difference it raises `GradientError`, which names tensors, ranks and steps.
+
+        Raises:
+            TypeError: If the model is not a boosted one.
+            ConfigError: If ``every`` is not positive, the model is left out and not exactly one is boosted, or
+                booster-runtime is not installed.
+
+        Collective: none; the checks are, on every rank of the world.
+        """
+        boosted = self._the_model(model, "check_replicas")
+        hook = self.context.hooks.check_replicas
+        if not hook.get_hookimpls():
+            msg = "Replicas are compared by booster-runtime, which is not installed. Run `pip install booster-runtime`."
+            raise ConfigError(msg)
+        check: AbstractContextManager[Any] = hook(
+            booster=self, model=boosted, optimizer=self._optimizers.get(boosted), every=every
+        )
+        return check
+
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
         """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.
 

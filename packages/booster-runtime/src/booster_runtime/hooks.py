@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted, Plugin
     from booster_core.ranks import DistCoordinator, Monitor, World
     from booster_core.state import StateAdapter
+    from booster_runtime.replicas import ReplicaCheck
 
 
 @hookimpl
-def before_launch(uses_direct_collectives: bool) -> None:  # noqa: FBT001 - hooks' arguments are passed by name
-    """Let ranks of one host read each other's memory, or not."""
-    from booster_runtime.collectives.direct import set_enabled
+def before_launch() -> None:
+    """Refuse environment variables of collectives that have a wrong value."""
+    from booster_runtime.collectives.settings import checks_collectives, requested_transport
 
-    set_enabled(uses_direct_collectives)
+    requested_transport()
+    checks_collectives()
 
 
 @hookimpl
@@ -117,6 +119,14 @@ def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context:
     index, size = plugin.data_parallel_coordinates(context.coordinator)
     watch_first_batch(boosted.model, index=index, size=size)
     take_over(boosted.model, booster)
+
+
+@hookimpl
+def check_replicas(booster: Booster, model: nn.Module, optimizer: Optimizer | None, every: int) -> ReplicaCheck:
+    """Compare what ranks hold of the same values every so many steps."""
+    from booster_runtime.replicas import ReplicaCheck as Check
+
+    return Check(booster, model, optimizer, every)
 
 
 @hookimpl

@@ -39,11 +39,8 @@ def booster_plugins() -> Sequence[type[Plugin]]:  # type: ignore[empty-body]
 
 
 @hookspec
-def before_launch(uses_direct_collectives: bool) -> None:  # noqa: FBT001 - hooks' arguments are passed by name
-    """Prepare for a process group that is about to be opened.
-
-    ``uses_direct_collectives`` says whether ranks of one host may read each other's memory.
-    """
+def before_launch() -> None:
+    """Check this distribution's own settings before the process group is opened."""
 
 
 @hookspec(firstresult=True)
@@ -121,6 +118,11 @@ def add_adapters(
     quantize: bool,  # noqa: FBT001 - hooks' arguments are passed by name
 ) -> nn.Module | None:
     """Return the model with low-rank adapters, or ``None`` to pass; see `Booster.enable_lora`."""
+
+
+@hookspec(firstresult=True)
+def check_replicas(booster: Booster, model: nn.Module, optimizer: Optimizer | None, every: int) -> Any:
+    """Return a context in which replicas are compared every so many steps; see `Booster.check_replicas`."""
 
 
 @hookspec

@@ -101,9 +101,8 @@ def launch(
     backend = choose_backend(backend)
     if "nccl" in backend:
         keep_flight_record(os.environ)
-    is_direct = environments.is_switched_on("BOOSTER_DIRECT_COLLECTIVES", "ranks of a host read each other's memory")
     is_watched = environments.is_switched_on("BOOSTER_MONITOR", "ranks learn at once when one dies")
-    hook_relay().before_launch(uses_direct_collectives=is_direct)
+    hook_relay().before_launch()
     store = open_store(environment, timeout_seconds)
     meet_at_launch(store, environment, timeout_seconds)
     _open_group(store, environment, backend, timeout_seconds, is_watched=is_watched)

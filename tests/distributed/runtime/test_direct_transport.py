@@ -1,4 +1,4 @@
-"""Ranks of one host read each other's memory: the same bits as over gloo, and nothing that hangs."""
+"""The direct transport: the same bits as the portable one, errors on every rank, and no hangs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from booster_core.errors import ConfigError
 from booster_runtime import collectives
-from booster_runtime.collectives import direct
+from booster_runtime.collectives.transports import transport_of
+from booster_runtime.collectives.transports.direct import connection, memory
 from booster_testing import RankDiedError, expect_on_ranks, run_on_ranks
 
 
-def groups():
-    """Return a group that talks over gloo, and one whose ranks read each other's memory."""
-    direct.set_enabled(False)
-    slow = dist.new_group()
-    assert direct.channel_of(slow) is None
-    direct.set_enabled(True)
-    fast = dist.new_group()
-    assert direct.channel_of(fast) is not None
-    return slow, fast
+@pytest.fixture(autouse=True)
+def over_direct(monkeypatch):
+    monkeypatch.setenv("BOOSTER_TRANSPORT", "direct")
+
+
+def group_over(name):
+    """Return a new group of all ranks that uses a transport."""
+    os.environ["BOOSTER_TRANSPORT"] = name  # put back after the call
+    group = dist.new_group()
+    assert transport_of(group).name == name
+    return group
 
 
 def values(seed, numel, dtype):
@@ -36,7 +40,7 @@ def values(seed, numel, dtype):
 def both_ways(dtype, out_dtype, edges):
     rank = dist.get_rank()
     pairs = []
-    for group in groups():
+    for group in map(group_over, ("torch", "direct")):
         parts = [
             (edges[0], values(rank, edges[1] - edges[0], dtype)),
             (edges[1], values(9, edges[-1] - edges[1], dtype)),
@@ -64,7 +68,7 @@ def both_ways(dtype, out_dtype, edges):
     ],
     ids=str,
 )
-def test_results_are_those_of_gloo_bit_by_bit(num_ranks, dtype, out_dtype):
+def test_results_equal_the_portable_transports_bits(num_ranks, dtype, out_dtype):
     run_on_ranks(both_ways, num_ranks, dtype, out_dtype, (0, 1000, 1003))
     run_on_ranks(both_ways, num_ranks, dtype, out_dtype, (0, 300_000, 300_001))
 
@@ -98,7 +102,7 @@ def reduces(numel, dtype, op_name):
     ],
     ids=str,
 )
-def test_an_all_reduce_gives_every_rank_the_same_bits(num_ranks, numel, dtype, op_name):
+def test_all_reduce_gives_every_rank_the_same_bits(num_ranks, numel, dtype, op_name):
     run_on_ranks(reduces, num_ranks, numel, dtype, op_name)
 
 
@@ -130,7 +134,7 @@ def many_at_once(rounds):
             assert torch.equal(buffer[low:high], torch.full((high - low,), float(peer)))
 
 
-def test_two_hundred_rounds_in_any_order_of_waiting():
+def test_two_hundred_rounds_with_waits_in_any_order():
     run_on_ranks(many_at_once, 4, 200, timeout_seconds=120)
 
 
@@ -143,7 +147,7 @@ def more_than_fit():
         assert torch.equal(tensor, torch.full((8,), 1.0 + 2 * index))
 
 
-def test_more_operations_than_there_is_room_for_wait_for_the_oldest():
+def test_one_operation_too_many_waits_for_the_oldest():
     run_on_ranks(more_than_fit, 2)
 
 
@@ -160,7 +164,7 @@ def waits_elsewhere():
     assert torch.equal(tensor, torch.full((50_000,), 2.0))
 
 
-def test_a_rank_that_waits_for_something_else_holds_nobody_up():
+def test_a_rank_in_a_barrier_does_not_block_the_others():
     run_on_ranks(waits_elsewhere, 2, timeout_seconds=20)
 
 
@@ -168,14 +172,13 @@ def one_stays_away():
     if dist.get_rank() == 0:
         collectives.all_reduce(torch.ones(4)).wait()
     else:
-        channel = direct.channel_of(None)
-        assert channel is not None
+        assert transport_of(None).name == "direct"
         time.sleep(4)
         msg = "timed out: that was long enough"
         raise RuntimeError(msg)
 
 
-def test_a_rank_that_does_not_come_is_an_error_at_the_time_limit():
+def test_a_missing_rank_raises_at_the_time_limit():
     expect_on_ranks(RuntimeError, "timed out", one_stays_away, 2, group_timeout_seconds=2, timeout_seconds=30)
 
 
@@ -183,7 +186,7 @@ def different_calls(case, odd_rank):
     """Each rank makes a call; that of ``odd_rank`` is another one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     calls = CALLS[case]
-    assert direct.channel_of(None) is not None
+    assert transport_of(None).name == "direct"
     calls[rank == odd_rank](rank, size)
 
 
@@ -246,7 +249,7 @@ CALLS = {
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("case", CALLS)
-def test_different_calls_are_an_error_on_every_rank(case, num_ranks):
+def test_different_calls_raise_on_every_rank(case, num_ranks):
     raised = expect_on_ranks(
         RuntimeError, "the ranks call different collectives", different_calls, num_ranks, case, 1,
         group_timeout_seconds=20,
@@ -267,17 +270,17 @@ def test_an_error_names_both_operations():
 @pytest.mark.parametrize(("system", "machine", "has"), [
     ("linux", "x86_64", True), ("linux", "aarch64", False), ("darwin", "x86_64", False), ("linux", "ppc64le", False),
 ])  # fmt: skip
-def test_only_where_stores_keep_their_order(monkeypatch, system, machine, has):
+def test_supported_only_on_x86_64_linux(monkeypatch, system, machine, has):
     monkeypatch.setattr("sys.platform", system)
     monkeypatch.setattr("platform.machine", lambda: machine)
-    assert (direct.channel.memory._library() is not None) == has
+    assert (memory._library() is not None) == has
 
 
 def different_shapes():
     collectives.all_reduce(torch.ones(4 + dist.get_rank())).wait()
 
 
-def test_different_shapes_are_an_error_on_every_rank():
+def test_different_shapes_raise_on_every_rank():
     expect_on_ranks(RuntimeError, "with different shapes", different_shapes, 2, group_timeout_seconds=5)
 
 
@@ -288,7 +291,7 @@ def dies():
     collectives.all_reduce(torch.ones(4)).wait()
 
 
-def test_a_rank_that_dies_does_not_leave_the_other_waiting():
+def test_a_dead_rank_ends_the_others_wait():
     start = time.monotonic()
     with pytest.raises(RankDiedError):
         run_on_ranks(dies, 2, timeout_seconds=60)
@@ -317,25 +320,33 @@ def test_groups_that_are_destroyed_leave_no_files_or_threads():
         assert after == before
 
 
-def falls_back():
+def cannot_read(wish):
+    """Take this rank's permission to read, if it is rank 1, and combine a tensor."""
+
     def refuses(*_):
         raise PermissionError
 
-    reads = direct.channel.memory.read
+    reads = connection.read
     if dist.get_rank() == 1:
-        direct.channel.memory.read = refuses
+        connection.read = refuses
+    os.environ["BOOSTER_TRANSPORT"] = wish
     try:
-        assert direct.channel_of(dist.new_group()) is None
         group = dist.new_group()
         tensor = torch.ones(4)
         collectives.all_reduce(tensor, group=group).wait()
     finally:  # the process serves other tests
-        direct.channel.memory.read = reads
+        connection.read = reads
+    assert transport_of(group).name == "torch"
     assert torch.equal(tensor, torch.full((4,), 2.0))
 
 
-def test_a_rank_that_may_not_read_makes_all_use_gloo():
-    run_on_ranks(falls_back, 2)
+def test_all_ranks_use_torch_if_one_may_not_read():
+    run_on_ranks(cannot_read, 2, "auto")
+
+
+def test_direct_was_required_and_one_rank_may_not_read():
+    message = r"BOOSTER_TRANSPORT=direct, but rank 1 can't read the memory of ranks \[0\]"
+    expect_on_ranks(ConfigError, message, cannot_read, 2, "direct")
 
 
 def exchanges(lengths):
@@ -345,7 +356,7 @@ def exchanges(lengths):
     received = [0, *accumulate(lengths[peer][rank] for peer in range(size))]
     source = torch.arange(sent[-1]) + 1000 * rank
     expected = [1000 * peer + sum(lengths[peer][:rank]) + torch.arange(lengths[peer][rank]) for peer in range(size)]
-    for group in groups():
+    for group in map(group_over, ("torch", "direct")):
         out = torch.full((received[-1],), -1)
         collectives.all_to_all(source, sent, out, received, group).wait()
         assert torch.equal(out, torch.cat(expected))

@@ -1,4 +1,4 @@
-"""Reduce-scatter, all-gather and all-to-all by torch's own collectives, for devices whose backend has them."""
+"""Reduce-scatter, all-gather and all-to-all by torch's own collectives, for devices."""
 
 from __future__ import annotations
 

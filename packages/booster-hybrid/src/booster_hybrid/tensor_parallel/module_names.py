@@ -1,6 +1,6 @@
 """What a policy calls the modules of a model that may have adapters: the names that they have without them.
 
-peft puts its own layers around those that it adapts, and copies beside those that are trained whole
+peft puts its own layers around those that it adapts, and copies next to those that are trained whole
 (``modules_to_save``). A rule means the layer inside, and each of its copies.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class ModelNames:
+class ModuleNames:
     """A model's modules and parameters by the user's names.
 
     Args:

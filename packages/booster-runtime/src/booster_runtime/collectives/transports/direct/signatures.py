@@ -1,6 +1,6 @@
-"""What ranks compare before they read each other's memory: one number for an operation, a reduction, a format, splits.
+"""What ranks compare before they read each other's memory: one number for operation, reduction, dtype and splits.
 
-The number of bytes is compared besides, and named; the splits are hashed, as they may be many.
+The number of bytes is compared too. Splits are hashed, because there may be many.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _seen: list[Any] = []
 
 
 def signature_of(kind: int, dtype: torch.dtype | None, reduction: Any = None, layout: Sequence[int] = ()) -> int:
-    """Return the number that stands for an operation; the same in every process.
+    """Return the number of an operation; the same in every process.
 
     Args:
         kind: One of this module's constants.
-        dtype: Format of the tensors.
-        reduction: A ``torch.distributed.ReduceOp``, where there is one.
-        layout: Where the tensors lie and how they are split.
+        dtype: The tensors' dtype.
+        reduction: A ``torch.distributed.ReduceOp``, if there is one.
+        layout: Offsets of the tensors, and their splits.
     """
-    # By the reduction's identity: to hash one takes longer than all the rest.
+    # By the reduction's identity: hashing one takes longer than everything else here.
     key = (kind, dtype, id(reduction))
     start = _starts.get(key)
     if start is None:
@@ -49,7 +49,7 @@ def _code_of(dtype: torch.dtype) -> int:
 
 
 def describe(signature: int, nbytes: int) -> str:
-    """Say what an operation is; ``nbytes`` is negative where each rank has its own lengths."""
+    """Return what an operation is, for messages; ``nbytes`` is negative if lengths differ from rank to rank."""
     signature >>= _LAYOUT_BITS
     code = signature & ((1 << _DTYPE_BITS) - 1)
     signature >>= _DTYPE_BITS
@@ -66,8 +66,8 @@ def describe(signature: int, nbytes: int) -> str:
 
 
 def _name_of(code: int) -> str:
-    """Return the name of a format, which another process may be the only one to have used so far."""
+    """Return the name of a dtype, which maybe only another process has used so far."""
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
         if _code_of(dtype) == code:
             return str(dtype)
-    return "a format that is not known here"
+    return "a dtype that this process does not know"

@@ -1,4 +1,4 @@
-"""The collectives over a channel, each as steps that are taken when what they need is there."""
+"""The collectives over a channel, as steps that run once the ranks that they need are there."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from booster_core.precision import NARROW
-from booster_runtime.collectives.direct.channel import SCRATCH_BYTES
-from booster_runtime.collectives.direct.signatures import (
+from booster_runtime.collectives.sums import combine_into, scale_of, sum_into
+from booster_runtime.collectives.transports.direct.channel import SCRATCH_BYTES
+from booster_runtime.collectives.transports.direct.signatures import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -20,20 +19,20 @@ from booster_runtime.collectives.direct.signatures import (
     describe,
     signature_of,
 )
-from booster_runtime.collectives.sums import sum_into
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from booster_runtime.collectives.direct.channel import Channel, Peer
+    from booster_runtime.collectives.transports.direct.channel import Channel
+    from booster_runtime.collectives.transports.direct.peer import Peer
 
 SMALL_BYTES = 1 << 15
-"""Tensors up to this size are combined by every rank alone, larger ones in slices, one for each rank."""
+"""Tensors up to this size are combined by every rank, larger ones slice by slice, one slice per rank."""
 
 _UNEVEN = -1
-"""Stands for the number of bytes where each rank has its own."""
+"""In place of a number of bytes that differs from rank to rank."""
 
 
 class Operation(ABC):
@@ -41,8 +40,8 @@ class Operation(ABC):
 
     Args:
         sources: This rank's tensors that others read: contiguous, on the CPU; kept until the end.
-        nbytes: Bytes that it is about, the same on every rank.
-        signature: What is done to them, the same on every rank; see `signatures`.
+        nbytes: Their size in bytes, the same on every rank.
+        signature: Operation, reduction, dtype and splits, the same on every rank; see `signatures`.
     """
 
     def __init__(self, sources: Sequence[Tensor], nbytes: int, signature: int) -> None:
@@ -58,7 +57,7 @@ class Operation(ABC):
         self.has_ended = False
 
     def begin(self, channel: Channel, number: int) -> None:
-        """Tell the others where this rank's tensors lie."""
+        """Post the addresses of this rank's tensors."""
         self._channel, self._number = channel, number
         self._waiting = list(channel.peers)
         channel.post(number, ctypes.addressof(self._table), self._nbytes, self._signature)
@@ -75,11 +74,11 @@ class Operation(ABC):
         return [peer.name for peer in self._waiting]
 
     def describe(self) -> str:
-        """Say what it is."""
+        """Return what it is, for messages."""
         return describe(self._signature, self._nbytes)
 
     def advance(self) -> bool:
-        """Take whatever step can be taken, and return whether there was one."""
+        """Take the steps that are possible now, and return whether there was one."""
         if self.has_ended:
             return False
         moved = False
@@ -111,22 +110,22 @@ class Operation(ABC):
         return moved
 
     def address(self, peer: Peer, index: int = 0) -> int:
-        """Return where a rank's tensor lies there."""
+        """Return the address of a rank's tensor in its process."""
         return peer.entry(self._tables[peer.rank], index)[0]
 
     @abstractmethod
     def read(self) -> bool:
-        """Read what is needed, all ranks being there; return whether everything is read."""
+        """Read what this rank needs, once all ranks are there; return whether that is everything."""
 
 
 class ReduceScatter(Operation):
-    """Sums what lies at the same places on every rank into this rank's slice.
+    """Sums this rank's slice over every rank's parts.
 
     Args:
         parts: As for `booster_runtime.collectives.reduce_scatter_parts`.
-        layout: Where the parts begin, and where slices do: the same on every rank.
-        own: For each part of which some lies in this rank's slice: its index, the first element, and the range of
-            ``out`` that it goes to.
+        layout: Offsets of the parts, and of the slices; the same on every rank.
+        own: For each part that overlaps this rank's slice: its index, the first element that does, and the range of
+            ``out`` that it is summed into.
         out: This rank's slice of the sum.
         scale: Multiplies the sum.
         accumulate: Add to ``out``.
@@ -166,7 +165,7 @@ class AllGather(Operation):
 
     Args:
         buffer: 1-D, contiguous; this rank's slice is read by the others.
-        bounds: Where slices begin and end.
+        bounds: Start and end of each slice.
     """
 
     def __init__(self, buffer: Tensor, bounds: Sequence[int]) -> None:
@@ -187,8 +186,8 @@ class AllToAll(Operation):
     """Gives each rank the slices that the others have for it.
 
     Args:
-        slices: This rank's slice for each rank of the group, each contiguous; their lengths are theirs alone.
-        outs: Where each rank's slice for this one goes.
+        slices: This rank's slice for each rank of the group, each contiguous; lengths may differ.
+        outs: Receives each rank's slice for this one.
     """
 
     def __init__(self, slices: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -225,7 +224,7 @@ class Broadcast(Operation):
 
 
 class SmallAllReduce(Operation):
-    """Combines small tensors: every rank reads all of them, and comes to the same bits in rank order."""
+    """Combines small tensors: every rank reads all of them and combines them in rank order, to the same bits."""
 
     def __init__(self, tensor: Tensor, op: Any) -> None:
         copy = tensor.clone()  # the others read it while the result replaces the tensor
@@ -237,7 +236,7 @@ class SmallAllReduce(Operation):
         for peer in self._channel.peers:
             terms[peer.rank] = torch.empty_like(self._sources[0])
             peer.read(self.address(peer), terms[peer.rank])
-        _combine(self._tensor, [terms[rank] for rank in range(self._channel.size)], self._op)
+        combine_into(self._tensor, [terms[rank] for rank in range(self._channel.size)], self._op)
         return True
 
 
@@ -258,8 +257,7 @@ class LargeAllReduce(Operation):
             low, high = self._slice(channel.rank)
             mine = flat[low:high]
             places = {peer.rank: self.address(peer) + low * flat.element_size() for peer in channel.peers}
-            scale = 1.0 / channel.size if self._op == dist.ReduceOp.AVG else 1.0
-            add_up(channel, mine, places, mine, scale=scale, accumulate=False)
+            add_up(channel, mine, places, mine, scale=scale_of(self._op, channel.size), accumulate=False)
             channel.post_phase(self._number)
             self._has_summed = True
             self._missing = self._waiting = list(channel.peers)
@@ -275,20 +273,16 @@ class LargeAllReduce(Operation):
         return numel * rank // size, numel * (rank + 1) // size
 
 
-COMBINED = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
-SUMMED = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-
-
 def add_up(
     channel: Channel, mine: Tensor, places: dict[int, int], out: Tensor, *, scale: float, accumulate: bool
 ) -> None:
-    """Write the sum over ranks of equally long runs of numbers, in rank order.
+    """Write the sum over ranks of tensors of one length, in rank order.
 
     Args:
         channel: The ranks.
-        mine: This rank's run.
-        places: Where each other rank's run begins there.
-        out: Receives the sum, any floating format; may be ``mine``.
+        mine: This rank's tensor.
+        places: Address of each other rank's tensor in its process.
+        out: Receives the sum, any floating dtype; may be ``mine``.
         scale: Multiplies the sum.
         accumulate: Add to ``out``.
     """
@@ -302,24 +296,4 @@ def add_up(
             terms[peer.rank] = room[index * (stop - start) : (index + 1) * (stop - start)]
             peer.read(places[peer.rank] + start * itemsize, terms[peer.rank])
         ordered = [terms[rank] for rank in range(channel.size)]
-        if out.data_ptr() == mine.data_ptr() and channel.rank > 1:
-            ordered[channel.rank] = ordered[channel.rank].clone()  # the first two terms replace it before its turn
         sum_into(out[start:stop], ordered, scale=scale, accumulate=accumulate)
-
-
-def _combine(out: Tensor, terms: Sequence[Tensor], op: Any) -> None:
-    if op in SUMMED:
-        if out.dtype in NARROW:
-            sum_into(out, terms, scale=1.0 / len(terms) if op == dist.ReduceOp.AVG else 1.0, accumulate=False)
-            return
-        total = terms[0].clone()
-        for term in terms[1:]:
-            total.add_(term)
-        if op == dist.ReduceOp.AVG:
-            total.div_(len(terms))
-        out.copy_(total)
-        return
-    total = terms[0].clone()
-    for term in terms[1:]:
-        torch.maximum(total, term, out=total) if op == dist.ReduceOp.MAX else torch.minimum(total, term, out=total)
-    out.copy_(total)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StagePlace:
+class PipelinePosition:
     """A rank's place in the pipeline, under the names of Colossal-AI's stage manager.
 
     Args:
@@ -77,7 +77,7 @@ def _check_chunk(*, ignore_chunk: bool) -> None:
         raise ConfigError(msg)
 
 
-class MeshPlace:
+class MeshAttributes:
     """Attributes of a plugin that tell a rank's place in the mesh.
 
     Attributes:
@@ -136,7 +136,7 @@ class MeshPlace:
         return self._mesh("coordinates").coordinates(dist.get_rank())
 
     @property
-    def stage_manager(self) -> StagePlace | None:
+    def stage_manager(self) -> PipelinePosition | None:
         """This rank's place in the pipeline; ``None`` where ``pp_size=1`` makes none.
 
         Raises:
@@ -148,7 +148,7 @@ class MeshPlace:
         placement = make_schedule(pipeline.style, pipeline.size, 1, pipeline.num_chunks).placement
         index = self._mesh("stage_manager").coordinates(dist.get_rank())["pp"]
         last = placement.rank_of(placement.num_stages - 1)
-        return StagePlace(index, pipeline.size, first=placement.rank_of(0), last=last)
+        return PipelinePosition(index, pipeline.size, first=placement.rank_of(0), last=last)
 
     @property
     def dp_group(self) -> ProcessGroup:

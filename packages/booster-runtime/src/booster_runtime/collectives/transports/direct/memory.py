@@ -1,4 +1,4 @@
-"""Reading another process' memory, where the system allows it."""
+"""Reads of another process' memory, where the system allows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _ALLOW_READERS = 0x59616D61
-"""``PR_SET_PTRACER``: whom the Yama security module lets look into this process."""
+"""``PR_SET_PTRACER``: which processes the Yama security module lets read this one's memory."""
 
 
 class _Range(ctypes.Structure):
@@ -18,7 +18,7 @@ class _Range(ctypes.Structure):
 
 
 def _library() -> Any:
-    # The words of a board are written without barriers: only here do others see them in the order of writing.
+    # A board's words are written without barriers; only x86-64 shows them to other cores in the order of writing.
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return None
     library = ctypes.CDLL(None, use_errno=True)
@@ -41,12 +41,12 @@ _LIBC = _library()
 
 
 def is_supported() -> bool:
-    """Return whether this is Linux on x86-64, and has the call; whether it permits it is found by trying."""
+    """Return whether this is x86-64 Linux and has the call; whether the call is permitted is found by trying."""
     return _LIBC is not None
 
 
 def allow_readers() -> None:
-    """Let processes of the same user read this one's memory, where Yama's middle level would keep them from it."""
+    """Let processes of the same user read this one's memory, which Yama's level 1 forbids by default."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if _LIBC is not None and scope.exists() and scope.read_text(encoding="ascii").strip() == "1":
         _LIBC.prctl(_ALLOW_READERS, ctypes.c_ulong(-1), 0, 0, 0)
@@ -76,7 +76,7 @@ def read(pid: int, source: int, target: int, nbytes: int) -> None:
 
 
 class Window:
-    """Reads so many bytes of another process again and again, to one place here, with less ado than `read`.
+    """Reads a fixed number of bytes of another process into one place, with less overhead than `read`.
 
     Args:
         pid: The process.
