@@ -5,7 +5,7 @@ The product refuses this elsewhere than on CUDA, where those kernels are made fo
 
 import pytest
 import torch
-from apart import FOLDER, import_quietly, missing_libraries, use_libraries_apart
+from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 
 from booster_core import Booster, LazyInitContext
 from booster_core.errors import ConfigError
@@ -53,7 +53,7 @@ def bits(number):
 
 def enabled(booster, number, *, lazy=False):
     """Return a model with adapters whose linear layers are packed."""
-    use_libraries_apart()
+    use_isolated_libraries()
     import_quietly(["bitsandbytes"])
     torch.manual_seed(3)
     if lazy:

@@ -1,8 +1,8 @@
-r"""What the user's optimizer updates in place of DTensors: plain tensors, this rank's rows or whole parameters.
+r"""Plain tensors that the user's optimizer updates in place of DTensors: this rank's rows, or whole parameters.
 
 torch's optimizers call DTensor's dispatcher for each operation, and some (Adafactor, Muon, Rprop) use operations that
-it can't do. Rows that lie here are updated as the plain tensors that they are, for optimizers that treat all elements
-alike. For others a parameter belongs to one rank of its replica, which gets all of it for the time of a step::
+it does not support. Elementwise optimizers update this rank's rows as plain tensors. For other optimizers, each
+parameter has an owner among the ranks of its replica, which gets the whole parameter during a step::
 
     rank 0  rows 0-1 --\\                   /--> rows 0-1
     rank 1  rows 2-3 ---> whole on owner: step --> rows 2-3
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ParameterPiece:
-    """The part of one parameter that this rank's optimizer updates.
+    """A part of one parameter that this rank's optimizer updates.
 
     Args:
         index: The parameter's number in the model.
-        parameter: The model's parameter: a DTensor, or whole on every rank.
+        parameter: The model's parameter: a DTensor, or replicated.
         start: First element of the flattened parameter.
         stop: One past the last.
-        values: What the optimizer updates; shares the memory of the rows here, except for whole parameters of one
-            owner, which have memory during a step only.
-        is_shared: Every rank has and updates all of it.
+        values: The tensor that the optimizer updates; shares memory with this rank's rows, except for whole parameters,
+            which have memory during a step only.
+        is_shared: Whether the parameter is replicated, and every rank updates all of it.
     """
 
     index: int
@@ -51,7 +51,7 @@ class ParameterPiece:
 
 
 def row_bounds(shape: Sequence[int], size: int) -> list[int]:
-    """Return where each rank's rows begin in the flattened parameter, and where the last ones end.
+    """Return where each rank's rows begin in the flattened parameter, and where the last rows end.
 
     Args:
         shape: Shape of the parameter, at least one dimension.
@@ -67,7 +67,7 @@ def row_bounds(shape: Sequence[int], size: int) -> list[int]:
 
 
 def rows_here(index: int, parameter: nn.Parameter, ranks: ShardingRanks) -> ParameterPiece | None:
-    """Return the rows of a parameter that lie here; ``None`` where none do.
+    """Return this rank's rows of a parameter; ``None`` if it has none.
 
     Collective: none.
     """
@@ -84,7 +84,7 @@ def rows_here(index: int, parameter: nn.Parameter, ranks: ShardingRanks) -> Para
 
 
 def show_rows(pieces: Iterable[ParameterPiece]) -> None:
-    """Let the optimizer see the rows and their gradients where they lie now.
+    """Point the optimizer's tensors at the current memory of the rows and their gradients.
 
     Collective: none.
     """
@@ -99,11 +99,11 @@ def show_rows(pieces: Iterable[ParameterPiece]) -> None:
 
 
 class WholeParameters:
-    """Parameters that an optimizer gets whole, each on one rank of a replica.
+    """Gather and scatter parameters that an optimizer needs whole, each on one rank of a replica.
 
     Args:
-        parameters: The parameters by number; DTensors, or whole on every rank.
-        ranks: The ranks that share a replica.
+        parameters: The parameters by number; DTensors, or replicated.
+        ranks: The ranks of a replica.
     """
 
     def __init__(self, parameters: Mapping[int, nn.Parameter], ranks: ShardingRanks) -> None:
@@ -124,7 +124,7 @@ class WholeParameters:
                 )
 
     def gather(self) -> None:
-        """Bring the parameters that have gradients, and these, to their owners.
+        """Send the parameters that have gradients, and the gradients, to their owners.
 
         Collective: the shard group.
         """
@@ -144,7 +144,7 @@ class WholeParameters:
         _run(operations)
 
     def scatter(self) -> None:
-        """Bring what the owners have made of the parameters to where their rows lie, and let go of the whole ones.
+        """Send the updated parameters back to the ranks of their rows, and free the whole parameters.
 
         Collective: the shard group.
         """
@@ -178,7 +178,7 @@ class WholeParameters:
     def _transfers(
         self, call: Callable[..., Any], index: int, parts: Mapping[int, Sequence[Tensor]]
     ) -> list[dist.P2POp]:
-        """Return transfers between a parameter's owner and other ranks; ``parts`` is keyed by whose rows they are."""
+        """Return transfers between a parameter's owner and other ranks; ``parts`` is keyed by the rank of the rows."""
         own, owner = self._ranks.shard_rank, self._owner[index]
         return [
             dist.P2POp(call, part, group=self._ranks.shard_group, group_peer=owner if rank == own else rank)
@@ -195,7 +195,7 @@ def _run(operations: list[dist.P2POp]) -> None:
 
 
 def _owners(numels: Mapping[int, int], size: int) -> dict[int, int]:
-    """Deal parameters out so that each rank steps on about as many elements: the largest first, to who has least."""
+    """Assign parameters to owners, balanced by elements: the largest first, to the rank with the fewest."""
     loads = [0] * size
     owner = {}
     for index in sorted(numels, key=lambda index: (-numels[index], index)):
@@ -206,5 +206,5 @@ def _owners(numels: Mapping[int, int], size: int) -> dict[int, int]:
 
 
 def _without_memory(parameter: nn.Parameter) -> Tensor:
-    """Return a tensor of a parameter's shape, dtype and place that takes the memory of one element."""
+    """Return a tensor of a parameter's shape, dtype and device with the memory of one element."""
     return torch.zeros((), dtype=parameter.dtype, device=local_of(parameter).device).expand(parameter.shape)

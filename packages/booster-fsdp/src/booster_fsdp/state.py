@@ -1,4 +1,4 @@
-"""FSDP's state as shards: the model's DTensors, and the state of the pieces that the optimizer updates."""
+"""FSDP's state for checkpoints: the model's DTensors, and the optimizer's state of this rank's pieces."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class FSDPStateAdapter(DTensorStateAdapter):
-    """Shows a sharded model, and its optimizer's state piece by piece.
+    """List the shards of a sharded model and of its optimizer's state.
 
     Args:
         model: The boosted model.
         optimizer: Its optimizer.
-        coordinator: Tells rank and number of ranks.
+        coordinator: Provides the rank and the number of ranks.
         units: The model's units.
     """
 
@@ -102,7 +102,7 @@ class FSDPStateAdapter(DTensorStateAdapter):
             for index in members:
                 stored = dict(tensors.get(sharded.names[index], {}))
                 if stored.pop(MASTER, None) is not None:
-                    # The parameters are the true values here.
+                    # The parameters are fp32 here, so masters are loaded into them.
                     self._taken_as_parameters.append(index)
                 piece = sharded.pieces.get(index)
                 if piece is None:
@@ -158,7 +158,7 @@ def _whole_shard(name: str, state: str, tensor: Tensor, *, is_owner: bool) -> Te
 
 
 def _cut_meta(key: str, meta: TensorMeta, piece: ParameterPiece) -> TensorMeta:
-    """Return what a piece needs room for, of a tensor of the whole parameter."""
+    """Return the shape and dtype of this piece's part of a state tensor."""
     is_elementwise = key != "step" and meta.shape == tuple(piece.parameter.shape)
     return TensorMeta(shape=tuple(piece.values.shape), dtype=meta.dtype) if is_elementwise else meta
 

@@ -61,16 +61,25 @@ class ReplicatedStateAdapter(StateAdapter):
         model: The model, wrapped or not.
         optimizer: Its optimizer, wrapped or not.
         coordinator: Tells rank and number of ranks.
+        of_first: Names of parameters that may differ between ranks; the first rank's are saved.
 
     Raises:
         ConfigError: If the optimizer holds a parameter that the model lacks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator | Replica) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        coordinator: DistCoordinator | Replica,
+        *,
+        of_first: Collection[str] = (),
+    ) -> None:
         self._module = unwrap_model(model)
         self._optimizer = None if optimizer is None else unwrap_optimizer(optimizer)
         self._rank = coordinator.rank
         self._world_size = coordinator.world_size
+        self._of_first = frozenset(of_first)
         self._masters: set[str] = set()
         if self._optimizer is not None:
             self._named_groups()
@@ -82,7 +91,7 @@ class ReplicatedStateAdapter(StateAdapter):
             ((name, None, tensor) for name, tensor in named.tensors.items()),
             self._rank,
             self._world_size,
-            of_first=named.buffers,
+            of_first=named.buffers | self._of_first,
         )
 
     @override
@@ -101,7 +110,7 @@ class ReplicatedStateAdapter(StateAdapter):
 
     @override
     def optimizer_shards(self) -> Iterator[TensorShard]:
-        yield from balanced_shards(self._state_tensors(), self._rank, self._world_size)
+        yield from balanced_shards(self._state_tensors(), self._rank, self._world_size, of_first=self._of_first)
 
     @override
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:

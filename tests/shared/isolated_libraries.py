@@ -1,9 +1,9 @@
-"""Libraries that lie in a folder of their own beside the test environment, and how a process gets at them.
+"""Libraries in a separate folder of the test environment, and how to import them.
 
-torchvision's wheels on the package index are built for CUDA. Beside a torch for the CPU their compiled operators do not
-load, and then even the import fails, because it gives shapes to operators that are not there; transformers tries that
-import wherever it finds torchvision. The libraries that need torchvision, or would bring another torch, keep it
-company: only processes that call `use_libraries_apart` see them.
+torchvision's wheels on the package index are built for CUDA. With a CPU build of torch their compiled operators can't
+be loaded, and then the import fails, because it registers shapes for missing operators; transformers tries that import
+if it finds torchvision. torchvision, libraries that need it, and libraries that would install another torch are
+therefore in a separate folder: only processes that call `use_isolated_libraries` can import them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-FOLDER = Path(sys.prefix) / "apart"
-"""Where the test environment has them."""
+FOLDER = Path(sys.prefix) / "isolated_libraries"
+"""The folder in the test environment."""
 
 _SHAPED_ON_IMPORT = ("nms", "qnms")
 _kept: list[object] = []
-"""Declarations of operators, which last as long as the object that made them."""
+"""Operator declarations, which last as long as the object that made them."""
 
 
-def use_libraries_apart() -> None:
-    """Make the libraries in the folder importable in this process, torchvision among them; harmless when repeated.
+def use_isolated_libraries() -> None:
+    """Make the libraries in the folder, including torchvision, importable in this process; may be called repeatedly.
 
-    A torchvision that is installed as usual is served too.
+    Also works with a torchvision in the environment itself.
     """
     if FOLDER.is_dir() and str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
@@ -44,7 +44,7 @@ def use_libraries_apart() -> None:
     try:
         torch.ops.load_library(str(Path(spec.origin).parent / "_C.so"))
     except OSError:
-        # The models need no operator of torchvision's own, so declaring those that its import asks for is enough.
+        # The models use none of torchvision's operators, so declaring those that its import needs is enough.
         library = torch.library.Library("torchvision", "DEF")
         for name in _SHAPED_ON_IMPORT:
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -52,7 +52,7 @@ def use_libraries_apart() -> None:
 
 
 def import_quietly(names: Iterable[str]) -> None:
-    """Import modules whose imports warn of things that a test of ours can't change."""
+    """Import modules without the warnings of their imports."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
@@ -60,5 +60,5 @@ def import_quietly(names: Iterable[str]) -> None:
 
 
 def missing_libraries(names: Iterable[str]) -> list[str]:
-    """Return those of some top-level modules that are neither installed nor in the folder; imports nothing."""
+    """Return the top-level modules that are neither installed nor in the folder, without importing any."""
     return [name for name in names if not (FOLDER / name).exists() and importlib.util.find_spec(name) is None]
