@@ -123,7 +123,7 @@ def gpt2():
 
 def pack_gpt2():
     """Return how far the outputs of packed layers are from those of the layers, and how many were packed."""
-    use_libraries_apart()
+    use_isolated_libraries()
     import_quietly(["bitsandbytes"])
     plain, packed = gpt2().eval(), gpt2().eval()
     quantization.quantize_linears(packed, bits(4))
@@ -142,7 +142,7 @@ def test_layers_of_gpt2_are_packed():
 
 
 def refuse_experts():
-    use_libraries_apart()
+    use_isolated_libraries()
     import_quietly(["bitsandbytes"])
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
