@@ -6,7 +6,7 @@ step with a budget of a third of parameters, gradients and optimizer state. Bars
 longer of computing alone and of moving its bytes at the disk's raw speed, as the median over the rounds; the peak of
 RSS above an imported torch, from the first step on, is at most 1.1 times the budget, plus activations, which are what
 the run in RAM takes above its state once the C library has given back what the first steps left behind; and of the
-bytes that lie on the disk between steps at least 0.8 are missing in RAM.
+bytes that are on the disk between steps at least 0.8 are missing in RAM.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _train(options: argparse.Namespace) -> None:
 
     from booster_core import Booster, launch_from_torch
     from booster_gemini import GeminiPlugin
-    from booster_gemini.memory.room import give_back_freed
+    from booster_gemini.memory.buffers import give_back_freed
 
     launch_from_torch(verbose=False)
     before = _status("VmRSS")
@@ -101,7 +101,8 @@ class _Disk:
     """The raw speed of the disk, a gigabyte each way at a time."""
 
     def __init__(self, folder: str) -> None:
-        from booster_gemini.memory.disk import DiskStore, aligned_buffer
+        from booster_gemini.memory.disk import DiskStore
+        from booster_runtime.memory import aligned_buffer
 
         self._store = DiskStore(folder)
         self._buffers = [aligned_buffer(64 << 20) for _ in range(8)]

@@ -18,7 +18,7 @@ from booster_core.gradients import clip_by_norm
 from booster_core.plugin import check_loss
 from booster_hybrid.user_optimizer import check_elementwise
 from booster_runtime import collectives
-from booster_zero.optimizer import ZeroOptimizer
+from booster_zero import ZeroOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from booster_hybrid.tensor_parallel.group import TensorGroup
     from booster_hybrid.tensor_parallel.split import Split
     from booster_zero import ZeroConfig
-    from booster_zero.bucket import Bucket
+    from booster_zero.engine import Bucket
 
 _IN_SHARDS = 2
 """The stage of ZeRO that keeps gradients in shards alone."""

@@ -23,7 +23,7 @@ from booster_core.plugin import (
 )
 from booster_core.precision import PrecisionPolicy, working_dtypes
 from booster_core.ranks import Axis, make_axes
-from booster_core.state import NamedTensors, Place, named_modules, without_adapters
+from booster_core.state import HolderRank, NamedTensors, named_modules, without_adapters
 from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
@@ -48,8 +48,7 @@ from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_ou
 from booster_runtime import collectives
 from booster_runtime.lazy import hollow_objects, is_lazy
 from booster_runtime.sharding import ShardingRanks, agree_on_values, check_distinct_memory
-from booster_zero import LowLevelZeroPlugin, ZeroConfig
-from booster_zero.state import ZeroStateAdapter
+from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter
 
 if TYPE_CHECKING:
     import os
@@ -343,7 +342,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         axes = self._axes_of_world()
         hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
         boosted: Any = boosted_inside(model)
-        inner = ZeroStateAdapter(model, hybrid, Place(axes["dp", "sp"].index, axes["dp", "sp"].size))
+        inner = ZeroStateAdapter(model, hybrid, HolderRank(axes["dp", "sp"].index, axes["dp", "sp"].size))
         return HybridStateAdapter(
             inner,
             boosted.place.splits,

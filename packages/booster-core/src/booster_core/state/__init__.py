@@ -23,16 +23,16 @@ if TYPE_CHECKING:
         span_of,
         unpack,
     )
-    from booster_core.state.replicated import MASTER, Place, ReplicatedStateAdapter, balanced_shards
+    from booster_core.state.replicated import MASTER, HolderRank, ReplicatedStateAdapter, balanced_shards
     from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
 
 __all__ = [
     "MASTER",
     "Box",
+    "HolderRank",
     "JSONValue",
     "NamedTensors",
     "ParamGroup",
-    "Place",
     "Region",
     "ReplicatedStateAdapter",
     "StateAdapter",
@@ -83,7 +83,7 @@ __getattr__, __dir__ = public_names(
             "span_of",
             "unpack",
         ],
-        ".replicated": ["MASTER", "Place", "ReplicatedStateAdapter", "balanced_shards"],
+        ".replicated": ["MASTER", "HolderRank", "ReplicatedStateAdapter", "balanced_shards"],
         ".shard": ["Box", "TensorShard", "box_numel", "box_shape", "full_box"],
     },
 )

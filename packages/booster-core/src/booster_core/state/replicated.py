@@ -36,7 +36,7 @@ _SMALLEST_CUT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class HolderRank:
     """A rank among those that hold the same part of a model; a `DistCoordinator` is one, among all ranks.
 
     Args:
@@ -60,7 +60,9 @@ class ReplicatedStateAdapter(StateAdapter):
         ConfigError: If the optimizer holds a parameter that the model lacks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator | Place) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator | HolderRank
+    ) -> None:
         self._module = unwrap_model(model)
         self._optimizer = None if optimizer is None else unwrap_optimizer(optimizer)
         self._rank = coordinator.rank

@@ -47,6 +47,7 @@ __all__ = [
     "broadcast",
     "reduce_scatter",
     "reduce_scatter_parts",
+    "sum_into",
 ]
 
 _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 7001, 7002, 7003
