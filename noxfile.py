@@ -8,6 +8,7 @@ environments of their own. All install under ``constraints.txt``.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -38,7 +39,7 @@ def tests(session: nox.Session) -> None:
     python = _checkout(session)
     _lint(session, python)
     _types(session, python)
-    _pytest(session, python, "tests", "-m", "not slow", *session.posargs)
+    _pytest(session, python, "tests", "-m", "not slow", *_workers(), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -75,7 +76,7 @@ def packaging(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def slow(session: nox.Session) -> None:
     """Run the tests that are too slow for the default run."""
-    _pytest(session, _checkout(session), "tests", "-m", "slow", *session.posargs)
+    _pytest(session, _checkout(session), "tests", "-m", "slow", *_workers(), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -138,21 +139,29 @@ def docs(session: nox.Session) -> None:
     _pytest(session, python, "tests/packaging/test_readme_examples.py", *session.posargs)
 
 
-@nox.session(venv_backend="none")
+@nox.session
 def demo(session: nox.Session) -> None:
-    """Train a small language model on bytes: ``nox -s demo -- --plugin ddp --nproc 2``."""
+    """Train a small language model on bytes: ``nox -s demo -- --plugin ddp --nproc 2``.
+
+    The environment has the plugin's distribution, what that needs, and what the example imports; nothing else.
+    """
     arguments = [*session.posargs]
-    nproc = "2"
-    if "--nproc" in arguments:
-        index = arguments.index("--nproc")
-        if index + 1 == len(arguments):
-            session.error("--nproc needs a number of processes, as in `nox -s demo -- --nproc 2`.")
-        nproc = arguments[index + 1]
-        del arguments[index : index + 2]
-    if "--plugin" not in arguments:
-        arguments = ["--plugin", "ddp", *arguments]
+    nproc = _option(session, arguments, "--nproc", "2")
+    plugin = _option(session, arguments, "--plugin", "ddp")
+    name = f"booster-{plugin}"
+    if name not in PACKAGES:
+        plugins = ", ".join(each.removeprefix("booster-") for each in PACKAGES)
+        session.error(f"No plugin '{plugin}' in this repository, only {plugins}.")
+    editable = [argument for each in _with_dependencies(name) for argument in ("-e", f"packages/{each}")]
+    session.install("--quiet", "-c", CONSTRAINTS, *editable, *_group("demo"))
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}")
-    _run(session, _checkout(session), *torchrun, "examples/pretrain_bytes.py", *arguments, env={"OMP_NUM_THREADS": "1"})
+    script = ("examples/pretrain_bytes.py", "--plugin", plugin, *arguments)
+    session.run("python", *torchrun, *script, env={"OMP_NUM_THREADS": "1"})
+    session.log("The loss curve is in runs/pretrain_bytes/loss.png. Try next:")
+    session.log("  nox -s demo -- --plugin fsdp                  another strategy, the same script and results")
+    session.log("  nox -s demo -- --nproc 1 --precision bf16     one process, compute in bf16")
+    session.log("  examples/resume_training.py                   stop and resume on another number of processes")
+    session.log("  docs/architecture.md                          what boost and step do")
 
 
 @nox.session(venv_backend="none")
@@ -212,8 +221,29 @@ def _pytest(session: nox.Session, python: str, *arguments: str, success_codes: I
     session.run(*command, external=python != "python", success_codes=list(success_codes))
 
 
+def _workers() -> tuple[str, ...]:
+    """Return pytest's arguments for tests side by side.
+
+    Ranks wait for each other much of the time, so a run of tests keeps about one core busy. A file stays on one worker,
+    because its tests share fixtures.
+    """
+    return ("-n", str(max(2, (os.cpu_count() or 2) // 2)), "--dist", "loadfile")
+
+
 def _run(session: nox.Session, python: str, *arguments: str, env: dict[str, str] | None = None) -> None:
     session.run(python, *arguments, env=env, external=True)
+
+
+def _option(session: nox.Session, arguments: list[str], name: str, default: str) -> str:
+    """Take an option and its value out of a list of arguments."""
+    if name not in arguments:
+        return default
+    index = arguments.index(name)
+    if index + 1 == len(arguments):
+        session.error(f"{name} needs a value, as in `nox -s demo -- {name} {default}`.")
+    value = arguments[index + 1]
+    del arguments[index : index + 2]
+    return value
 
 
 def _group(name: str) -> list[str]:

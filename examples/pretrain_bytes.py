@@ -5,7 +5,7 @@ The same script runs in one process and on many:
     python examples/pretrain_bytes.py
     torchrun --nproc-per-node 2 examples/pretrain_bytes.py --plugin ddp
 
-It needs nothing from the network: the corpus is found through ``sysconfig`` and lies on every machine that has Python.
+It needs nothing from the network: the corpus comes with every Python, and is found through ``sysconfig``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from booster_core import Booster, launch_from_torch
+from booster_runtime.pictures import draw_curve, write_png
 
 VOCABULARY = 256  # one token per byte
 
@@ -102,10 +103,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plugin", help="name of an installed plugin; 'ddp' on several ranks, else none")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="number format of forward and backward")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=8, help="windows per rank and step")
     parser.add_argument("--length", type=int, default=128, help="bytes per window")
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1024)
@@ -148,8 +149,10 @@ def main() -> None:
     if coordinator.is_master():
         if args.losses:
             args.losses.write_text(json.dumps({"losses": losses, "validation": validation}))
-        print(f"saved to {args.out}")
-        print(sample(args.out))
+        picture = args.out / "loss.png"
+        write_png(draw_curve(losses, title="Training loss", y_name="nats per byte"), picture)
+        print(f"saved the model to {args.out}, and its loss curve to {picture}")
+        print(f"the model continues 'def ':\n{sample(args.out)}")
 
 
 def train(booster: Booster, args: argparse.Namespace, boosted: tuple, coordinator) -> list[float]:

@@ -83,7 +83,16 @@ def test_it_saves_what_transformers_loads(name, request):
 def test_it_reports_and_continues_a_text(name, request):
     run = request.getfixturevalue(name)
     assert f"validation loss {run.result['validation']:.3f}" in run.output
-    saved, _, text = run.output.partition("saved to out\n")
-    assert saved
+    before, _, text = run.output.partition("the model continues 'def ':\n")
+    assert "saved the model to out, and its loss curve to out/loss.png" in before
     assert text.startswith("def ")
     assert len(text) > len("def ") + 20
+
+
+@pytest.mark.parametrize("name", ["alone", "together"])
+def test_it_draws_its_losses(name, request):
+    run = request.getfixturevalue(name)
+    png = (run.folder / "out" / "loss.png").read_bytes()
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+    assert width > height > 400

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         enable_activation_checkpointing,
     )
     from booster_runtime.lazy import LazyInitContext
+    from booster_runtime.verification import verify
 
     __version__: str
 
@@ -43,6 +44,7 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "verify",
 ]
 
 _import, _names = public_names(
@@ -59,6 +61,7 @@ _import, _names = public_names(
             "enable_activation_checkpointing",
         ],
         "booster_runtime.lazy": ["LazyInitContext"],
+        "booster_runtime.verification": ["verify"],
     },
 )
 

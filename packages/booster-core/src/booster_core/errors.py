@@ -14,6 +14,22 @@ if TYPE_CHECKING:
 _MAX_SHOWN = 10
 
 
+__all__ = [
+    "BoosterError",
+    "CheckpointError",
+    "ConfigError",
+    "GradientError",
+    "LaunchError",
+    "LazyInitError",
+    "MissingRanksError",
+    "OffloadError",
+    "PluginError",
+    "PluginNotInstalledError",
+    "RankFailedError",
+    "shorten",
+]
+
+
 class BoosterError(Exception):
     """Base class of every error that Booster raises on purpose."""
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from booster_core.booster import Booster
+from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import API_VERSION, Capability, Plugin
 from booster_testing import conformance_runs as runs

@@ -16,7 +16,7 @@ from booster_testing.replicas import look_locally
 from booster_testing.training import summed_loss, whole_model
 
 if TYPE_CHECKING:
-    from booster_core.booster import Booster
+    from booster_core import Booster
     from booster_testing.replicas import LocalView
     from booster_testing.training import Training
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_core.booster import Booster
+    from booster_core import Booster
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from booster_core.booster import Booster
+    from booster_core import Booster
 
 _Place = tuple[str, tuple[tuple[int, int], ...], tuple[int, int]]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from booster_core.booster import Booster
+from booster_core import Booster
 from booster_core.ranks import DistCoordinator
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from booster_core.booster import Booster
+from booster_core import Booster
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_core.ranks import DistCoordinator
 from booster_runtime.lazy import LazyInitContext

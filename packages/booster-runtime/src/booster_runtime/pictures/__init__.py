@@ -6,6 +6,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from booster_runtime.pictures.axes import byte_ticks, format_bytes, format_seconds, ticks
+from booster_runtime.pictures.curves import draw_curve
 from booster_runtime.pictures.png import write_png
 from booster_runtime.pictures.svg import Drawing
 from booster_runtime.pictures.trace import Trace
@@ -14,6 +15,7 @@ __all__ = [
     "Drawing",
     "Trace",
     "byte_ticks",
+    "draw_curve",
     "format_bytes",
     "format_seconds",
     "ticks",

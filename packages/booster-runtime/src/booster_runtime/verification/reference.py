@@ -1,0 +1,183 @@
+"""The same training in one process, with torch alone: what a boosted run is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from booster_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from torch.optim import Optimizer
+
+_DROPOUT_ATTRIBUTES = ("dropout", "drop_prob", "drop_path", "layerdrop", "drop_rate")
+
+
+@dataclass
+class Reference:
+    """One process's training.
+
+    Attributes:
+        initial: Parameters by name, before the first step.
+        outputs: The evaluation outputs of each share of the batch, by path.
+        evaluation_losses: The evaluation loss of each share.
+        losses: Of each step, the loss of each share.
+        gradients: Of each step, the gradient by parameter name.
+        final: Parameters by name, after the last step.
+    """
+
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    outputs: list[dict[str, Tensor]] = field(default_factory=list)
+    evaluation_losses: list[float] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    final: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train_reference(
+    model: nn.Module,
+    optimizer: Optimizer,
+    criterion: Callable[[Any, Any], Tensor],
+    shares: list[Any],
+    steps: int,
+    autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Reference:
+    """Train on shares of a batch in turn, whose mean loss a step follows, as data parallel ranks do together.
+
+    Args:
+        model: The user's model, without dropout.
+        optimizer: Over its parameters.
+        criterion: Called as ``criterion(outputs, share)``, returns a scalar.
+        shares: What each data parallel rank gets of the batch.
+        steps: Number of steps, all on the same batch.
+        autocast: Makes the context of each forward.
+
+    Collective: none.
+    """
+    reference = Reference(initial=copies(model))
+    model.eval()
+    with torch.no_grad():
+        for share in shares:
+            with autocast():
+                outputs = call_with(model, share)
+            reference.outputs.append(floating_leaves(outputs))
+            reference.evaluation_losses.append(float(criterion(outputs, share)))
+    model.train()
+    for _ in range(steps):
+        losses = []
+        for share in shares:
+            with autocast():
+                outputs = call_with(model, share)
+            loss = criterion(outputs, share)
+            (loss / len(shares)).backward()  # type: ignore[no-untyped-call]
+            losses.append(float(loss.detach()))
+        reference.losses.append(losses)
+        reference.gradients.append(
+            {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    reference.final = copies(model)
+    return reference
+
+
+def call_with(model: nn.Module, batch: Any) -> Any:
+    """Call a model with a batch: a mapping as keyword arguments, a list or tuple as positional ones."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (list, tuple)):
+        return model(*batch)
+    return model(batch)
+
+
+def loss_of_outputs(outputs: Any, batch: Any) -> Tensor:
+    """Return the loss that a model of transformers computes itself.
+
+    Raises:
+        ConfigError: If the outputs have no loss.
+    """
+    del batch
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if not isinstance(loss, Tensor):
+        msg = (
+            f"The model's outputs (`{type(outputs).__name__}`) have no loss. Have `build` return a criterion as its "
+            "third value: it is called as `criterion(outputs, batch)`."
+        )
+        raise ConfigError(msg)
+    return loss
+
+
+def share_of(batch: Any, index: int, size: int) -> Any:
+    """Return one of equal shares of a batch, cut along the first dimension of its tensors.
+
+    Raises:
+        ConfigError: If the tensors have not equally many samples, or these can't be shared evenly.
+    """
+    counts = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(counts) != 1 or next(iter(counts)) % size or not next(iter(counts)):
+        found = ", ".join(map(str, sorted(counts))) or "no"
+        msg = (
+            f"A batch of {found} samples can't be shared evenly by {size} data parallel ranks. Pass tensors with one "
+            f"entry per sample in their first dimension, and a multiple of {size} samples."
+        )
+        raise ConfigError(msg)
+    length = next(iter(counts)) // size
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[index * length : (index + 1) * length] if tensor.dim() else tensor
+
+    return pytree.tree_map_only(Tensor, cut, batch)
+
+
+def floating_leaves(outputs: Any) -> dict[str, Tensor]:
+    """Return the floating-point tensors of outputs, by their path."""
+    leaves = pytree.tree_flatten_with_path(dict(outputs) if isinstance(outputs, Mapping) else outputs)[0]
+    return {
+        pytree.keystr(path): leaf.detach().float().cpu().clone()
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    }
+
+
+def copies(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a model's parameters, by name."""
+    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+
+
+@contextlib.contextmanager
+def without_dropout(*models: nn.Module) -> Iterator[None]:
+    """Set every dropout rate of modules and of their configs to 0 for the time of the context.
+
+    Rates are found by type (``nn.Dropout``) and, on other modules and configs, by name.
+
+    Collective: none.
+    """
+    changed: list[tuple[Any, str, float]] = []
+    seen: set[int] = set()
+    for model in models:
+        for module in model.modules():
+            holders = [module, getattr(module, "config", None)]
+            for holder in holders:
+                if holder is None or id(holder) in seen or not hasattr(holder, "__dict__"):
+                    continue
+                seen.add(id(holder))
+                for name, value in list(vars(holder).items()):
+                    is_rate = isinstance(value, float) and 0 < value <= 1
+                    by_type = name == "p" and isinstance(holder, nn.modules.dropout._DropoutNd)  # noqa: SLF001 - the base of all
+                    if is_rate and (by_type or any(word in name for word in _DROPOUT_ATTRIBUTES)):
+                        changed.append((holder, name, value))
+                        setattr(holder, name, 0.0)
+    try:
+        yield
+    finally:
+        for holder, name, value in changed:
+            setattr(holder, name, value)
