@@ -9,13 +9,12 @@ from booster_zero.engine.layout import Layout
 from booster_zero.engine.optimizer import ZeroOptimizer
 from booster_zero.engine.options import ShardingOptions
 from booster_zero.engine.partition import plan_flat
-from booster_zero.engine.shard import BucketPiece, Format
+from booster_zero.engine.shard import Format
 from booster_zero.engine.state import ZeroStateAdapter
 from booster_zero.engine.whole import BufferPool, Keep, WholeState, is_free
 
 __all__ = [
     "Bucket",
-    "BucketPiece",
     "BufferPool",
     "Format",
     "Home",

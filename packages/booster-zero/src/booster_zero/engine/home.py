@@ -48,6 +48,7 @@ class Home:
 
     Attributes:
         moves: Whether a block may ever be moved. Where it may not, buckets don't announce their uses.
+        is_on_disk: Whether tensors of the host are made in files.
 
     Collective: none of its methods; ranks need not do the same.
     """
@@ -56,14 +57,10 @@ class Home:
 
     def __init__(self, folder: MappedFolder | None = None) -> None:
         self._folder = folder
+        self.is_on_disk = folder is not None
         self._problem: OffloadError | None = None
 
     # ---- memory
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether tensors of the host are made in files."""
-        return self._folder is not None
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device, compute: torch.device) -> Tensor:
         """Return zeros that are kept between steps; in memory where the folder has no room, see `problem`.

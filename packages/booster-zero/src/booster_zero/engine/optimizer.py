@@ -86,6 +86,7 @@ class ZeroOptimizer(OptimizerWrapper):
         self.ranks: ShardingRanks = layout.ranks
         self.layout = layout
         self.home = home
+        self._home_keeps_state = home.moves or home.is_on_disk  # and may find no room for it
         self.gathers = gathers
         self._format_of = format_of
         self._used_anywhere: dict[int, bool] = {}
@@ -442,7 +443,7 @@ class ZeroOptimizer(OptimizerWrapper):
 
     def _offload_state(self, buckets: Sequence[Bucket]) -> None:
         """Move state that the optimizer inside has made to where the buckets' home keeps it."""
-        if self.home.moves or self.home.is_on_disk:
+        if self._home_keeps_state:
             states = self.hosted.states()
             for bucket in buckets:
                 bucket.offload_state(states)
@@ -456,11 +457,9 @@ class ZeroOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world, where state may be on a disk; else none.
         """
-        self.raise_together(
-            self.home.problem(
-                "The step was taken, and nothing is lost: what found no room stays in RAM and can be saved."
-            )
-        )
+        if self._home_keeps_state:
+            told = "The step was taken, and nothing is lost: what found no room stays in RAM and can be saved."
+            self.raise_together(self.home.problem(told))
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise on every rank an error that any has, where tensors are offloaded to a disk or moved.
@@ -475,7 +474,7 @@ class ZeroOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world, where they are; else none.
         """
-        if not self.home.moves and not self.home.is_on_disk:
+        if not self._home_keeps_state:
             return False
         return self.overflow_anywhere(error is not None)
 
