@@ -86,6 +86,14 @@ def zoo(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def direct(session: nox.Session) -> None:
+    """Run the tests of strategies that shard on the direct transport; the other sessions use the portable one."""
+    folders = [f"tests/distributed/{name}" for name in ("runtime", "fsdp", "zero", "gemini", "hybrid")]
+    session.env["BOOSTER_TRANSPORT"] = "direct"
+    _pytest(session, _checkout(session), *folders, "-m", "not slow", *_workers(), *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """Run the tests that need CUDA devices; each says how many it lacks."""
     _pytest(session, _checkout(session), "tests", "-m", "gpu", *session.posargs)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from booster_runtime.collectives.transports import override
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -60,6 +62,33 @@ def tokens(size: str, samples: int) -> torch.Tensor:
     return torch.randint(SIZES[size].vocabulary, (samples, LENGTH), generator=generator)
 
 
+TRANSPORTS = ("direct", "torch")
+"""The columns of reports: ranks of one host that read each other's memory, and what GPU and multi-host users have."""
+
+
+def on_each_transport(name: str, make: Callable[[], Callable[[], None]]) -> dict[str, Callable[[], None]]:
+    """Return a contender once per transport, as ``"<name> direct"`` and ``"<name> torch"``.
+
+    Args:
+        name: The contender.
+        make: Builds its model and returns its step.
+
+    Collective: every rank.
+    """
+
+    def over(transport: str) -> Callable[[], None]:
+        with override(transport):
+            inner = make()
+
+        def step() -> None:
+            with override(transport):
+                inner()
+
+        return step
+
+    return {f"{name} {transport}": over(transport) for transport in TRANSPORTS}
+
+
 def take_turns(contenders: Mapping[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """Return the seconds of each contender's steps, each the slower rank's, round by round.
 
@@ -87,8 +116,43 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float,
     return statistics.median(ratios), low, high
 
 
+def report_transports(
+    what: str,
+    seconds: Mapping[str, Sequence[float]],
+    ours: str,
+    theirs: str,
+    bar: float,
+    portable_bar: float | None = None,
+) -> bool:
+    """Print a contender's ratios, one column per transport, and return whether the bars are met.
+
+    Args:
+        what: Beginning of the line.
+        seconds: What `take_turns` returned.
+        ours: Name of the contender that was run on each transport.
+        theirs: Name of the one that it is compared with.
+        bar: Bar of the direct transport.
+        portable_bar: Bar of the portable one, if it has any.
+    """
+    columns, met = [], True
+    for transport, limit in zip(TRANSPORTS, (bar, portable_bar), strict=True):
+        own = seconds[f"{ours} {transport}"]
+        median, low, high = ratio(own, seconds[theirs])
+        met &= limit is None or median <= limit
+        columns.append(
+            f"{transport} {median:.3f} ({low:.3f} to {high:.3f}; {statistics.median(own) * 1e3:.0f} ms; "
+            f"bar {'none' if limit is None else format(limit, 'g')})"
+        )
+    print(
+        f"{what}: {' | '.join(columns)}, to {statistics.median(seconds[theirs]) * 1e3:.0f} ms over "
+        f"{len(seconds[theirs])} rounds",
+        flush=True,
+    )
+    return met
+
+
 def report(what: str, ours: Sequence[float], theirs: Sequence[float], bar: float) -> bool:
-    """Print a ratio beside its bar, and return whether it is met."""
+    """Print a ratio and its bar, and return whether it is met."""
     median, low, high = ratio(ours, theirs)
     print(
         f"{what}: {median:.3f} (quartiles {low:.3f} to {high:.3f}; {statistics.median(ours) * 1e3:.0f} ms to "

@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from booster_core.ranks import DistCoordinator
-from booster_core.state import ReplicatedStateAdapter
 from booster_runtime.checkpoint import CheckpointIO, ModelPart, OptimizerPart
 from booster_runtime.checkpoint.naming import MODEL, OPTIMIZER, FileNames
 from booster_runtime.checkpoint.raw import as_bytes, pread_into, pwrite_from
+from booster_runtime.state import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
 
 if TYPE_CHECKING:

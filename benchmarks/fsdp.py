@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from _side_by_side import llama, report, take_turns, tokens
+from _side_by_side import llama, on_each_transport, report_transports, take_turns, tokens
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from booster_core import Booster
@@ -60,9 +60,9 @@ def by_hand(size: str, samples: int, precision: str | None) -> Callable[[], None
 
 
 def on_rank(size: str, samples: int, precision: str | None, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of both, step by step."""
-    contenders = {"ours": boosted(size, samples, precision), "theirs": by_hand(size, samples, precision)}
-    return take_turns(contenders, rounds)
+    """Return the seconds of each contender, step by step."""
+    contenders = on_each_transport("ours", lambda: boosted(size, samples, precision))
+    return take_turns({**contenders, "theirs": by_hand(size, samples, precision)}, rounds)
 
 
 def main() -> int:
@@ -71,7 +71,7 @@ def main() -> int:
     for precision in (None, "bf16"):
         seconds, _ = run_on_ranks(on_rank, 2, "25M", 2, precision, 40, timeout_seconds=900)
         what = f"FSDP plugin, Llama 25M, {precision or 'fp32'}, to fully_shard by hand"
-        met &= report(what, seconds["ours"], seconds["theirs"], 1.01)
+        met &= report_transports(what, seconds, "ours", "theirs", 1.01)
     return 0 if met else 1
 
 

@@ -10,6 +10,7 @@ layer by layer, and Gemini's chunks are about as large as a layer.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import statistics
 import sys
@@ -20,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from _side_by_side import TRANSPORTS
 from torch import nn
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
+from booster_runtime.collectives.transports import override
 from booster_testing import close_ranks, peak_memory, run_on_ranks
 
 if TYPE_CHECKING:
@@ -94,19 +97,29 @@ def make_step(kind: str, size: str, dtype: torch.dtype, options: dict[str, Any])
     return step
 
 
+def over(kind: str) -> contextlib.AbstractContextManager[None]:
+    """Use the transport that a kind of run names, if it names one."""
+    transport = kind.partition(" ")[2]
+    return override(transport) if transport else contextlib.nullcontext()
+
+
 def timed(kinds: list[str], size: str, dtype: torch.dtype, options: dict[str, Any], turns: int) -> dict[str, Any]:
     """Return the times of each kind's steps, turn by turn.
 
     Collective: every rank of the world.
     """
     warnings.filterwarnings("ignore")
-    runs = {kind: make_step(kind, size, dtype, options) for kind in kinds}
+    runs = {}
+    for kind in kinds:
+        with over(kind):
+            runs[kind] = make_step(kind.partition(" ")[0], size, dtype, options)
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(turns + 2):
         for kind, step in runs.items():
             dist.barrier()
             started = time.perf_counter()
-            step()
+            with over(kind):
+                step()
             if turn >= 2:  # the first two steps make state, chunks and caches
                 times[kind].append(time.perf_counter() - started)
     return times
@@ -137,7 +150,7 @@ def main() -> None:
     parser.add_argument("--no-time", action="store_true", help="measure memory only")
     asked = parser.parse_args()
     dtype = torch.float32 if asked.dtype == "fp32" else torch.bfloat16
-    kinds = ["gemini", *TIME_BARS]
+    kinds = [*(f"gemini {transport}" for transport in TRANSPORTS), *TIME_BARS]
     case = (asked.size, dtype, {"max_prefetch": asked.prefetch})
     # Loaded under its own name: workers would not find functions of `__main__`.
     spec = importlib.util.spec_from_file_location("gemini_benchmark", Path(__file__).resolve())
@@ -153,14 +166,18 @@ def main() -> None:
             kind: [max(times) for times in zip(*(result[kind] for result in results), strict=True)] for kind in kinds
         }
         for kind in kinds:
-            print(f"  {kind:7} median {1e3 * statistics.median(slowest[kind]):8.1f} ms")
+            print(f"  {kind:13} median {1e3 * statistics.median(slowest[kind]):8.1f} ms")
         for kind, bar in TIME_BARS.items():
-            ratios = sorted(own / other for own, other in zip(slowest["gemini"], slowest[kind], strict=True))
-            low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
-            print(f"  gemini / {kind:7} {middle:.3f} (quartiles {low:.3f} to {high:.3f}; bar {bar})")
+            columns = []
+            for transport in TRANSPORTS:
+                times = zip(slowest[f"gemini {transport}"], slowest[kind], strict=True)
+                ratios = sorted(own / other for own, other in times)
+                low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
+                columns.append(f"{transport} {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
+            print(f"  gemini / {kind:7} {' | '.join(columns)}; bar of direct {bar}")
     if not asked.no_memory:
         peaks = {}
-        for kind in kinds:
+        for kind in ("gemini", *TIME_BARS):
             close_ranks()  # a new process each: memory that was freed may stay with the old one
             peaks[kind] = max(run_on_ranks(here.peak_bytes, asked.ranks, kind, *case, timeout_seconds=3600))
             print(f"  {kind:7} peak {peaks[kind] / 2**20:8.1f} MiB")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from _side_by_side import report, take_turns
+from _side_by_side import on_each_transport, report_transports, take_turns
 from torch import nn
 
 from booster_core import Booster
@@ -147,7 +147,9 @@ def timed(hidden: int, dtype: torch.dtype, rounds: int) -> dict[str, list[float]
     Collective: every rank of the world.
     """
     warnings.filterwarnings("ignore")
-    return take_turns({name: make(hidden, dtype) for name, make in STEPS.items()}, rounds, warmup=3)
+    contenders = on_each_transport("ours", lambda: ours(hidden, dtype))
+    contenders |= {name: make(hidden, dtype) for name, make in STEPS.items() if name != "ours"}
+    return take_turns(contenders, rounds, warmup=3)
 
 
 def peak_bytes(name: str, hidden: int, dtype: torch.dtype) -> int:
@@ -185,7 +187,7 @@ def main() -> int:
             case = (hidden, FORMATS[name])
             seconds, *_ = run_on_ranks(here.timed, asked.ranks, *case, asked.rounds, timeout_seconds=900)
             what = f"tp={asked.ranks}, Llama of {LAYERS} layers, hidden {hidden}, {name}"
-            met &= report(f"{what}, to parallelize_module", seconds["ours"], seconds["by hand"], BARS[hidden])
+            met &= report_transports(f"{what}, to parallelize_module", seconds, "ours", "by hand", BARS[hidden])
             silent_ms = statistics.median(seconds["silent"]) * 1e3
             print(f"  the same compute without communication: {silent_ms:.0f} ms", flush=True)
             if asked.memory:

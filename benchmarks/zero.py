@@ -9,6 +9,7 @@ all of them alike; what counts is the ratio within a turn, of the slower rank's 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import time
@@ -18,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from _side_by_side import TRANSPORTS
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from booster_core import Booster
+from booster_runtime.collectives.transports import override
 from booster_testing import close_ranks, run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
@@ -35,7 +38,9 @@ SIZES = {
     "110M": {"hidden_size": 768, "num_hidden_layers": 8, "intermediate_size": 2048, "vocab_size": 32000},
 }
 BARS = {"ddp": 0.95, "redundancy": 0.94, "alone": 1.12}
+"""Of the direct transport."""
 SAMPLES, LENGTH = 2, 128
+OURS = tuple(f"zero {transport}" for transport in TRANSPORTS)
 STEPS = 4
 """Steps that a contender takes in a row: what goes on after its step is its own to pay for."""
 
@@ -104,22 +109,32 @@ def make_step(
     return step, state_bytes, finish
 
 
+def over(kind: str) -> contextlib.AbstractContextManager[None]:
+    """Use the transport that a kind of run names, if it names one."""
+    transport = kind.partition(" ")[2]
+    return override(transport) if transport else contextlib.nullcontext()
+
+
 def timed(kinds: list[str], size: str, dtype: torch.dtype, options: dict[str, Any], turns: int) -> dict[str, Any]:
     """Return the times of each kind's steps, turn by turn, and its state's bytes.
 
     Collective: every rank of the world.
     """
     warnings.filterwarnings("ignore")
-    runs = {kind: make_step(kind, size, dtype, options) for kind in kinds}
+    runs = {}
+    for kind in kinds:
+        with over(kind):
+            runs[kind] = make_step(kind.partition(" ")[0], size, dtype, options)
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(turns + 1):
         for kind, (step, _, finish) in runs.items():
             dist.barrier()
             started = time.perf_counter()
-            for _ in range(STEPS):
-                step()
-            if kind == "zero":
-                finish()
+            with over(kind):
+                for _ in range(STEPS):
+                    step()
+                if kind in OURS:
+                    finish()
             if turn:  # the first steps make state, buckets and caches
                 times[kind].append((time.perf_counter() - started) / STEPS)
     return {"times": times, "state": {kind: state_bytes() for kind, (_, state_bytes, _) in runs.items()}}
@@ -153,7 +168,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["times", "memory"], help="measure one of the two")
     options = parser.parse_args()
     dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
-    kinds = ["zero", *BARS]
+    kinds = [*OURS, *BARS]
     # Loaded under its own name: workers would not find functions of `__main__`.
     import importlib.util
     import sys
@@ -190,9 +205,12 @@ def report_times(here: Any, kinds: list[str], case: tuple[Any, ...], options: ar
         state = max(result["state"][kind] for result in results)
         print(f"  {kind:11} median {1e3 * statistics.median(slowest[kind]):8.1f} ms   state {state / 2**20:8.1f} MiB")
     for kind, bar in BARS.items():
-        ratios = sorted(own / other for own, other in zip(slowest["zero"], slowest[kind], strict=True))
-        low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
-        print(f"  zero / {kind:11} {middle:.3f} (quartiles {low:.3f} to {high:.3f}; bar {bar})")
+        columns = []
+        for transport in TRANSPORTS:
+            ratios = sorted(own / other for own, other in zip(slowest[f"zero {transport}"], slowest[kind], strict=True))
+            low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
+            columns.append(f"{transport} {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
+        print(f"  zero / {kind:11} {' | '.join(columns)}; bar of direct {bar}")
 
 
 def report_memory(here: Any, case: tuple[Any, ...], options: argparse.Namespace) -> None:

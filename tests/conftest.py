@@ -13,6 +13,9 @@ import pytest
 from booster_testing import close_ranks
 from booster_testing.rank_pool import worker_pids
 
+# The transport of users with GPUs or several hosts. `nox -s direct` tests the other one.
+os.environ.setdefault("BOOSTER_TRANSPORT", "torch")
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("gpu")

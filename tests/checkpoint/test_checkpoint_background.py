@@ -14,10 +14,10 @@ from torch import nn
 
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state.replicated import ReplicatedStateAdapter
 from booster_runtime.checkpoint import CheckpointFiles, ModelPart
 from booster_runtime.checkpoint import saver as saver_module
 from booster_runtime.checkpoint.naming import MODEL, FileNames
+from booster_runtime.state.replicated import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
 
 
@@ -195,7 +195,7 @@ import sys
 from torch import nn
 from booster_runtime.checkpoint import CheckpointFiles, saver as saver_module
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state.replicated import ReplicatedStateAdapter
+from booster_runtime.state.replicated import ReplicatedStateAdapter
 if sys.argv[2] == "fail":
     def fail(*args):
         raise OSError(28, "No space left on device")

@@ -9,8 +9,8 @@ from torch import nn
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state.replicated import ReplicatedStateAdapter
 from booster_runtime.checkpoint import CheckpointFiles
+from booster_runtime.state.replicated import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
 from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter, value_of
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state.replicated import ReplicatedStateAdapter
 from booster_runtime.checkpoint import CheckpointFiles
+from booster_runtime.state.replicated import ReplicatedStateAdapter
 from booster_testing import peak_memory, run_on_ranks
 from booster_testing.synthetic_state import SyntheticAdapter
 

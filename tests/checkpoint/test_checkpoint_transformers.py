@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state.replicated import ReplicatedStateAdapter
 from booster_runtime.checkpoint import CheckpointFiles
+from booster_runtime.state.replicated import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")

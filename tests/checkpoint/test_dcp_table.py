@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from booster_core.errors import CheckpointError
-from booster_core.state.jsonable import decode, encode
 from booster_runtime.checkpoint.index import read_json
 from booster_runtime.checkpoint.source import Source
+from booster_runtime.state.jsonable import decode_json, encode_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of `no_dist=True`
 
@@ -272,9 +272,9 @@ def test_values_nested_too_deeply(tmp_path):
     for _ in range(5000):
         deep = [deep]
     with pytest.raises(CheckpointError, match="nested too deeply"):
-        encode(deep, "extra")
+        encode_json(deep, "extra")
     with pytest.raises(CheckpointError, match="nested too deeply"):
-        decode(deep)
+        decode_json(deep)
     (tmp_path / "a.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="is not valid JSON"):
         read_json(tmp_path / "a.json")

@@ -108,7 +108,7 @@ PAIRS += [("pp4", "pp2dp2zero2"), ("pp2dp2zero1", "ddp x1"), ("zero2 x3", "zbv")
 
 
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
-def test_a_run_goes_on_under_another_mesh_or_plugin(saved, loaded, tmp_path):
+def test_a_run_resumes_under_another_mesh_or_plugin(saved, loaded, tmp_path):
     expected = on_ranks(save, saved, tmp_path)
     assert on_ranks(load, loaded, tmp_path) == pytest.approx(expected, rel=1e-4)
     for part in ("model", "optimizer"):

@@ -124,7 +124,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("adapters", "saved", "loaded"), list(cases()))
-def test_a_run_goes_on_with_other_shares_of_the_heads(adapters, saved, loaded, tmp_path):
+def test_a_run_resumes_with_another_split_of_the_heads(adapters, saved, loaded, tmp_path):
     expected = on_ranks(save, saved, tmp_path, adapters)
     assert on_ranks(load, loaded, tmp_path, adapters) == pytest.approx(expected, rel=1e-4)
 

@@ -153,7 +153,7 @@ def test_what_cannot_be_followed_raises(options, error, match):
 
 
 def test_a_large_maximum_size_is_whole_mebibytes():
-    from booster_core.save_pretrained import _mebibytes
+    from booster_runtime.save_pretrained import _mebibytes
 
     assert [_mebibytes(size) for size in ("5GB", "1GiB", "3.5MiB", 2**21, "200MB")] == [4768, 1024, 3, 2, 190]
 

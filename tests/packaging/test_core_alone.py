@@ -41,6 +41,8 @@ def test_one_device_trains(core_alone):
         ("booster.save_model(model, 'out')", "CheckpointError"),
         ("booster.load_checkpoint('out', model=model)", "CheckpointError"),
         ("booster.ema(model)", "CheckpointError"),
+        ("booster.prepare_dataloader([1, 2])", "ConfigError"),
+        ("booster.gather_for_metrics(torch.ones(4), loader)", "ConfigError"),
         ("booster.enable_lora(torch.nn.Linear(2, 2), lora_config=None)", "ConfigError"),
         ("from booster_core import LazyInitContext", "ImportError"),
         ("from booster_core import enable_activation_checkpointing", "ImportError"),

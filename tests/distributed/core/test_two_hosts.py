@@ -23,6 +23,19 @@ TORCHRUN_SECONDS = 30.0
 """How long torchrun itself may take to end after its processes have."""
 
 
+def static(number):
+    """Return torchrun's options for host ``number`` under the static rendezvous."""
+    return [f"--master-addr={ADDRESSES[0]}", "--master-port=29500", f"--node-rank={number}"]
+
+
+def c10d(number):
+    """Return torchrun's options for host ``number`` under the rendezvous that allows restarts of several nodes."""
+    return [
+        "--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:29400", "--rdzv-id=restarts", "--max-restarts=1",
+        f"--rdzv-conf=is_host={number == 0}", f"--local-addr={ADDRESSES[number]}",
+    ]  # fmt: skip
+
+
 def _ip(*arguments):
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False, timeout=30)
     if done.returncode != 0:
@@ -48,17 +61,15 @@ class Hosts:
             _ip("-n", name, "link", "set", "cable", "up")
             _ip("-n", name, "link", "set", "lo", "up")
 
-    def torchrun(self, script, *arguments):
+    def torchrun(self, script, *arguments, options=static):
         """Start a process of the script on each host."""
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
-            f"--master-addr={ADDRESSES[0]}", "--master-port=29500",
-        ]  # fmt: skip
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         # Neither host's name stands for its end of the cable.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}
         for number, name in enumerate(self.names):
             with self.screen(number).open("wb") as screen:
-                where = ["ip", "netns", "exec", name, *command, f"--node-rank={number}"]
+                own = options(number)
+                where = ["ip", "netns", "exec", name, *command, *own]
                 self.processes.append(
                     subprocess.Popen(
                         [*where, str(script), *map(str, arguments)],
@@ -157,6 +168,33 @@ def test_ranks_know_that_they_share_no_host(hosts, tmp_path):
         assert f'"rank": {number}, "local_rank": 0' in hosts.output(number)
         assert '"hosts": 2' in hosts.output(number)
         assert "Warning" not in hosts.output(number)
+
+
+RESTARTED = """
+import os, sys
+from pathlib import Path
+from booster_core import launch_from_torch
+
+c = launch_from_torch(verbose=False, timeout_seconds=40)
+failed = Path("failed")
+if c.rank == int(sys.argv[1]) and not failed.exists():
+    failed.touch()
+    raise RuntimeError("the error of the first attempt")
+print(f"rank {c.rank} met {c.all_gather_object(c.rank)}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_hosts_meet_again_after_a_rank_failed(hosts, tmp_path, victim, monkeypatch):
+    # Without the monitor the other host's rank does not fail: only one of the agents counts a restart.
+    monkeypatch.setenv("BOOSTER_MONITOR", "0")
+    script = tmp_path / "train.py"
+    script.write_text(RESTARTED)
+    hosts.torchrun(script, victim, options=c10d)
+    assert [hosts.wait(number, 200) for number in range(2)] == [0, 0], hosts.output(0) + hosts.output(1)
+    assert "the error of the first attempt" in hosts.output(victim)
+    for number in range(2):
+        assert f"rank {number} met [0, 1]" in hosts.output(number)
 
 
 TRAINING = """

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from booster_core import Booster
 from booster_core.errors import PluginError
-from booster_core.plugin.discovery import register_hooks, unregister_hooks
+from booster_core.plugin import register_hooks, unregister_hooks
 from booster_core.plugin.hookspecs import hookimpl
 from booster_gemini import GeminiPlugin
 from booster_gemini.placement.policy import Moves, PlacementPolicy

@@ -228,7 +228,7 @@ class Block(nn.Module):
         return x + self.out(attended.transpose(1, 2).flatten(2))
 
 
-class Strangers(nn.Module):
+class CustomModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.tokens, self.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
@@ -250,8 +250,8 @@ POLICY = ShardingPolicy(
     ),
     layers=("blocks",),
 )
-STRANGE = "a stranger's model"
-MODELS[STRANGE] = replace(ZOO["transformers/llama"], build=Strangers, loss=weighted_outputs, loss_only=("labels",))
+CUSTOM = "a custom model"
+MODELS[CUSTOM] = replace(ZOO["transformers/llama"], build=CustomModel, loss=weighted_outputs, loss_only=("labels",))
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,8 @@ MODELS[STRANGE] = replace(ZOO["transformers/llama"], build=Strangers, loss=weigh
     [{"target_modules": ["tokens", "qkv", "out", "head"]}, {"target_modules": ["out"], "modules_to_save": ["qkv"]}],
     ids=["adapted", "copied"],
 )
-def test_adapters_of_a_strangers_model_follow_its_policy(config):
-    run_on_ranks(compare, 3, STRANGE, config, {"tp_size": 3, "custom_policy": POLICY})
+def test_adapters_follow_a_custom_policy(config):
+    run_on_ranks(compare, 3, CUSTOM, config, {"tp_size": 3, "custom_policy": POLICY})
 
 
 @pytest.mark.parametrize("style", [pytest.param("interleaved", marks=pytest.mark.slow), "zbv"])
@@ -270,7 +270,7 @@ def test_adapters_train_in_several_stages_on_a_rank(style):
 
 
 @pytest.mark.parametrize("mesh", ["tp4", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SPLIT_POSITIONS)])
-def test_layers_with_adapters_may_be_computed_anew(mesh):
+def test_layers_with_adapters_may_be_recomputed(mesh):
     num_ranks, options = MESHES[mesh]
     run_on_ranks(compare, num_ranks, "transformers/llama", {}, options, recompute=True)
 
@@ -376,7 +376,7 @@ def distance(found, truth):
         pytest.param("transformers/mixtral", "tp2", marks=pytest.mark.slow),
     ],
 )
-def test_bf16_is_as_near_to_the_truth_as_one_process(name, mesh):
+def test_bf16_is_as_near_to_fp32_as_one_process(name, mesh):
     num_ranks, options = MESHES[mesh]
     run_on_ranks(narrow, num_ranks, name, options)
 
@@ -396,12 +396,12 @@ def dropped(name, options, config=None):
     whole = [
         path
         for path in sorted(set(booster.plugin.parameter_paths(model).values()))
-        if "lora_" in path and users_name(path) not in model.place.splits
+        if "lora_" in path and users_name(path) not in model.local.splits
     ]
     return masks, {path: booster.full_gradient(model, path) for path in whole}
 
 
-def test_adapters_drop_alike_what_all_ranks_have_and_apart_what_they_share_out():
+def test_dropout_matches_on_replicated_and_differs_on_sharded_activations():
     (masks, _), (others, _) = run_on_ranks(dropped, 2, "transformers/llama", TP2)
     assert masks.keys() == set(LLAMA)
     for name, found in masks.items():
@@ -419,7 +419,7 @@ def test_adapters_drop_alike_what_all_ranks_have_and_apart_what_they_share_out()
         ("transformers/t5_generation", "split_gather"),
     ],
 )
-def test_what_all_ranks_have_gets_one_gradient_whatever_is_dropped(name, mesh, use_dora):
+def test_replicated_parameters_get_equal_gradients_under_dropout(name, mesh, use_dora):
     num_ranks, options = MESHES[mesh]
     (_, gradients), (_, others) = run_on_ranks(dropped, num_ranks, name, options, {"use_dora": use_dora})
     assert any(float(gradient.abs().max()) > 0 for gradient in gradients.values())
@@ -452,7 +452,7 @@ def refused(name, config):
     ],
     ids=["dora", "experts", "tokens"],
 )
-def test_what_can_not_be_split_is_refused_on_every_rank(name, config, match):
+def test_unsupported_models_are_refused_on_every_rank(name, config, match):
     expect_on_ranks(ConfigError, match, refused, 2, name, config)
 
 

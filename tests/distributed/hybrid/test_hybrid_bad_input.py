@@ -46,7 +46,7 @@ def test_sizes_that_do_not_fit_are_named_on_every_rank(num_ranks, options, messa
     expect_on_ranks(ConfigError, message, boost, num_ranks, options)
 
 
-class Stranger(nn.Module):
+class Custom(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
@@ -57,23 +57,23 @@ class Stranger(nn.Module):
         return x
 
 
-def boost_stranger(options):
-    boost(options, Stranger())
+def boost_custom(options):
+    boost(options, Custom())
 
 
 @pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}, RING], ids=["tp", "pp", "sp"])
 def test_a_model_class_without_policy_is_told_how_to_write_one(options):
     message = (
-        r"There is no sharding policy for Stranger. Pass `custom_policy=ShardingPolicy\(rules=\(ModuleRule\(.*"
+        r"There is no sharding policy for Custom. Pass `custom_policy=ShardingPolicy\(rules=\(ModuleRule\(.*"
         r"'blocks\.\*'.*hook `sharding_policy`; docs/sharding-policies.md has a whole example"
     )
-    expect_on_ranks(ConfigError, message, boost_stranger, 2, options)
+    expect_on_ranks(ConfigError, message, boost_custom, 2, options)
 
 
 def policies_apart():
     options = {"pp_size": 2, "example_batch": torch.zeros(2, 4)}
     name = "blocks" if dist.get_rank() else "layers"
-    boost({**options, "custom_policy": ShardingPolicy(layers=(name,))}, Stranger())
+    boost({**options, "custom_policy": ShardingPolicy(layers=(name,))}, Custom())
 
 
 def test_ranks_with_different_policies_are_named():
@@ -121,7 +121,7 @@ def tokens(samples):
         ({"input_ids": tokens(2)}, {"num_microbatches": 3}, r"batch of 2 sample\(s\) can't be .*num_microbatches=3`"),
     ],
 )
-def test_a_batch_that_cannot_be_split_is_told_on_every_rank(batch, options, message):
+def test_a_batch_that_cannot_be_split_raises_on_every_rank(batch, options, message):
     expect_on_ranks(ConfigError, message, execute, 2, batch, options)
 
 
@@ -136,7 +136,7 @@ def of_sizes(samples, microbatch_size):
 
 @pytest.mark.filterwarnings("ignore:.*leave each of the 2 ranks")
 @pytest.mark.parametrize(("samples", "microbatch_size"), [(5, 2), (3, 4)])
-def test_a_size_of_microbatches_need_not_divide_the_batch(samples, microbatch_size):
+def test_microbatch_size_need_not_divide_the_batch(samples, microbatch_size):
     first, last = run_on_ranks(of_sizes, 2, samples, microbatch_size)
     assert first is None
     # Labels all count, so that the mean over microbatches, by their samples, is the mean over the batch.
@@ -145,16 +145,16 @@ def test_a_size_of_microbatches_need_not_divide_the_batch(samples, microbatch_si
 
 def with_others(what):
     booster, model, optimizer = boost({"pp_size": 2})
-    stranger = Stranger()
+    custom = Custom()
     if what == "model":
-        model = stranger
+        model = custom
     else:
-        optimizer = torch.optim.SGD(stranger.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(custom.parameters(), lr=0.1)
     booster.execute_pipeline(iter([get_model(NAME).share(0, 0, 4)]), model, own_loss, optimizer)
 
 
-@pytest.mark.parametrize(("what", "got"), [("model", "Stranger"), ("optimizer", "SGD")])
-def test_a_pipeline_of_other_objects_is_refused(what, got):
+@pytest.mark.parametrize(("what", "got"), [("model", "Custom"), ("optimizer", "SGD")])
+def test_execute_pipeline_refuses_objects_that_were_not_boosted(what, got):
     message = f"needs the {what} returned by `Booster.boost`; got `.*{got}`"
     expect_on_ranks(TypeError, message, with_others, 2, what)
 

@@ -79,7 +79,7 @@ def train_on_a_loader_of_ones_own(options):
     [{"tp_size": 2}, {"pp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}],
     ids=["tp", "pp", "sp"],
 )
-def test_ranks_of_one_batch_that_are_given_different_ones_are_told(options):
+def test_replicas_given_different_batches_raise(options):
     expect_on_ranks(
         ConfigError, "Ranks 0, 1 work on one batch together, but were given", train_on_a_loader_of_ones_own, 2, options
     )
@@ -153,12 +153,12 @@ def step_through(make_on_last, *args):
         taken += 1
 
 
-def test_a_loader_that_breaks_on_one_rank_is_told_on_every_rank():
+def test_an_error_of_one_ranks_loader_raises_on_every_rank():
     expect_on_ranks(OSError, "the disk is gone", step_through, 2, broken_loader)
 
 
 @pytest.mark.parametrize("count", [3, 2], ids=["everywhere", "on-one-rank"])
-def test_the_end_of_the_data_is_told_on_every_rank(count):
+def test_the_end_of_the_data_raises_on_every_rank(count):
     assert run_on_ranks(step_through, 2, some_batches, count) == [count, count]
 
 
@@ -232,7 +232,7 @@ def norm_with_an_error_before(options, fails):
 
 
 @pytest.mark.parametrize("options", [{}, {"zero_stage": 2}], ids=["plain", "zero2"])
-def test_nothing_is_left_of_a_batch_that_failed_half_way(options):
+def test_a_failed_batch_leaves_no_gradients(options):
     clean, after_error = (run_on_ranks(norm_with_an_error_before, 4, options, fails) for fails in (False, True))
     assert after_error == clean
 
@@ -256,7 +256,7 @@ def loss_and_norm_of_padded():
     return result["loss"], float(optimizer.clip_grad_by_norm(1.0))
 
 
-def test_a_mean_over_the_tokens_that_count_can_be_had():
+def test_a_mean_over_unmasked_tokens_matches_one_process():
     whole, batch = llama(), padded_batch()
     loss = whole(input_ids=batch["input_ids"], labels=batch["labels"]).loss
     loss.backward()

@@ -90,7 +90,7 @@ def neighbours(order):
     model, *_ = booster.boost(*make())
     mine = torch.tensor([dist.get_rank()])
     everyone = [torch.zeros_like(mine) for _ in range(2)]
-    dist.all_gather(everyone, mine, group=model.place.tensor_group.group)
+    dist.all_gather(everyone, mine, group=model.local.tensor_group.group)
     return [int(each) for each in everyone], plugin.data_parallel_coordinates(booster.context.coordinator)[0]
 
 
@@ -111,7 +111,7 @@ def test_the_order_says_which_ranks_share_a_layer():
     ids=["small-buckets", "no-overlap", "strict"],
 )
 @pytest.mark.parametrize("axis", ["tp_size", "pp_size"])
-def test_its_options_leave_the_results_as_they_are(ddp, axis, tmp_path):
+def test_options_do_not_change_the_results(ddp, axis, tmp_path):
     run_on_ranks(compare, 4, {axis: 2, "ddp": ddp}, tmp_path / "model")
 
 
@@ -170,7 +170,7 @@ def test_buckets_are_averaged_while_backward_runs():
         assert len(sent) == 1  # of 25 MiB, all is in one bucket
 
 
-def test_gradients_travel_in_the_format_that_was_asked_for():
+def test_gradients_are_reduced_in_the_communication_dtype():
     (_, plain), _ = run_on_ranks(sent_in_backward, 2, DataParallelConfig())
     for sent, gradient in run_on_ranks(sent_in_backward, 2, DataParallelConfig(communication_dtype="bf16")):
         assert {dtype for _, dtype, _ in sent} == {"torch.bfloat16"}
@@ -185,7 +185,7 @@ def unused():
     optimizer.step()
 
 
-def test_unused_parameters_are_named_where_that_is_asked_for():
+def test_unused_parameters_raise_if_asked():
     expect_on_ranks(GradientError, r"rank 0: 'unused.weight', 'unused.bias'; rank 1", unused, 2)
 
 
@@ -198,7 +198,7 @@ def statistics_of(ddp):
 
 
 @pytest.mark.parametrize("is_alike", [True, False])
-def test_buffers_are_those_of_the_first_rank_where_that_is_asked_for(is_alike):
+def test_buffers_are_broadcast_if_asked(is_alike):
     first, second = run_on_ranks(statistics_of, 2, DataParallelConfig(broadcast_buffers=is_alike))
     assert torch.equal(first, second) == is_alike
 
@@ -211,7 +211,7 @@ def masters_of(ddp):
 
 
 @pytest.mark.parametrize(("has_masters", "dtype"), [(True, "torch.float32"), (False, "torch.bfloat16")])
-def test_masters_are_kept_where_that_is_asked_for(has_masters, dtype):
+def test_masters_are_kept_if_asked(has_masters, dtype):
     assert dtype in run_on_ranks(masters_of, 2, DataParallelConfig(master_weights=has_masters))[0]
 
 

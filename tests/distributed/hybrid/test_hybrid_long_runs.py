@@ -77,7 +77,7 @@ def many_steps(options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_nothing_grows_in_hundreds_of_steps(mesh):
+def test_memory_does_not_grow_in_hundreds_of_steps(mesh):
     num_ranks, options = MESHES[mesh]
     for before, after, kept_bytes in run_on_ranks(many_steps, num_ranks, options, timeout_seconds=240):
         assert after == before

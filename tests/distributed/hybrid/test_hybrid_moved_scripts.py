@@ -163,7 +163,7 @@ def test_the_last_stage_is_on_the_rank_that_gets_the_loss(style, expected):
 
 
 @pytest.mark.parametrize("name", ["dp_size", "global_rank", "coordinates", "stage_manager"])
-def test_the_place_of_a_rank_needs_the_process_group(name):
+def test_mesh_attributes_need_the_process_group(name):
     with pytest.raises(ConfigError, match=rf"`plugin\.{name}` needs the process group. Ask for it after `launch"):
         getattr(HybridParallelPlugin(pp_size=2), name)
 

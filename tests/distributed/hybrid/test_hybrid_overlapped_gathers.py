@@ -88,7 +88,7 @@ def train(name, options, overlaps):
     ],
     ids=["llama", "gpt2", "t5", "split_gather", "pipeline"],
 )
-def test_nobody_reads_a_parameter_too_early(name, options):
+def test_no_parameter_is_read_before_its_gather(name, options):
     runs = [run_on_ranks(train, 4, f"transformers/{name}", options, overlaps) for overlaps in (False, True)]
     for (plain_losses, plain), (losses, found) in zip(*runs, strict=True):
         assert losses == plain_losses

@@ -71,11 +71,11 @@ def broken(outputs, _):
         (broken, KeyError, "0"),
     ],
 )
-def test_a_criterion_that_goes_wrong_is_told_on_every_rank(criterion, kind, message, options):
+def test_an_error_in_the_criterion_raises_on_every_rank(criterion, kind, message, options):
     expect_on_ranks(kind, message, execute, 4, criterion, 4, options)
 
 
-def test_a_batch_that_cannot_be_split_is_told_on_every_rank():
+def test_a_batch_that_cannot_be_split_raises_on_every_rank():
     expect_on_ranks(
         ConfigError, r"batch of 3 sample\(s\) can't be split into `num_microbatches=4`", execute, 2, own_loss, 3,
         {"num_microbatches": 4},
@@ -117,7 +117,7 @@ def backward():
 
 
 @pytest.mark.parametrize("function", [call_the_model, generate, backward])
-def test_the_ordinary_loop_is_refused(function):
+def test_calling_the_model_or_backward_is_refused_in_a_pipeline(function):
     expect_on_ranks(ConfigError, "execute_pipeline", function, 2)
 
 
@@ -145,7 +145,7 @@ def test_more_stages_than_layers_are_refused():
     )
 
 
-class Stranger(torch.nn.Module):
+class Custom(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
@@ -156,16 +156,16 @@ class Stranger(torch.nn.Module):
         return x
 
 
-def boost_a_stranger():
+def boost_without_example():
     from booster_hybrid import HybridParallelPlugin
     from booster_hybrid.policy.base import ShardingPolicy
 
-    Booster(plugin=HybridParallelPlugin(pp_size=2, custom_policy=ShardingPolicy(layers=("blocks",)))).boost(Stranger())
+    Booster(plugin=HybridParallelPlugin(pp_size=2, custom_policy=ShardingPolicy(layers=("blocks",)))).boost(Custom())
 
 
 def test_a_model_without_an_example_is_refused():
     expect_on_ranks(
-        ConfigError, "needs an example of what its forward takes. Pass the data loader", boost_a_stranger, 2
+        ConfigError, "needs an example of what its forward takes. Pass the data loader", boost_without_example, 2
     )
 
 
@@ -178,7 +178,7 @@ def few_microbatches():
     return [str(each.message) for each in seen]
 
 
-def test_fewer_microbatches_than_stages_work_and_are_warned_of():
+def test_fewer_microbatches_than_stages_train_with_a_warning():
     first, second = run_on_ranks(few_microbatches, 2)
     assert len(first) == 1
     assert first[0].startswith("1 microbatch(es) leave each of the 2 ranks of the pipeline idle for 50% of a step.")
@@ -250,6 +250,6 @@ def unfreeze(part, style):
 
 @pytest.mark.parametrize("style", ["1f1b", "zbv"])
 @pytest.mark.parametrize("part", ["model.layers.0.mlp", "model.layers.3.self_attn"])
-def test_what_was_frozen_when_the_stages_were_cut_raises_on_every_rank_once_it_is_unfrozen(part, style):
+def test_unfreezing_after_boost_raises_on_every_rank(part, style):
     match = f"'{part}.*' got a gradient, but it was frozen at `boost`"
     expect_on_ranks(GradientError, match, unfreeze, 2, part, style)

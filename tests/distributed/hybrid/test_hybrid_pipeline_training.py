@@ -117,7 +117,7 @@ def test_every_schedule_trains(name, style):
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
-def test_state_may_lie_on_the_host(zero_stage):
+def test_state_may_be_offloaded_to_the_host(zero_stage):
     options = {"pp_size": 2, "zero_stage": zero_stage, "cpu_offload": True}
     run_on_ranks(compare, 4, "transformers/gpt2_lm", options)
 
@@ -314,7 +314,7 @@ def checkpointed(options, how):
 
 @pytest.mark.parametrize("how", ["before boost", "after boost", "by the model"])
 @pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}], ids=["pp2", "tp2pp2"])
-def test_layers_may_be_computed_anew(options, how):
+def test_layers_may_be_recomputed(options, how):
     run_on_ranks(checkpointed, 4, options, how)
 
 

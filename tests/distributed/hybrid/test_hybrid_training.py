@@ -151,7 +151,7 @@ def plugin_of(name, options):
         (4, "hybrid", {"tp_size": 2, "zero_stage": 2}),
     ],
 )
-def test_what_was_saved_here_goes_on_there(num_ranks, plugin, options, tmp_path):
+def test_hybrid_checkpoints_resume_under_other_plugins(num_ranks, plugin, options, tmp_path):
     expected = run_on_ranks(save, 4, tmp_path, {"tp_size": 2, "zero_stage": 1})[0]
     assert run_on_ranks(go_on, num_ranks, tmp_path, plugin, options)[0] == pytest.approx(expected, rel=1e-4)
     groups = json.loads((tmp_path / "optimizer" / "param_groups.json").read_text())
@@ -170,7 +170,7 @@ def save_elsewhere(folder):
     return [step_once(booster, model, optimizer, zoo, step, 0) for step in (2, 3)]
 
 
-def test_what_was_saved_there_goes_on_here(tmp_path):
+def test_other_plugins_checkpoints_resume_under_hybrid(tmp_path):
     expected = run_on_ranks(save_elsewhere, 3, tmp_path)[0]
     found = run_on_ranks(go_on, 4, tmp_path, "hybrid", {"tp_size": 2, "zero_stage": 1})[0]
     assert found == pytest.approx(expected, rel=1e-4)
@@ -225,7 +225,7 @@ def add_a_group_of_whole_matrices(tp_size):
     optimizer.add_param_group({"params": [first], "trust": True})
 
 
-def test_a_further_group_of_whole_matrices_is_refused_where_layers_are_split():
+def test_added_groups_of_matrix_optimizers_are_refused_with_tensor_parallelism():
     run_on_ranks(add_a_group_of_whole_matrices, 2, 1)
     match = "Scaling updates whole matrices, of which `tp_size=2` leaves each rank a part"
     expect_on_ranks(ConfigError, match, add_a_group_of_whole_matrices, 2, 2)

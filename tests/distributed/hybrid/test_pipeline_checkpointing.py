@@ -1,4 +1,4 @@
-"""`checkpoint_ratio`: a part of each stage's layers is computed anew, which changes what is kept and no number."""
+"""`checkpoint_ratio`: a part of each stage's layers is recomputed, which changes what is kept and no number."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ def test_gradients_are_the_same_bits_with_dropout(style):
         # Two microbatches live on the first rank, one on the second, with four layers each.
         (None, [8, 4]),
         (0.5, [4, 2]),
-        # Of what is computed anew, one layer's is there at a time.
+        # Of what is recomputed, one layer's is there at a time.
         (1.0, [1, 1]),
         ((0.5, 0.0), [4, 4]),
         # Rounded up: two layers of the first stage, one of the second.
         ((0.3, 0.1), [4, 3]),
     ],
 )
-def test_as_much_is_kept_as_the_ratio_leaves(ratio, expected):
+def test_kept_activations_match_the_checkpoint_ratio(ratio, expected):
     assert [peak for _, peak in run_on_ranks(train, 2, {"checkpoint_ratio": ratio})] == expected
 
 
@@ -128,6 +128,6 @@ def checkpointed_twice(options):
     Booster("cpu", plugin=plugin).boost(model)
 
 
-def test_a_model_that_computes_layers_anew_itself_is_refused():
+def test_checkpoint_ratio_is_refused_with_gradient_checkpointing():
     message = r"'model\.layers\.0' is checkpointed by the model itself"
     expect_on_ranks(ConfigError, message, checkpointed_twice, 2, {"checkpoint_ratio": (1.0, 0.0)})

@@ -68,14 +68,14 @@ def masks_of(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"pp_style": "interleaved"}, {"pp_style": "zbv"}], ids=str)
-def test_layers_and_microbatches_drop_different_places(options):
+def test_dropout_differs_between_layers_and_microbatches(options):
     of_ranks = run_on_ranks(masks_of, 2, options)
     masks = [mask for found, *_ in of_ranks for _, mask in found]
     assert len(masks) == len(set(masks)) == 2 * LAYERS * MICROBATCHES
 
 
 @pytest.mark.parametrize("style", ["1f1b", "zbv"])
-def test_what_is_computed_anew_drops_the_same_places(style):
+def test_recomputed_layers_drop_the_same_elements(style):
     of_ranks = run_on_ranks(masks_of, 2, {"pp_style": style, "checkpoint_ratio": 1.0})
     plain = run_on_ranks(masks_of, 2, {"pp_style": style})
     for (found, losses, _), (once, expected, _) in zip(of_ranks, plain, strict=True):
@@ -83,7 +83,7 @@ def test_what_is_computed_anew_drops_the_same_places(style):
         assert sorted(found) == sorted([*once, *once])
 
 
-def test_ranks_that_split_a_layer_drop_the_same_places():
+def test_dropout_matches_on_tensor_parallel_ranks():
     of_ranks = run_on_ranks(masks_of, 4, {"tp_size": 2})
     masks = [found for found, *_ in of_ranks]
     assert masks[0] == masks[1]
@@ -91,5 +91,5 @@ def test_ranks_that_split_a_layer_drop_the_same_places():
     assert not {mask for _, mask in masks[0]} & {mask for _, mask in masks[2]}
 
 
-def test_what_is_drawn_between_batches_stays_alike_on_all_ranks():
+def test_random_numbers_between_batches_match_on_all_ranks():
     assert len({after for *_, after in run_on_ranks(masks_of, 2, {})}) == 1

@@ -78,7 +78,7 @@ def train(options):
     ],
     ids=["pp2", "uneven", "zbv", "pp4", "interleaved"],
 )
-def test_what_bypasses_layers_is_sent_along(num_ranks, options):
+def test_values_that_bypass_layers_are_sent(num_ranks, options):
     run_on_ranks(train, num_ranks, options)
 
 
@@ -135,6 +135,6 @@ def boost_collecting():
     Booster("cpu", plugin=plugin).boost(Collecting())
 
 
-def test_a_loss_of_what_is_inside_of_earlier_layers_is_refused():
+def test_a_loss_on_internals_of_earlier_layers_is_refused():
     message = r"Collecting can't be cut before its layer number 2: output \['loss'\] \(through 'layers\.[01]\.linear"
     expect_on_ranks(ConfigError, message, boost_collecting, 2)

@@ -119,7 +119,7 @@ def train(style, num_chunks, num_microbatches):
         ("interleaved", 2, 8, [11, 9, 7, 5]),
     ],
 )
-def test_as_many_activations_live_as_promised(style, num_chunks, num_microbatches, promised):
+def test_peak_activations_match_the_schedule(style, num_chunks, num_microbatches, promised):
     of_ranks = run_on_ranks(train, 4, style, num_chunks, num_microbatches)
     assert [peak for peak, *_ in of_ranks] == promised
     assert [counted for _, counted, *_ in of_ranks] == promised
@@ -135,7 +135,7 @@ def test_the_zero_bubble_v_keeps_as_much_as_1f1b_s_first_rank_on_each_rank():
 
 
 @pytest.mark.parametrize(("style", "num_chunks"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
-def test_what_was_sent_is_kept_until_the_others_have_it_only(style, num_chunks):
+def test_sent_tensors_are_kept_until_received(style, num_chunks):
     few, many = ([sent for *_, sent in run_on_ranks(train, 2, style, num_chunks, count)] for count in (8, 24))
     assert few == many
     assert max(many) <= 8

@@ -84,7 +84,7 @@ def test_all_routers_are_balanced(num_ranks, options):
     run_on_ranks(compare, num_ranks, "mixtral", ROUTED, options, of_model)
 
 
-def test_routers_in_layers_that_are_computed_anew_are_balanced():
+def test_routers_in_recomputed_layers_are_balanced():
     run_on_ranks(compare, 2, "mixtral", ROUTED, {"pp_size": 2, "checkpoint_ratio": 1.0}, of_model)
 
 

@@ -127,7 +127,7 @@ def send_nothing():
     booster.execute_pipeline(iter([torch.ones(4, 4)]), model, square, optimizer)
 
 
-def test_a_stage_that_has_nothing_to_send_is_named_on_every_rank():
+def test_a_stage_without_a_tensor_to_send_raises_on_every_rank():
     message = r"Stage 0 .* has no tensor to send as argument 'x' of layer 'layers\.2'"
     expect_on_ranks(ConfigError, message, send_nothing, 2)
 

@@ -142,7 +142,7 @@ def test_layers_are_shared_out_and_the_ends_have_no_more_than_the_middle():
         (6, 2, [6, 0], "positive numbers"),
     ],
 )
-def test_layers_that_do_not_go_round_are_refused(num_layers, num_stages, asked, message):
+def test_layers_that_do_not_divide_are_refused(num_layers, num_stages, asked, message):
     with pytest.raises(ConfigError, match=message):
         share_layers(num_layers, num_stages, asked)
 

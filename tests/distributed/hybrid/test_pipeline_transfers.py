@@ -89,7 +89,7 @@ def exchanged(messages):
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES)
-def test_messages_come_as_they_were_sent(sequence):
+def test_messages_arrive_unchanged(sequence):
     run_on_ranks(exchanged, 2, SEQUENCES[sequence])
 
 

@@ -108,7 +108,7 @@ def compare(name, num_microbatches, is_checkpointed):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral", "gpt2_lm", "bert_masked_lm", "t5_generation"])
-def test_the_v_trains_as_one_process(name):
+def test_zero_bubble_trains_as_one_process(name):
     run_on_ranks(compare, 2, f"transformers/{name}", 5, False)
 
 
@@ -158,7 +158,7 @@ def test_layers_split_over_ranks_train_as_one_process(name):
 
 
 @pytest.mark.parametrize("options", [{"sequence_parallelism_mode": "split_gather"}, {"zero_stage": 2, "num_ranks": 8}])
-def test_split_layers_train_beside_split_sequences_and_state(options):
+def test_split_layers_train_with_split_sequences_and_state(options):
     options = {"pp_size": 2, "tp_size": 2, "num_microbatches": 3, **options}
     run_on_ranks(compare_with_one_process, options.pop("num_ranks", 4), "transformers/llama", options)
 
@@ -220,7 +220,7 @@ def work_between(name):
     return actions
 
 
-def test_split_layers_products_are_computed_in_the_weights_turns_alone():
+def test_split_layers_compute_weight_products_in_the_weight_phase_only():
     for actions in run_on_ranks(work_between, 4, "transformers/llama"):
         at = {work: [count for each, count in actions if each == work] for work, _ in actions}
         # Seven of each layer, a layer in each stage, and the head in the last one.
@@ -230,5 +230,5 @@ def test_split_layers_products_are_computed_in_the_weights_turns_alone():
         assert len(at["backward_input"]) == len(at["backward_weight"]) == 8
 
 
-def test_the_v_computes_layers_anew():
+def test_zero_bubble_recomputes_layers():
     run_on_ranks(compare, 2, "transformers/llama", 3, True)

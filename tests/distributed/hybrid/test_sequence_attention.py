@@ -126,7 +126,7 @@ def drops():
     torch.testing.assert_close(local[2].grad, mine.expand_as(local[2].grad))
 
 
-def test_attention_weights_are_dropped_alike_in_backward():
+def test_attention_dropout_matches_in_backward():
     run_on_ranks(drops, 2)
 
 

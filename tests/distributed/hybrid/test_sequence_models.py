@@ -143,7 +143,7 @@ def boost(name, options):
 
 @pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
 @pytest.mark.parametrize("name", ["transformers/bloom", "transformers/falcon_alibi", "transformers/gptj"])
-def test_attention_of_a_models_own_is_refused(mode, name):
+def test_custom_attention_is_refused(mode, name):
     message = f"does not call its attention through.*mode='{mode}'.*'split_gather'"
     expect_on_ranks(ConfigError, message, boost, 2, name, MODES[mode])
 

@@ -130,7 +130,7 @@ def compare_own_criterion(options):
 
 
 @MODES
-def test_a_criterion_of_ones_own_gets_whole_logits(options):
+def test_a_custom_criterion_gets_whole_logits(options):
     run_on_ranks(compare_own_criterion, 2, options)
 
 
@@ -234,7 +234,7 @@ def draws_nothing(options):
 
 
 @MODES
-def test_each_part_of_a_sequence_drops_other_numbers(options):
+def test_dropout_differs_between_parts_of_a_sequence(options):
     run_on_ranks(dropped, 2, options)
 
 
@@ -261,7 +261,7 @@ def compare_with(options, batch):
 
 
 @MODES
-def test_packed_documents_and_masks_of_ones_own_are_respected(options):
+def test_packed_documents_and_custom_masks_are_respected(options):
     run_on_ranks(packed, 2, options)
 
 
@@ -285,7 +285,7 @@ def keeps_others_as_they_are(folder):
     torch.testing.assert_close(loaded(**batch_of(0, 1, 8, None)).loss, model(**batch_of(0, 1, 8, None)).loss)
 
 
-def test_models_that_share_a_configuration_and_saved_ones_are_left_as_they_are(tmp_path):
+def test_shared_and_saved_configurations_are_not_changed(tmp_path):
     run_on_ranks(keeps_others_as_they_are, 2, tmp_path)
 
 
@@ -306,7 +306,7 @@ def boost_and_run(name, options, **more):
         ("llama", {**ULYSSES, "tp_size": 2, "sp_size": 2}, {"use_cache": True}, None),
     ],
 )
-def test_what_cannot_be_split_is_named(name, options, more, message):
+def test_unsupported_adapters_are_named(name, options, more, message):
     num_ranks = 4 if "tp_size" in options else 2
     if message is None:  # a cache that is empty yet is none
         run_on_ranks(boost_and_run, num_ranks, name, options, **more)

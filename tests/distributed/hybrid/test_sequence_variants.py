@@ -127,7 +127,7 @@ def compare(variant, options):
 
 @SEQUENCES
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_a_model_asks_of_attention_is_done_to_parts(variant, options):
+def test_attention_variants_work_on_split_sequences(variant, options):
     run_on_ranks(compare, 2, variant, options, timeout_seconds=120)
 
 
@@ -171,7 +171,7 @@ def packed(options):
 
 
 @MODES
-def test_packed_documents_train_as_if_apart(options):
+def test_packed_documents_train_as_separate_ones(options):
     run_on_ranks(packed, 2, options)
 
 
@@ -264,5 +264,5 @@ def mixes():
     boost(model, RING)
 
 
-def test_layers_that_look_at_other_positions_themselves_are_refused():
+def test_layers_with_convolutions_over_positions_are_refused():
     expect_on_ranks(ConfigError, "layers of MistralForCausalLM have a 'Conv1d', which sees other positions", mixes, 2)

@@ -128,7 +128,7 @@ def also_tables(model):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2_lm", "falcon", "t5_generation"])
-def test_gradients_wait_and_are_those_of_one_backward(name):
+def test_deferred_gradients_equal_those_of_one_backward(name):
     run_on_ranks(compare, 2, name, {}, torch.float32)
 
 
@@ -137,11 +137,11 @@ def test_gradients_wait_and_are_those_of_one_backward(name):
     "name",
     ["mixtral", "deepseek_v3", "opt", "bloom", "bert_masked_lm", "vit_classification", "whisper_generation", "gptj"],
 )
-def test_gradients_of_further_models_wait(name):
+def test_gradients_of_further_models_are_deferred(name):
     run_on_ranks(compare, 2, name, {}, torch.float32)
 
 
-def test_shared_key_and_value_heads_are_summed_at_once_while_the_queries_wait():
+def test_shared_key_value_gradients_are_summed_at_once_and_queries_deferred():
     run_on_ranks(compare, 3, "llama", {}, torch.float32)
 
 
@@ -151,9 +151,9 @@ def test_autocast_computes_the_same_products(dtype):
 
 
 @pytest.mark.parametrize("before", ["frozen", "recomputed"])
-def test_layers_may_be_frozen_or_computed_anew(before):
+def test_layers_may_be_frozen_or_recomputed(before):
     run_on_ranks(compare, 2, "llama", {"before": before}, torch.float32)
 
 
-def test_layers_between_split_sequences_wait():
+def test_gradients_of_layers_between_split_sequences_are_deferred():
     run_on_ranks(compare, 2, "llama", {"is_sequence_split": True}, torch.float32)

@@ -89,7 +89,7 @@ def compare_facts():
     assert isinstance(split.to(torch.bfloat16), SplitLogits)
 
 
-def test_they_look_whole():
+def test_split_outputs_look_whole():
     run_on_ranks(compare_facts, 3)
 
 
@@ -154,7 +154,7 @@ def compare_whole(name):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_needs_whole_logits_gets_them_with_their_gradients(name):
+def test_operations_on_whole_logits_have_gradients(name):
     run_on_ranks(compare_whole, 3, name)
 
 
@@ -171,7 +171,7 @@ def plain_values():
     assert split.new_zeros(3).tolist() == [0.0] * 3
 
 
-def test_values_leave_as_whole_ones():
+def test_split_state_is_saved_whole():
     run_on_ranks(plain_values, 2)
 
 
@@ -196,7 +196,7 @@ def gathered_once():
     return first, len(calls)
 
 
-def test_they_are_put_together_once_for_all_that_ask():
+def test_split_outputs_are_gathered_once():
     assert run_on_ranks(gathered_once, 2) == [(1, 3)] * 2
 
 
@@ -222,7 +222,7 @@ def write(name):
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_what_would_write_into_a_part_raises(name):
+def test_in_place_changes_of_split_outputs_raise(name):
     called = name.partition(" ")[0]
     message = rf"`.*{called}.*` would write into [34] of 7 logits.*`logits.gather\(\)`.*`parallel_output=False`"
     expect_on_ranks(ConfigError, message, write, 2, name)
@@ -233,7 +233,7 @@ def write_into_a_view():
         changed(make()[2])
 
 
-def test_a_view_of_the_whole_that_was_written_into_is_noticed():
+def test_writing_to_a_view_of_gathered_logits_raises():
     expect_on_ranks(
         ConfigError, "A view of logits that are split by vocabulary was changed in place", write_into_a_view, 2
     )
@@ -296,7 +296,7 @@ def test_tokens_outside_of_the_vocabulary_raise_on_every_rank():
     ("more", "message"),
     [({"reduction": "avg"}, "'avg'"), ({"label_smoothing": 2.0}, "2.0"), ({"weight": torch.ones(3)}, "7 classes")],
 )
-def test_options_that_make_no_sense_raise(more, message):
+def test_contradicting_options_raise(more, message):
     expect_on_ranks(ValueError, message, wrong_option, 2, **more)
 
 

@@ -89,7 +89,7 @@ def facts(options):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_they_look_whole(tp_size):
+def test_split_outputs_look_whole(tp_size):
     found = run_on_ranks(facts, 2 * tp_size, {**RING, "tp_size": tp_size})
     assert found == [(tp_size == 2, False)] * 2 * tp_size
 
@@ -112,7 +112,7 @@ def write(options):
         model(input_ids=TOKENS, labels=TOKENS).logits[:, 0] = 0.0
 
 
-def test_what_would_write_into_a_part_raises():
+def test_in_place_changes_of_split_outputs_raise():
     message = r"`__setitem__` would write into logits of [34] of 7 positions.*`logits.gather\(\)`"
     expect_on_ranks(ConfigError, message, write, 2, RING)
 

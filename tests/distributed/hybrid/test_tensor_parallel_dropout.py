@@ -84,7 +84,7 @@ def overlap(one, other):
     return float((one & other).sum() / one.sum())
 
 
-def test_heads_of_different_ranks_drop_by_themselves_and_replicas_alike():
+def test_dropout_differs_between_head_shards_and_matches_on_replicas():
     first, second = run_on_ranks(masks, 2)
     split = [name for name in first if name.startswith("attention")]
     assert len(split) == 2
@@ -116,13 +116,13 @@ def trained(make, checkpointed):
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    splits = model.place.splits
+    splits = model.local.splits
     parameters = model.unwrap().named_parameters()
     return losses, {name: (name in splits, parameter.detach().clone()) for name, parameter in parameters}
 
 
 @pytest.mark.parametrize("make", [gpt2, opt, t5])
-def test_replicas_stay_alike_and_recomputing_drops_the_same(make):
+def test_dropout_matches_on_replicas_and_in_recomputation(make):
     plain = run_on_ranks(trained, 2, make, False)
     (losses, parameters), (others, replicas) = plain
     assert losses == pytest.approx(others, rel=1e-6)
@@ -144,5 +144,5 @@ def states():
     return torch.equal(before, torch.get_rng_state())
 
 
-def test_a_model_that_drops_nothing_leaves_the_generator_alone():
+def test_a_model_without_dropout_leaves_the_generator_unchanged():
     assert run_on_ranks(states, 2) == [True, True]

@@ -232,7 +232,7 @@ def recomputed(way):
 
 
 @pytest.mark.parametrize("way", ["reentrant", "without reentrance"])
-def test_layers_may_be_computed_anew_in_backward(way):
+def test_layers_may_be_recomputed_in_backward(way):
     run_on_ranks(recomputed, 2, way)
 
 
@@ -275,7 +275,7 @@ def without_gradients(mode):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_nothing_is_shared_or_kept_without_gradients(mode):
+def test_column_siblings_share_nothing_without_gradients(mode):
     run_on_ranks(without_gradients, 2, mode)
 
 
@@ -419,7 +419,7 @@ def cross_attention():
     return per_step
 
 
-def test_queries_and_keys_of_other_inputs_are_not_computed_twice():
+def test_projections_of_different_inputs_are_computed_once():
     """The first step finds out; from then on, each of the four layers computes once."""
     assert run_on_ranks(cross_attention, 2) == [[7, 4, 4]] * 2
 
@@ -459,7 +459,7 @@ def after_update():
     torch.testing.assert_close(found[1], found[0].chunk(2, -1)[TensorGroup.of(None).rank])
 
 
-def test_results_of_weights_that_were_written_to_are_not_handed_out():
+def test_column_results_of_changed_weights_are_discarded():
     run_on_ranks(after_update, 2)
 
 
@@ -478,7 +478,7 @@ def leftovers():
     assert seen() is None
 
 
-def test_results_that_nobody_fetched_go_with_backward():
+def test_unused_column_results_are_freed_in_backward():
     run_on_ranks(leftovers, 2)
 
 
@@ -490,7 +490,7 @@ def switched_autocast():
     return first.dtype, model.blocks[0].attention.k(source).dtype
 
 
-def test_formats_of_siblings_are_their_own():
+def test_column_siblings_keep_their_own_dtypes():
     assert run_on_ranks(switched_autocast, 2) == [(torch.bfloat16, torch.float32)] * 2
 
 

@@ -139,6 +139,6 @@ def gathers_in_blocks(sizes, num_rows):
 
 
 @pytest.mark.parametrize(("sizes", "num_rows"), [([3000, 2000], 2000), ([3, 2], 2), ([5, 4], 0), ([1_000_000, 2], 4)])
-def test_parts_are_put_together_without_a_second_copy(sizes, num_rows):
+def test_gather_last_makes_no_second_copy(sizes, num_rows):
     for peak, nbytes in run_on_ranks(gathers_in_blocks, 2, sizes, num_rows):
         assert peak < nbytes + 12 * MIB

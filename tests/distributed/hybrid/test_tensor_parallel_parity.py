@@ -131,7 +131,7 @@ def test_the_whole_logits_need_not_exist(num_ranks):
 
 
 class Tiny(torch.nn.Module):
-    """A stranger's model: fused q/k/v, no configuration."""
+    """A custom model: fused q/k/v, no configuration."""
 
     def __init__(self, heads=6, width=24):
         super().__init__()
@@ -145,7 +145,7 @@ class Tiny(torch.nn.Module):
         return self.out(mixed.transpose(-2, -3).flatten(-2))
 
 
-class Stranger(torch.nn.Module):
+class Custom(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = torch.nn.ModuleList(Tiny() for _ in range(2))
@@ -165,9 +165,9 @@ POLICY = ShardingPolicy(
 )
 
 
-def strangers():
+def custom_model():
     torch.manual_seed(0)
-    whole = Stranger().double()
+    whole = Custom().double()
     model = copy.deepcopy(whole)
     split = parallelize(model, POLICY, TensorGroup.of(None))
     x = torch.randn(2, 5, 24, dtype=torch.float64)
@@ -182,7 +182,7 @@ def strangers():
 
 @pytest.mark.parametrize(("num_ranks", "heads"), [(2, [3, 3]), (3, [2, 2, 2]), (4, [2, 2, 1, 1])])
 def test_six_heads_of_a_fused_projection_are_split_whole(num_ranks, heads):
-    assert run_on_ranks(strangers, num_ranks) == heads
+    assert run_on_ranks(custom_model, num_ranks) == heads
 
 
 def too_few_heads():
@@ -198,7 +198,7 @@ def test_sizes_that_cannot_be_split_are_named_with_one_that_can():
 
 
 def wrong_name():
-    parallelize(Stranger(), ShardingPolicy(rules=(ModuleRule("blocks.*.fc", Style.COLUMN),)), TensorGroup.of(None))
+    parallelize(Custom(), ShardingPolicy(rules=(ModuleRule("blocks.*.fc", Style.COLUMN),)), TensorGroup.of(None))
 
 
 def another_models_policy():
@@ -206,7 +206,7 @@ def another_models_policy():
         ModuleRule("encoder.*.up", Style.COLUMN, is_optional=True),
         ModuleRule("head", Style.HEAD, is_optional=True),
     )
-    parallelize(Stranger(), ShardingPolicy(rules=rules), TensorGroup.of(None))
+    parallelize(Custom(), ShardingPolicy(rules=rules), TensorGroup.of(None))
 
 
 def test_a_policy_that_splits_no_layer_raises():
@@ -220,8 +220,8 @@ def test_a_rule_for_a_module_that_is_not_there_raises():
 
 
 def test_a_model_without_policy_is_told_how_to_write_one():
-    with pytest.raises(ConfigError, match=r"no sharding policy for Stranger.*custom_policy=ShardingPolicy"):
-        policy_for(Stranger())
+    with pytest.raises(ConfigError, match=r"no sharding policy for Custom.*custom_policy=ShardingPolicy"):
+        policy_for(Custom())
 
 
 class InPlace(torch.nn.Module):
@@ -256,5 +256,5 @@ def in_place():
         torch.testing.assert_close(parameter.grad, part)
 
 
-def test_what_split_layers_return_may_be_changed_in_place():
+def test_outputs_of_split_layers_may_be_changed_in_place():
     run_on_ranks(in_place, 2)

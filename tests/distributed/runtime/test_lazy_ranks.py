@@ -10,8 +10,7 @@ from torch import nn
 
 from booster_core import Boosted, Booster, LazyInitContext
 from booster_core.errors import LazyInitError
-from booster_core.plugin import Plugin
-from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.plugin import ModelWrapper, OptimizerWrapper, Plugin
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.shard import TensorShard, full_box
 from booster_runtime.lazy import materialize, take_recording

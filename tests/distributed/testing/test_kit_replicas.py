@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from booster_core.plugin import API_VERSION, Capability, Plugin
+from booster_core.plugin import API_VERSION, Capability, ModelWrapper, OptimizerWrapper, Plugin
 from booster_core.plugin.replicated import place_model
-from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper
-from booster_core.state.replicated import ReplicatedStateAdapter
+from booster_runtime.state.replicated import ReplicatedStateAdapter
 from booster_testing.conformance import PluginConformance
 
 

@@ -8,7 +8,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state.naming import NamedTensors, extra_state_modules
+from booster_core.state.names import NamedTensors, extra_state_modules
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin

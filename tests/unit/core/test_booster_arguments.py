@@ -111,10 +111,11 @@ def test_device_of_a_booster_made_before_the_launch_is_that_of_the_local_rank(as
 @pytest.mark.parametrize("asked", [None, "cuda"])
 def test_device_asked_for_before_the_launch_of_several_processes(asked, monkeypatch):
     _Cuda(monkeypatch)
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     booster = Booster(asked)
-    with pytest.raises(ConfigError, match=r"Call `launch_from_torch\(\)` before the device is used"):
+    with pytest.raises(ConfigError, match=r"Call `booster_core\.launch\(\)` before the device is used"):
         _ = booster.device
     assert Booster("cuda:1").device == torch.device("cuda", 1), "what was said holds"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -22,7 +22,7 @@ def test_norm_is_that_of_all_elements(norm_type, dtype):
 
 
 def test_norm_of_fp16_does_not_overflow():
-    # The sum of squares, 1e6 * 1e4, lies beyond fp16's 65504.
+    # The sum of squares, 1e6 * 1e4, is beyond fp16's 65504.
     assert float(global_norm([torch.full((10_000,), 100.0, dtype=torch.float16)])) == pytest.approx(1e4)
 
 

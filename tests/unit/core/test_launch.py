@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError, LaunchError
+from booster_core.ranks.environments import Environment
 from booster_core.ranks.launch import (
     ensure_process_group,
     launch,
@@ -20,9 +21,12 @@ from booster_core.ranks.launch import (
     shutdown,
 )
 from booster_core.ranks.store import _openings
+from booster_core.ranks.world import current_world
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-LAUNCHERS = [*TORCHRUN, "MASTER_PORT", "SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"]
+SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+OPENMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+LAUNCHERS = [*TORCHRUN, "MASTER_PORT", *SLURM, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_ID", *OPENMPI]
 
 
 @pytest.fixture(autouse=True)
@@ -83,10 +87,9 @@ def test_seeds():
 
 def test_launching_twice():
     launch_from_torch()
-    with pytest.raises(LaunchError, match=r"`launch_from_torch` was called, but .* this is rank 0 of 1\. Launch once"):
-        launch_from_torch()
-    with pytest.raises(LaunchError, match="`launch` was called, but the process group has been started already"):
-        launch(0, 1, "localhost", 29500)
+    for call in (launch_from_torch, launch, lambda: launch(0, 1, "localhost", 29500)):
+        with pytest.raises(LaunchError, match=r"has been started already: this is rank 0 of 1\. Launch once"):
+            call()
 
 
 def test_launching_again_after_shutdown(port):
@@ -109,9 +112,7 @@ def test_a_config_is_refused(config):
 def test_some_of_torchruns_variables(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        ConfigError, match="RANK and WORLD_SIZE are set and LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not"
-    ):
+    with pytest.raises(ConfigError, match="RANK and WORLD_SIZE are set and MASTER_ADDR and MASTER_PORT are not"):
         launch_from_torch()
 
 
@@ -133,14 +134,19 @@ def test_a_variable_that_is_no_integer(monkeypatch, name):
         ({"port": 65536}, "`port=65536` is out of range"),
         ({"local_rank": -1}, "`local_rank=-1` is out of range"),
         ({"seed": -1}, "`seed=-1` is out of range"),
-        ({"host": ""}, "`host=''` is empty"),
+        ({"host": ""}, "address of rank 0's host is empty"),
         ({"timeout_seconds": 0}, "`timeout_seconds=0` is not a positive"),
         ({"timeout_seconds": float("nan")}, "`timeout_seconds=nan` is not a positive"),
         ({"config": {"a": 1}}, "has no effect here"),
+        ({"port": None}, r"takes rank, world size, host and port together; got 0, 2, localhost and None\."),
+        (
+            {"environment": Environment(0, 2, 0, "localhost", 29500)},
+            "`environment` takes the place of rank, world size",
+        ),
     ],
 )
 def test_wrong_values_are_refused_before_anything_opens(monkeypatch, changes, words):
-    monkeypatch.setattr(sys.modules[launch.__module__], "_start", lambda *_, **__: pytest.fail("went on"))
+    monkeypatch.setattr(sys.modules[launch.__module__], "open_store", lambda *_, **__: pytest.fail("went on"))
     values = {"rank": 0, "world_size": 2, "host": "localhost", "port": 29500, **changes}
     with pytest.raises(ConfigError, match=words):
         launch(**values)
@@ -149,7 +155,9 @@ def test_wrong_values_are_refused_before_anything_opens(monkeypatch, changes, wo
 @pytest.mark.parametrize("name", ["rank", "world_size", "port", "local_rank", "seed", "host"])
 def test_wrong_types_are_refused(name):
     values = {"rank": 0, "world_size": 2, "host": "localhost", "port": 29500, name: 1.5}
-    with pytest.raises(TypeError, match=f"`{name}` must be a"):
+    with pytest.raises(
+        TypeError, match="address of rank 0's host must be a str" if name == "host" else f"`{name}` must be"
+    ):
         launch(**values)
 
 
@@ -160,31 +168,80 @@ def test_a_backend_that_cannot_run_here():
 
 
 @pytest.mark.parametrize(
-    ("launcher", "call", "names"),
+    ("call", "names"),
     [
-        (launch_from_slurm, "launch_from_slurm", "SLURM_PROCID, SLURM_NPROCS and SLURM_LOCALID"),
-        (launch_from_openmpi, "launch_from_openmpi", "OMPI_COMM_WORLD_RANK, .* and OMPI_COMM_WORLD_LOCAL_RANK"),
+        (
+            launch_from_slurm,
+            "Of srun's .*, none is set and SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_LOCALID are not",
+        ),
+        (launch_from_openmpi, "Of mpirun's .*, none is set and OMPI_.*, .* and OMPI_COMM_WORLD_LOCAL_RANK are not"),
     ],
 )
-def test_a_launcher_that_is_not_there(launcher, call, names):
-    with pytest.raises(ConfigError, match=f"`{call}` reads .*, and {names} are not set"):
-        launcher("localhost", 29500)
+def test_launchers_that_did_not_start_this_process(call, names):
+    with pytest.raises(ConfigError, match=names):
+        call("localhost", 29500)
+
+
+@pytest.mark.parametrize(("call", "variables"), [(launch_from_slurm, SLURM), (launch_from_openmpi, OPENMPI)])
+def test_variables_of_launchers_are_followed(monkeypatch, port, call, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert call("localhost", port, timeout_seconds=20).world_size == 1
+
+
+def test_arguments_by_position_as_in_older_scripts(monkeypatch, capsys):
+    def draw():
+        return torch.rand(1).item()
+
+    for name, value in {**SLURM, **OPENMPI}.items():
+        monkeypatch.setenv(name, value)
+    launch_from_torch({}, "gloo", 7, False)
+    first = draw()
+    shutdown()
+    for call in (launch_from_slurm, launch_from_openmpi):
+        call("localhost", 29500, "gloo", 7, False)
+        assert draw() == first
+        shutdown()
+    launch(0, 1, "localhost", 29500, "gloo", 0, 7, False)
+    assert draw() == first
+    assert capsys.readouterr().out == ""
+
+
+class _Cuda:
+    """What torch says of CUDA devices, of which this machine has none."""
+
+    def __init__(self, monkeypatch, num_devices):
+        self.current = None
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(self, "current", device))
+
+
+@pytest.mark.parametrize(("local_rank", "num_devices", "index"), [(3, 4, 3), (3, 1, 0), (5, 4, 1)])
+def test_the_device_is_the_local_rank_modulo_the_visible_ones(monkeypatch, local_rank, num_devices, index):
+    cuda = _Cuda(monkeypatch, num_devices)
+    launch(0, 1, "localhost", 29500, "gloo", local_rank)
+    assert cuda.current == torch.device("cuda", index)
+    assert current_world().local_rank == local_rank
 
 
 @pytest.mark.parametrize(
-    ("launcher", "variables"),
-    [
-        (launch_from_slurm, {"SLURM_PROCID": "0", "SLURM_NPROCS": "1", "SLURM_LOCALID": "0"}),
-        (
-            launch_from_openmpi,
-            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-        ),
-    ],
+    ("backend", "bound"), [(None, torch.device("cuda", 1)), ("nccl", torch.device("cuda", 1)), ("gloo", None)]
 )
-def test_launchers_variables_are_followed(monkeypatch, port, launcher, variables):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert launcher("localhost", port, timeout_seconds=20).world_size == 1
+def test_nccl_is_bound_to_the_device(monkeypatch, backend, bound):
+    _Cuda(monkeypatch, 2)
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.setenv(name, "0")  # a launch with nccl sets them where the user has not
+    passed = {}
+    init = dist.init_process_group
+
+    def record(backend, *, device_id, **options):
+        passed.update(backend=backend, device_id=device_id)
+        init("gloo", **options)
+
+    monkeypatch.setattr(dist, "init_process_group", record)
+    launch(0, 1, "localhost", 29500, backend, 1)
+    assert passed == {"backend": backend or "cpu:gloo,cuda:nccl", "device_id": bound}
 
 
 def test_ensuring_a_process_group_alone(capsys):
@@ -196,16 +253,19 @@ def test_ensuring_a_process_group_alone(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "call"),
+    "variables",
     [
-        ("RANK", r"`launch_from_torch\(\)`"),
-        ("SLURM_STEP_NUM_TASKS", r"`launch_from_slurm\(host, port\)`"),
-        ("OMPI_COMM_WORLD_SIZE", r"`launch_from_openmpi\(host, port\)`"),
+        {**TORCHRUN, "MASTER_PORT": "29500", "WORLD_SIZE": "2"},
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_JOB_ID": "12345"},
+        {**OPENMPI, "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
     ],
 )
-def test_ensuring_a_process_group_under_a_launcher(monkeypatch, name, call):
-    monkeypatch.setenv(name, "2")
-    with pytest.raises(ConfigError, match=f"{name} is set, .* Call {call} first"):
+def test_ensuring_a_process_group_under_a_launcher(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigError, match=r"started this process as one of 2, .* Call `booster_core\.launch\(\)` first"
+    ):
         ensure_process_group()
 
 
@@ -214,11 +274,11 @@ def test_port_in_use():
         other.bind(("", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"Rank 0 cannot open 127.0.0.1:{port}: the port is in use"):
+        with pytest.raises(LaunchError, match=rf"Rank 0 cannot serve the store at 127.0.0.1:{port}: .*EADDRINUSE"):
             launch(0, 2, "127.0.0.1", port, timeout_seconds=3)
 
 
-def test_a_stranger_at_the_port():
+def test_another_program_at_the_port():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -244,12 +304,12 @@ def test_the_other_ranks_do_not_come(port):
 
 def test_two_processes_of_one_rank(port):
     server = dist.TCPStore("127.0.0.1", port, is_master=True)
-    server.add(f"booster/joined/{next(_openings) + 1}/1", 1)
+    server.add(f"booster/{next(_openings) + 1}/joined/1", 1)
     with pytest.raises(LaunchError, match=f"rank 1 has joined the run at 127.0.0.1:{port} already"):
         launch(1, 2, "127.0.0.1", port, timeout_seconds=5)
 
 
-def test_a_process_that_found_a_stranger_ends():
+def test_a_process_that_met_another_program_ends():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

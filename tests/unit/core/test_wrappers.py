@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper
+from booster_core.plugin import ModelWrapper, OptimizerWrapper
 from booster_core.precision import DynamicLossScaler, LossScaleConfig, PrecisionPolicy
 from booster_testing.models import TinyMixedBag, TinyMLP
 

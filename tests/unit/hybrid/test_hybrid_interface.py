@@ -118,7 +118,7 @@ def test_the_description_names_what_data_parallelism_does():
     assert HybridParallelPlugin(zero=ZeroConfig(max_norm=2.0)).describe()["max_norm"] == 2.0
 
 
-def test_data_parallelism_has_the_options_of_zero_that_say_nothing_of_shards():
+def test_data_parallel_config_has_zeros_options_that_do_not_concern_shards():
     ours = {field.name: field.default for field in dataclasses.fields(DataParallelConfig)}
     theirs = {field.name: field.default for field in dataclasses.fields(ZeroConfig)}
     of_shards = {"stage", "overlap_allgather", "cpu_offload", "offload", "offload_dir", "replica_size", "partition"}

@@ -44,7 +44,7 @@ def test_ranks_of_the_innermost_axis_are_neighbours(order):
 
 
 @pytest.mark.parametrize("order", ORDERS[::5], ids="-".join)
-def test_a_reduction_and_the_mesh_of_one_batch_meet_in_one_rank(order):
+def test_the_data_and_replica_groups_intersect_in_one_rank(order):
     """What reduces gradients crosses each replica once, so that nothing is counted twice or left out."""
     shape = mesh_shape({"pp": 2, "sp": 3, "tp": 2}, order, 24)
     for reducing in shape.groups(("dp", "sp")):

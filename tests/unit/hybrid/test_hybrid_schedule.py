@@ -12,7 +12,7 @@ _STYLES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("inte
 
 @settings(max_examples=60, deadline=None)
 @given(_STYLES, st.integers(1, 6), st.integers(1, 14))
-def test_every_rank_can_work_off_its_list_in_order(style, num_ranks, num_microbatches):
+def test_every_schedule_runs_without_deadlock(style, num_ranks, num_microbatches):
     """Ranks that wait for what an action needs, and do nothing else meanwhile, all come to the end."""
     schedule = make_schedule(style[0], num_ranks, num_microbatches, style[1])
     left = [schedule.actions(rank) for rank in range(num_ranks)]
@@ -72,14 +72,14 @@ def test_the_interleaved_schedule_keeps_what_its_warm_up_needs(num_chunks, num_r
 
 @pytest.mark.parametrize("style", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (8, 8), (4, 3)])
-def test_a_batch_takes_the_time_that_theory_gives(style, num_ranks, num_microbatches):
+def test_the_duration_of_a_batch_matches_its_formula(style, num_ranks, num_microbatches):
     schedule = make_schedule(style, num_ranks, num_microbatches)
     assert schedule.duration == 3 * (num_microbatches + num_ranks - 1)
 
 
 @pytest.mark.parametrize("style", ["gpipe", "1f1b"])
 @given(st.integers(1, 8), st.integers(1, 24))
-def test_the_idle_share_is_what_theory_gives(style, num_ranks, num_microbatches):
+def test_the_idle_share_matches_its_formula(style, num_ranks, num_microbatches):
     schedule = make_schedule(style, num_ranks, num_microbatches)
     expected = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
     assert [schedule.idle_share(rank) for rank in range(num_ranks)] == pytest.approx([expected] * num_ranks)
@@ -148,7 +148,7 @@ def test_the_zero_bubble_v_idles_a_third_of_1f1b_s_time_at_most(num_ranks, num_m
     assert schedule.idle_share(0) <= make_schedule("1f1b", num_ranks, num_microbatches).idle_share(0) / 3
 
 
-def test_the_v_returns_through_the_ranks():
+def test_zero_bubble_places_stages_in_a_v():
     assert [Placement(4, 2, is_v=True).stages_of(rank) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
     assert [Placement(2, 2).stages_of(rank) for rank in range(2)] == [[0, 2], [1, 3]]
 

@@ -94,7 +94,7 @@ def source():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear_gradients_wait_and_all_come_bit_for_bit(source, bias):
+def test_deferred_linear_gradients_are_bitwise_equal(source, bias):
     model, whole = Layers(bias=bias), Layers(bias=bias)
     split = SplitBackward(model)
     pending = split.begin(0)
@@ -112,14 +112,14 @@ def test_linear_gradients_wait_and_all_come_bit_for_bit(source, bias):
         assert torch.equal(model.get_parameter(key).grad, parameter.grad), key
 
 
-def test_outside_of_a_microbatch_nothing_waits(source):
+def test_no_gradient_is_deferred_outside_of_a_microbatch(source):
     model = Layers()
     SplitBackward(model)
     model(source.requires_grad_()).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_frozen_parameters_get_nothing(source):
+def test_frozen_parameters_get_no_gradient(source):
     model = Layers()
     model.up.weight.requires_grad_(False)
     model.down.bias.requires_grad_(False)
@@ -154,7 +154,7 @@ class Tied(nn.Module):
         return self.head(self.middle(self.table(numbers)))
 
 
-def test_a_weight_that_is_also_a_table_gets_its_gradient_once():
+def test_a_weight_tied_to_an_embedding_gets_its_gradient_once():
     model, whole = Tied(), Tied()
     fired, expected = count_hooks(model), count_hooks(whole)
     split = SplitBackward(model)
@@ -177,7 +177,7 @@ def test_a_layer_that_is_used_twice_gets_its_gradient_once(source):
         torch.testing.assert_close(model.get_parameter(key).grad, parameter.grad)
 
 
-def test_a_weight_with_another_use_is_found_out_and_waits_no_more(source):
+def test_a_weight_with_another_use_is_no_longer_deferred(source):
     model, whole = Layers(), Layers()
     split = SplitBackward(model)
 
@@ -196,7 +196,7 @@ def test_a_weight_with_another_use_is_found_out_and_waits_no_more(source):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_layers_that_are_computed_anew_leave_their_gradients_too(source, use_reentrant):
+def test_recomputed_layers_defer_their_gradients(source, use_reentrant):
     model, whole = Layers(), Layers()
     fired, expected = count_hooks(model), count_hooks(whole)
 
@@ -225,7 +225,7 @@ def test_autocast_computes_the_same_products(source, dtype):
         assert torch.equal(model.get_parameter(key).grad, parameter.grad), key
 
 
-def test_a_gradient_inside_of_the_forward_leaves_nothing_behind(source):
+def test_a_backward_inside_the_forward_leaves_no_deferred_gradients(source):
     model, whole = Layers(), Layers()
 
     def loss_of(model):
@@ -256,7 +256,7 @@ class Probe(torch.autograd.Function):
         return gradient, None
 
 
-def test_activations_that_no_weight_needs_are_freed_between_the_phases(source):
+def test_unneeded_activations_are_freed_after_the_input_backward(source):
     model, kept = Layers(), []
     split = SplitBackward(model)
     pending = split.begin(0)

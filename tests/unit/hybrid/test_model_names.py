@@ -7,7 +7,7 @@ from torch import nn
 
 from booster_hybrid.policy.base import Style
 from booster_hybrid.policy.registry import policy_for
-from booster_hybrid.tensor_parallel.names import ModelNames
+from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_testing.models import tiny_llama
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
@@ -25,7 +25,7 @@ def adapted(**config):
 
 
 def test_names_are_those_of_the_model_without_adapters():
-    names = ModelNames(adapted().get_base_model())
+    names = ModuleNames(adapted().get_base_model())
     copies = {name for name in names.modules if "modules_to_save" in name}
     assert names.modules.keys() - copies == {name for name, _ in tiny_llama().named_modules()}
     plain = {name for name, _ in tiny_llama().named_parameters()}
@@ -33,7 +33,7 @@ def test_names_are_those_of_the_model_without_adapters():
 
 
 def test_a_layer_inside_of_its_adapters_is_found_by_their_name():
-    names = ModelNames(adapted().get_base_model())
+    names = ModuleNames(adapted().get_base_model())
     name = "model.layers.0.self_attn.q_proj"
     assert type(names.modules[name]) is nn.Linear
     assert names.outermost[name] is names.adapted[name]
@@ -50,23 +50,23 @@ def test_a_layer_inside_of_its_adapters_is_found_by_their_name():
         ("model.layers.1.self_attn.v_proj", "model.layers.1.self_attn.v_proj"),
     ],
 )
-def test_rules_call_a_copy_as_what_it_stands_for(own, in_rules):
-    names = ModelNames(adapted().get_base_model())
+def test_rules_match_a_copy_by_the_name_of_its_original(own, in_rules):
+    names = ModuleNames(adapted().get_base_model())
     assert own in names.modules or own in names.parameters
     assert names.in_rules(own) == in_rules
 
 
-def test_a_copy_has_the_parent_of_what_it_stands_for():
+def test_a_copy_has_the_parent_of_its_original():
     model = adapted().get_base_model()
-    names = ModelNames(model)
+    names = ModuleNames(model)
     assert names.parent("lm_head.modules_to_save.default") is model
     copied = "model.layers.0.mlp.modules_to_save.default"
     assert names.parent(f"{copied}.up_proj") is names.modules[copied]
 
 
-def test_adapters_parameters_are_named_and_match_no_rule():
+def test_adapter_parameters_have_names_and_match_no_rule():
     model = adapted()
-    names = ModelNames(model.get_base_model())
+    names = ModuleNames(model.get_base_model())
     path = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
     own = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
     assert names.names_of[id(model.get_parameter(path))] == [own]
@@ -74,9 +74,9 @@ def test_adapters_parameters_are_named_and_match_no_rule():
     assert own.rpartition(".")[0] not in names.modules
 
 
-def test_modules_of_ones_own_that_are_called_as_adapters_are_are_modules():
+def test_user_modules_named_like_adapters_are_kept():
     model = nn.ModuleDict({"lora_A": nn.Linear(2, 2), "modules_to_save": nn.ModuleDict({"up": nn.Linear(2, 2)})})
-    names = ModelNames(model)
+    names = ModuleNames(model)
     assert set(names.modules) == {"", "lora_A", "modules_to_save", "modules_to_save.up"}
     assert names.in_rules("modules_to_save.up") == "modules_to_save.up"
 

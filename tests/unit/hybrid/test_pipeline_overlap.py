@@ -81,7 +81,7 @@ def run(style, rank, num_microbatches=4):
 
 @pytest.mark.parametrize("style", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_message_is_asked_for_before_what_is_computed_until_then(style, rank):
+def test_receives_are_posted_before_the_preceding_compute(style, rank):
     log = run(style, rank)
     assert log[0] == "expect"
     asked = 0
@@ -95,7 +95,7 @@ def test_a_message_is_asked_for_before_what_is_computed_until_then(style, rank):
 
 @pytest.mark.parametrize("style", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nothing_that_was_sent_is_waited_for_before_it_must_have_arrived(style, rank):
+def test_sends_are_waited_for_only_after_their_receipt(style, rank):
     log = run(style, rank)
     assert log.count("send") == 4
     assert log.index("finish") == len(log) - 1

@@ -119,7 +119,7 @@ def test_the_trace_has_a_track_for_each_stage(run, tmp_path):
     }
 
 
-def test_the_command_draws_the_last_batch_and_tells_the_idle_shares(run):
+def test_the_command_draws_the_last_batch_and_prints_idle_shares(run):
     result = CliRunner().invoke(main, ["pipeline", str(run)])
     assert result.exit_code == 0, result.output
     assert result.output.splitlines() == [
@@ -131,14 +131,14 @@ def test_the_command_draws_the_last_batch_and_tells_the_idle_shares(run):
     assert "Batch 1:" in (run / "pipeline0.svg").read_text(encoding="utf-8")
 
 
-def test_the_command_draws_another_batch_elsewhere(run, tmp_path):
+def test_the_command_draws_a_chosen_batch_into_a_chosen_file(run, tmp_path):
     out = tmp_path / "pictures"
     result = CliRunner().invoke(main, ["pipeline", str(run), "--batch", "0", "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert "Batch 0:" in (out / "pipeline0.svg").read_text(encoding="utf-8")
 
 
-def test_a_batch_that_was_cut_off_is_passed_over(run):
+def test_a_truncated_batch_record_is_skipped(run):
     path = run / "pipeline-rank1.jsonl"
     path.write_text(path.read_text(encoding="utf-8")[:-40], encoding="utf-8")
     (pipeline,) = read_pipelines(run)

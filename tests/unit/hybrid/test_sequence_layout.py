@@ -27,7 +27,7 @@ def test_no_rank_has_two_positions_more_than_another_for_each_of_its_chunks(layo
 
 
 @given(st.integers(1, 6), st.integers(1, 5))
-def test_zigzag_gives_each_rank_as_many_visible_pairs_as_any_other(size, chunk):
+def test_zigzag_balances_visible_pairs(size, chunk):
     layout = SequenceLayout(2 * size * chunk, size, zigzag=True)
     pairs = [sum(position + 1 for span in spans for position in range(*span)) for spans in layout.ranges]
     assert len(set(pairs)) == 1

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from booster_core import Boosted, Booster, LazyInitContext, Plugin
+from booster_core.plugin import ModelWrapper, OptimizerWrapper
 from booster_core.plugin.single import SingleDevicePlugin
-from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper
 from booster_core.state.shard import TensorShard
 from booster_runtime.lazy import is_lazy, take_recording
 from booster_runtime.lazy.replay import Replay

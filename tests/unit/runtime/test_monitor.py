@@ -1,19 +1,28 @@
+"""The monitor's server as members see it, and how ranks find it."""
+
 from __future__ import annotations
 
 import contextlib
 import json
+import selectors
 import socket
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
 
 from booster_core.errors import CheckpointError, RankFailedError
-from booster_core.ranks.world import World
+from booster_core.ranks import PROGRESS, World
 from booster_runtime.liveness import start_monitor
-from booster_runtime.liveness.member import _is_consequence, _obituary
 from booster_runtime.liveness.server import Server
-from booster_runtime.liveness.wire import Lines, encode
+from booster_runtime.liveness.start import _start_server
+from booster_runtime.liveness.uncaught import is_consequence
+from booster_runtime.liveness.wire import FROM_SERVER, Lines, encode
+
+
+def at(name, count, **counts):
+    return {"counts": {**counts, name: count}, "last": [name, count], "finished": False, "call": [name, count]}
 
 
 class Client:
@@ -21,7 +30,7 @@ class Client:
 
     def __init__(self, port):
         self.connection = socket.create_connection(("127.0.0.1", port), timeout=10)
-        self.lines = Lines()
+        self.lines = Lines(FROM_SERVER, pytest.fail)
         self.messages = []
 
     def send(self, **message):
@@ -30,6 +39,12 @@ class Client:
     def hello(self, rank, token="secret"):
         self.send(type="hello", rank=rank, pid=1000 + rank, token=token)
         return self
+
+    def here(self, record):
+        self.send(type="here", record=record, idle_seconds=0.0)
+
+    def where(self, record, call, ranks=None):
+        self.send(type="where", record=record, call=call, ranks=ranks)
 
     def receive(self):
         while not self.messages:
@@ -45,7 +60,7 @@ class Client:
 
 @pytest.fixture
 def server():
-    server = Server(["a", "a", "b"], "secret", speakers_end_first=False)
+    server = Server(["a", "a", "b"], "secret", ["127.0.0.1"])
     server.start()
     yield server
     server.close()
@@ -54,44 +69,129 @@ def server():
 @pytest.fixture
 def clients(server):
     clients = [Client(server.port).hello(rank) for rank in range(3)]
-    assert [client.receive() for client in clients] == [{"type": "welcome", "is_heir": rank > 0} for rank in range(3)]
+    assert [client.receive() for client in clients] == [{"type": "welcome", "speaks": rank > 0} for rank in range(3)]
     yield clients
     for client in clients:
         client.close()
 
 
-def test_a_death_is_told_to_the_others(clients):
+def answer(clients, ranks, record):
+    for rank in ranks:
+        assert clients[rank].receive() == {"type": "where"}
+        clients[rank].here(record)
+
+
+def test_a_closed_connection_is_a_death(clients):
     clients[1].close()
+    answer(clients, (0, 2), at("step", 3))
     for rank in (0, 2):
         failure = clients[rank].receive()
-        assert (failure["type"], failure["rank"], failure["host"], failure["pid"]) == ("failure", 1, "a", 1001)
-        assert failure["speaks"]
+        assert (failure["type"], failure["rank"], failure["speaks"]) == ("failure", 1, True)
+        assert failure["text"].startswith("Booster: rank 1 died without a traceback: killed by a signal")
+        assert failure["text"].endswith(
+            "\nBooster: all 3 ranks end. Rank 1 was process 1001 on a. Last calls: ranks 0 and 2 entered `step` #3; "
+            "rank 1 died (it made no such call yet when last heard of).\n"
+        )
+
+
+def test_an_exception_is_told_to_all_and_said_once_per_host(clients):
+    clients[0].send(type="failed", text="ValueError: bad", record=at("step", 3))
+    answer(clients, (0, 1, 2), at("step", 3))
+    failures = [client.receive() for client in clients]
+    assert [failure["speaks"] for failure in failures] == [False, True, True]
+    assert {failure["text"].splitlines()[0] for failure in failures} == {"Booster: rank 0 failed: ValueError: bad"}
+
+
+def test_news_do_not_wait_for_ranks_that_do_not_answer(clients):
+    start = time.monotonic()
+    clients[0].send(type="failed", text="ValueError: bad", record=at("step", 3))
+    assert [clients[1].receive()["type"] for _ in range(2)] == ["where", "failure"]
+    assert time.monotonic() - start < 5
 
 
 def test_a_goodbye_is_told_to_nobody(clients):
     clients[1].send(type="bye")
-    clients[0].send(type="where")
-    assert clients[0].receive()["type"] == "where"
-
-
-def test_progress_is_collected(clients):
-    clients[2].send(type="bye")
     with pytest.raises(EOFError):
-        clients[2].receive()
-    clients[0].send(type="where")
-    for rank in (0, 1):
-        question = clients[rank].receive()["question"]
-        clients[rank].send(type="here", question=question, record={"last": rank})
-    assert clients[0].receive() == {
-        "type": "progress",
-        "records": {"0": {"last": 0}, "1": {"last": 1}, "2": {"gone": "has ended normally"}},
-    }
+        clients[1].receive()
+    clients[0].where(at("step", 1), ["step", 1])
+    answer(clients, (2,), at("step", 1))
+    message = clients[0].receive()
+    assert message["missing"].startswith("rank 1 has not reached it; it ended normally.")
+    assert message["ended"].startswith("rank 1 ended normally while rank 0 waits in `step` #1, which it never called.")
 
 
 def test_who_does_not_answer_is_said_not_to(clients):
-    clients[0].send(type="where")
-    assert clients[0].receive()["type"] == "where"
-    assert clients[0].receive()["records"]["1"] == {"gone": "does not answer"}
+    clients[1].here(at("step", 4))
+    clients[0].where(at("step", 5), ["step", 5], [0, 1])
+    assert (
+        clients[0]
+        .receive()["missing"]
+        .startswith("rank 1 has not reached it; it did not answer (it entered `step` #4 when last heard of).")
+    )
+
+
+def test_askers_share_one_question(clients):
+    for rank in (0, 1):
+        clients[rank].where(at("step", 5), ["step", 5])
+    answer(clients, (2,), at("backward", 5))
+    for rank in (0, 1):
+        messages = []
+        while not messages or messages[-1]["type"] == "where":
+            messages.append(clients[rank].receive())
+        assert [message["type"] for message in messages[:-1]] in ([], ["where"])
+        assert messages[-1]["missing"].startswith("rank 2 has not reached it; it entered `backward` #5.")
+
+
+class Crowd:
+    """Many clients in one thread."""
+
+    def __init__(self, port, num):
+        self.clients = [Client(port).hello(rank) for rank in range(num)]
+        self._selector = selectors.DefaultSelector()
+        for rank, client in enumerate(self.clients):
+            self._selector.register(client.connection, selectors.EVENT_READ, rank)
+
+    def messages(self):
+        """Yield each message that has come, and its rank."""
+        for key, _ in self._selector.select(1):
+            client = self.clients[key.data]
+            for message in client.lines.feed(client.connection.recv(1 << 16)):
+                yield key.data, message
+
+    def close(self):
+        self._selector.close()
+        for client in self.clients:
+            client.send(type="bye")
+            client.close()
+
+
+def test_1024_ranks_that_ask_at_once_are_answered_within_5_seconds():
+    world_size, missing, limit_seconds = 1024, 513, 5.0
+    server = Server([str(rank // 8) for rank in range(world_size)], "secret", ["127.0.0.1"])
+    server.start()
+    crowd = Crowd(server.port, world_size)
+    num_welcomes = 0
+    while num_welcomes < world_size:
+        num_welcomes += sum(message["type"] == "welcome" for _, message in crowd.messages())
+    start = time.monotonic()
+    for rank, client in enumerate(crowd.clients):
+        if rank != missing:
+            client.where(at("step", 12, backward=12), ["step", 12])
+    answers = {}
+    while len(answers) < world_size - 1:
+        for rank, message in crowd.messages():
+            if message["type"] == "missing":
+                answers[rank] = message["missing"]
+            elif rank == missing:
+                crowd.clients[rank].here(at("backward", 12, step=11))
+            else:
+                crowd.clients[rank].here(at("step", 12, backward=12))
+        assert time.monotonic() - start < limit_seconds, f"{len(answers)} answers"
+    assert {text.partition(". ")[0] for text in answers.values()} == {
+        "rank 513 has not reached it; it entered `backward` #12"
+    }
+    crowd.close()
+    server.close()
 
 
 @pytest.mark.parametrize(
@@ -107,12 +207,12 @@ def test_who_does_not_answer_is_said_not_to(clients):
         b"x" * (2 << 20),
     ],
 )
-def test_strangers_are_shown_the_door(server, data):
-    stranger = Client(server.port)
-    with pytest.raises((EOFError, ConnectionError)):  # noqa: PT012 - the door may close while we speak
-        stranger.connection.sendall(data)
-        stranger.receive()
-    stranger.close()
+def test_third_parties_are_not_let_in(server, data):
+    other = Client(server.port)
+    with pytest.raises((EOFError, ConnectionError)):  # noqa: PT012 - it may be closed while we send
+        other.connection.sendall(data)
+        other.receive()
+    other.close()
     client = Client(server.port).hello(0)
     assert client.receive()["type"] == "welcome"
     client.close()
@@ -126,25 +226,62 @@ def test_the_end_of_the_server_is_announced(server):
     client.close()
 
 
-@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"]])
-def test_ranks_find_the_server_through_the_store(hosts):
+def start_all(hosts, address="127.0.0.1"):
     store = dist.HashStore()
     worlds = [World(rank=rank, world_size=2, store=store) for rank in range(2)]
     monitors = {}
 
     def start(rank):
-        monitors[rank] = start_monitor(worlds[rank], hosts, "127.0.0.1", may_end_process=False)
+        monitors[rank] = start_monitor(worlds[rank], hosts, address, may_end_process=False)
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=20)
+    return worlds, monitors, store
+
+
+def test_ranks_find_the_server_through_the_store():
+    _, monitors, _ = start_all(["a", "a"])
     try:
-        assert set(monitors[1].ask_progress()) == {0, 1}
+        PROGRESS.enter("step")
+        assert monitors[1].describe_missing("step", 1, None).startswith("every rank has reached it")
+        assert "ranks 0 and 1 have not reached it" in monitors[1].describe_missing("step", 2, None)
+        assert monitors[1].describe_missing("step", 2, None, only_ended=True) is None
     finally:
+        PROGRESS.clear()
         for rank in (1, 0):
             monitors[rank].close()
+
+
+def _own_address():
+    """An address of this host that is not a loopback's; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this host has no network, so no interface but the loopback's")
+        return probe.getsockname()[0]
+
+
+@pytest.mark.parametrize("resolved_here", ["127.0.1.1", "203.0.113.7"])
+def test_the_server_listens_where_other_hosts_reach_rank_0(resolved_here):
+    store, own = dist.HashStore(), _own_address()
+    store.set("monitor/1", json.dumps(["203.0.113.7", own]))  # the first stands for a router before this host
+    server, news = _start_server(World(world_size=2, store=store), ["a", "b"], resolved_here, is_wanted=True)
+    try:
+        assert (news["address"], server._listener.getsockname()[0]) == (own, own)
+    finally:
+        server.close()
+
+
+def test_without_an_address_that_others_reach_nobody_is_watched():
+    worlds, monitors, _ = start_all(["a", "b"], "127.0.0.1")
+    assert monitors == {0: None, 1: None}
+    assert {world.unwatched_because for world in worlds} == {
+        "rank 0 could not start it: no port could be opened: no address is known by which other hosts reach this one"
+    }
 
 
 def test_a_world_of_one_needs_no_monitor():
@@ -155,9 +292,10 @@ def test_a_server_that_cannot_be_reached():
     store = dist.HashStore()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        store.set("monitor", json.dumps({"addresses": ["127.0.0.1"], "port": probe.getsockname()[1], "token": ""}))
-        world = World(rank=1, world_size=2, store=store)
+        store.set("monitor", json.dumps({"address": "127.0.0.1", "port": probe.getsockname()[1], "token": ""}))
+        world = World(rank=1, world_size=2, store=store, timeout_seconds=1)
         assert start_monitor(world, None, "127.0.0.1", may_end_process=True) is None
+    assert world.unwatched_because.startswith("it could not be reached at 127.0.0.1:")
 
 
 def _raised(error, cause=None):
@@ -167,7 +305,7 @@ def _raised(error, cause=None):
 
 
 @pytest.mark.parametrize(
-    ("error", "is_consequence"),
+    ("error", "expected"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("Connection reset by peer"), True),
@@ -177,13 +315,5 @@ def _raised(error, cause=None):
         (RuntimeError("Timed out waiting 5000ms for recv operation to complete"), False),
     ],
 )
-def test_consequences_are_told_from_causes(error, is_consequence):
-    assert _is_consequence(error) == is_consequence
-
-
-def test_obituaries():
-    failure = {"rank": 1, "world": 4, "host": "node7", "pid": 12, "how": "has died", "text": None}
-    assert _obituary(failure).startswith("Booster: rank 1 of 4 (process 12 on node7) died without a traceback:")
-    told = _obituary({**failure, "text": "Traceback ...\nValueError: x\n"})
-    assert told.startswith("Booster: rank 1 of 4 (process 12 on node7) failed; all other ranks end.")
-    assert told.endswith("ValueError: x\n")
+def test_consequences_are_told_from_causes(error, expected):
+    assert is_consequence(error) == expected

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from booster_core.ranks.world import World
+from booster_core.ranks import World
+from booster_runtime.liveness import NOT_WANTED, Monitor, links, start_monitor
 from booster_runtime.liveness import server as server_module
-from booster_runtime.liveness import start_monitor
-from booster_runtime.liveness.member import NOT_WANTED, Monitor
 from booster_runtime.liveness.server import Server
-from booster_runtime.liveness.wire import FROM_MEMBERS, MAX_LINE_BYTES, Lines, encode
+from booster_runtime.liveness.wire import FROM_MEMBERS, FROM_SERVER, MAX_LINE_BYTES, Lines, encode
 
 TOKEN = "secret"
 HELLO = {"type": "hello", "rank": 1, "pid": 1001, "token": TOKEN}
@@ -65,17 +64,24 @@ BAD = {
     "long line": b"x" * (2 * MAX_LINE_BYTES) + b"\n",
     "long line without end": b"x" * (2 * MAX_LINE_BYTES),
     "part of a line": b'{"type": "hel',
-    "record that is deep": b'{"type": "here", "question": 1, "record": {"a": ' + b"[" * 500 + b"]" * 500 + b"}}\n",
-    "record of another kind": b'{"type": "here", "question": 1, "record": 1}\n',
-    "question that is no number": b'{"type": "here", "question": Infinity, "record": {}}\n',
-    "failure without words": b'{"type": "failed", "text": null, "is_derived": 1}\n',
+    "record that is deep": b'{"type": "here", "idle_seconds": 0.0, "record": {"last": '
+    + b"[" * 500
+    + b"]" * 500
+    + b"}}\n",
+    "record of another kind": b'{"type": "here", "idle_seconds": 0.0, "record": 1}\n',
+    "counts that are no numbers": b'{"type": "here", "idle_seconds": 0.0, "record": {"counts": {"step": "x"}}}\n',
+    "counts without end": b'{"type": "here", "idle_seconds": 0.0, "record": {"counts": {"step": Infinity}}}\n',
+    "ranks that are no numbers": b'{"type": "here", "idle_seconds": 0.0, "record": {"ranks": ["x"]}}\n',
+    "call of three parts": b'{"type": "where", "record": {}, "ranks": null, "call": ["step", 1, 1]}\n',
+    "call of ranks that are none": b'{"type": "where", "record": {}, "ranks": [{}], "call": ["step", 1]}\n',
+    "failure without words": b'{"type": "failed", "text": null, "record": {}}\n',
 }
 
 
 class Client:
     def __init__(self, port):
         self.connection = socket.create_connection(("127.0.0.1", port), timeout=10)
-        self.lines = Lines()
+        self.lines = Lines(FROM_SERVER, pytest.fail)
         self.messages = []
 
     def send(self, **message):
@@ -90,13 +96,15 @@ class Client:
             self.messages += self.lines.feed(data)
         return self.messages.pop(0)
 
-    def progress(self, records):
-        """Ask for all ranks' progress, answer for this one, and return the answers."""
-        self.send(type="where")
-        question = self.receive()
-        assert question["type"] == "where", question
-        self.send(type="here", question=question["question"], record=records)
-        return self.receive()
+    def here(self, **counts):
+        return self.send(type="here", record={"counts": counts}, idle_seconds=0.0)
+
+    def missing(self, **counts):
+        """Ask who has not come to `step` #9, answer for this rank, and return what the server says."""
+        self.send(type="where", record={"counts": counts}, call=["step", 9], ranks=None)
+        while (message := self.receive())["type"] == "where":
+            self.here(**counts)
+        return message["missing"]
 
     def close(self):
         self.connection.close()
@@ -105,7 +113,7 @@ class Client:
 @pytest.fixture
 def watched():
     """A server, and the connections of ranks 0 and 1 of three."""
-    server = Server(["a", "a", "a"], TOKEN, speakers_end_first=False)
+    server = Server(["a", "a", "a"], TOKEN, ["127.0.0.1"])
     server.start()
     clients = [Client(server.port) for _ in range(2)]
     for rank, client in enumerate(clients):
@@ -119,21 +127,26 @@ def watched():
 
 def check_that_it_watches(clients):
     """A question is answered, and a death is told."""
-    clients[1].send(type="where")
-    for number, client in enumerate(clients):
-        question = client.receive()
-        assert question["type"] == "where", question
-        client.send(type="here", question=question["question"], record={"last": number})
-    records = clients[1].receive()["records"]
-    assert records["0"] == {"last": 0}
-    assert records["1"] == {"last": 1}
+    clients[1].send(type="where", record={"counts": {"step": 8}}, call=["step", 8], ranks=[0, 1])
+    assert clients[0].receive() == {"type": "where"}
+    clients[0].here(step=7)
+    assert clients[1].receive()["missing"].startswith("rank 0 has not reached it")
     clients[1].close()
+    assert clients[0].receive() == {"type": "where"}
+    clients[0].here(step=7)
     failure = clients[0].receive()
     assert (failure["type"], failure["rank"]) == ("failure", 1)
 
 
+def lost_rank(client):
+    """Answer for a rank, and return the rank that it is told of."""
+    while (message := client.receive())["type"] == "where":
+        client.here()
+    return message["rank"]
+
+
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
-def test_what_strangers_send_ends_their_connection_only(watched, data, capfd):
+def test_what_third_parties_send_ends_their_connection_only(watched, data, capfd):
     server, clients = watched
     other = Client(server.port)
     with contextlib.suppress(OSError):  # the server may close it while we are still sending
@@ -163,16 +176,18 @@ def test_a_line_cut_into_bytes_counts(watched):
         third.connection.sendall(bytes([byte]))
     assert third.receive()["type"] == "welcome"
     third.close()
-    assert clients[0].receive()["rank"] == 2
+    assert lost_rank(clients[0]) == 2
 
 
 def test_a_failure_right_behind_the_hello_counts(watched):
     server, clients = watched
     third = Client(server.port)
-    failed = encode({"type": "failed", "text": "x" * 60_000, "is_derived": False})
+    failed = encode({"type": "failed", "text": "x" * 60_000, "record": {}})
     third.connection.sendall(as_bytes(rank=2) + failed)
+    assert clients[0].receive() == {"type": "where"}
     failure = clients[0].receive()
-    assert (failure["rank"], len(failure["text"])) == (2, 60_000)
+    assert failure["rank"] == 2
+    assert failure["text"].startswith(f"Booster: rank 2 failed: {'x' * 60_000}\n")
     third.close()
 
 
@@ -185,8 +200,8 @@ def test_nobody_takes_the_place_of_a_rank(watched):
     check_that_it_watches(clients)
 
 
-def test_silent_strangers_keep_nobody_out(watched, monkeypatch):
-    monkeypatch.setattr(server_module, "_MAX_UNKNOWN", 5)
+def test_silent_third_parties_keep_nobody_out(watched, monkeypatch):
+    monkeypatch.setattr(server_module, "_MAX_UNKNOWN", 7)
     server, clients = watched
     others = [Client(server.port) for _ in range(50)]
     third = Client(server.port).send(**{**HELLO, "rank": 2})
@@ -195,10 +210,10 @@ def test_silent_strangers_keep_nobody_out(watched, monkeypatch):
         others[0].receive()
     for client in [*others, third]:
         client.close()
-    assert clients[0].receive()["rank"] == 2
+    assert lost_rank(clients[0]) == 2
 
 
-def test_a_stranger_who_says_nothing_is_shown_out(watched, monkeypatch):
+def test_a_connection_that_says_nothing_is_closed(watched, monkeypatch):
     monkeypatch.setattr(server_module, "_HELLO_SECONDS", 0.2)
     server, clients = watched
     other = Client(server.port)
@@ -208,15 +223,15 @@ def test_a_stranger_who_says_nothing_is_shown_out(watched, monkeypatch):
     check_that_it_watches(clients)
 
 
-def test_a_rank_that_does_not_read_holds_nobody_up(watched):
+def test_a_rank_that_does_not_read_holds_nobody_up(watched, monkeypatch):
+    monkeypatch.setattr(links, "_MAX_UNSENT_BYTES", 1 << 16)
     _, clients = watched
-    for number in range(1, 401):  # 20 MB for rank 1, which reads nothing of it
-        clients[1].send(type="where")
-        assert clients[0].receive() == {"type": "where", "question": number}
-        clients[0].send(type="here", question=number, record={"text": "x" * 50_000})
-        clients[1].send(type="here", question=number, record={})
+    for number in range(1, 4001):  # more than the kernel keeps for rank 1, which reads nothing of it
+        clients[1].send(type="where", record={}, call=["step" * 500, number], ranks=None)
+        if number % 100 == 0:
+            assert clients[0].missing().startswith("ranks 0, 1 and 2 have not reached it")
     clients[1].close()
-    assert clients[0].receive()["type"] == "failure"
+    assert lost_rank(clients[0]) == 1
 
 
 values = st.recursive(
@@ -235,7 +250,7 @@ streams = st.lists(lines, max_size=8).map(b"\n".join)
 
 @pytest.fixture(scope="module")
 def lasting():
-    server = Server(["a"] * 2, TOKEN, speakers_end_first=False)
+    server = Server(["a"] * 2, TOKEN, ["127.0.0.1"])
     server.start()
     client = Client(server.port).send(type="hello", rank=0, pid=1000, token=TOKEN)
     assert client.receive()["type"] == "welcome"
@@ -246,37 +261,34 @@ def lasting():
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=streams, cut=st.integers(min_value=0, max_value=300))
-def test_any_bytes_of_a_stranger(lasting, data, cut):
+def test_any_bytes_of_a_third_party(lasting, data, cut):
     server, client = lasting
     other = Client(server.port)
     with contextlib.suppress(ConnectionError):
         other.connection.sendall(data[:cut])
         other.connection.sendall(data[cut:] + b"\n")
     other.close()
-    assert client.progress({"is": "here"})["records"]["0"] == {"is": "here"}
+    assert client.missing(step=9).startswith("rank 1 has not reached it; it had not connected")
 
 
-def _is_an_end(line):
-    """Whether a line says that its rank ends, or asks something: those are to be acted on."""
-    try:
-        (message,) = Lines(FROM_MEMBERS).feed(line + b"\n")
-    except ValueError:
-        return False
-    return message["type"] in ("failed", "bye", "where", "ending", "waiting")
+def _is_to_be_acted_on(line):
+    """Whether a line says that its rank ends or waits, or asks something."""
+    messages = Lines(FROM_MEMBERS, lambda _: None).feed(line + b"\n")
+    return any(message["type"] in ("failed", "bye", "where", "ending") for message in messages)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=streams, cut=st.integers(min_value=0, max_value=300))
 def test_any_bytes_of_a_rank(lasting, data, cut):
     _, client = lasting
-    data = b"\n".join(line for line in data.split(b"\n") if not _is_an_end(line))
+    data = b"\n".join(line for line in data.split(b"\n") if not _is_to_be_acted_on(line))
     client.connection.sendall(data[:cut])
     client.connection.sendall(data[cut:] + b"\n")
-    assert client.progress({"is": "here"})["records"]["0"] == {"is": "here"}
+    assert client.missing(step=9).startswith("rank 1 has not reached it; it had not connected")
 
 
 def test_a_server_that_fails_says_so_to_all(capfd, monkeypatch):
-    server = Server(["a", "a"], TOKEN, speakers_end_first=False)
+    server = Server(["a", "a"], TOKEN, ["127.0.0.1"])
     server.start()
     client = Client(server.port).send(type="hello", rank=0, pid=1, token=TOKEN)
     assert client.receive()["type"] == "welcome"
@@ -285,7 +297,6 @@ def test_a_server_that_fails_says_so_to_all(capfd, monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(server._verdicts, "tick", fails)
-    client.send(type="where")
     while (message := client.receive())["type"] != "closing":
         pass
     assert message["cause"].startswith("ZeroDivisionError")
@@ -301,8 +312,9 @@ def serve_one(*answers):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connection = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
-    monitor = Monitor(1, connection, TOKEN, server=None, may_end_process=False, error_file=None, timeout_seconds=5.0)
-    theirs.sendall(encode({"type": "welcome", "is_heir": True}))
+    world = World(rank=1, world_size=2, timeout_seconds=5.0)
+    monitor = Monitor(world, connection, TOKEN, server=None, may_end_process=False, error_file=None)
+    theirs.sendall(encode({"type": "welcome", "speaks": True}))
     assert monitor.wait_for_welcome()
     for answer in answers:
         theirs.sendall(answer)
@@ -321,8 +333,8 @@ def _wait_for_text(capfd, text):
 
 def test_a_member_says_that_its_watch_has_stopped(capfd):
     monitor, theirs = serve_one(encode({"type": "closing", "cause": "ValueError: x", "gone": {}}))
-    _wait_for_text(capfd, "the monitor on rank 0 has stopped: ValueError: x")
-    assert monitor.ask_progress() is None
+    _wait_for_text(capfd, "the monitor on rank 0 has stopped, so nobody is watched: ValueError: x")
+    assert monitor.describe_missing("step", 1, None) is None
     theirs.close()
     monitor.close()
 
@@ -330,7 +342,7 @@ def test_a_member_says_that_its_watch_has_stopped(capfd):
 def test_a_member_outlasts_lines_that_are_no_messages(capfd):
     monitor, theirs = serve_one(b"\xff\n", DEEP + b"\n", encode({"type": "failure", "rank": None}))
     _wait_for_text(capfd, "the monitor of rank 1 ignores a message of rank 0")
-    theirs.sendall(encode({"type": "where", "question": 1}))
+    theirs.sendall(encode({"type": "where"}))
     with theirs.makefile() as lines:
         said = [json.loads(next(lines)) for _ in range(2)]
     assert [each["type"] for each in said] == ["hello", "here"]
@@ -339,7 +351,7 @@ def test_a_member_outlasts_lines_that_are_no_messages(capfd):
 
 
 def test_a_member_whose_thread_fails_says_so(capfd):
-    monitor, theirs = serve_one(encode({"type": "progress", "records": {"x": {}}}))
+    monitor, theirs = serve_one(encode({"type": "closing", "cause": None, "gone": {"x": "ended normally"}}))
     _wait_for_text(capfd, "the monitor of rank 1 has stopped")
     theirs.close()
     monitor.close()
@@ -349,7 +361,7 @@ def test_a_server_that_cannot_be_started_is_told_to_every_rank(monkeypatch):
     def refuses(*_, **__):
         raise OSError(98, "no port is free")
 
-    monkeypatch.setattr("booster_runtime.liveness.member.Server", refuses)
+    monkeypatch.setattr("booster_runtime.liveness.start.Server", refuses)
     store = dist.HashStore()
     worlds = [World(rank=rank, world_size=2, store=store) for rank in range(2)]
     threads = [

@@ -9,7 +9,6 @@ from booster_zero import LowLevelZeroPlugin
 
 def test_it_is_found_by_name_and_there():
     assert discovery.load("zero") is LowLevelZeroPlugin
-    assert LowLevelZeroPlugin.available
 
 
 def test_options_reach_the_config():

@@ -1,7 +1,7 @@
 """`Booster`: wraps model, optimizer, criterion, data loader and scheduler once; the strategy is its plugin.
 
-It checks what the user passed, asks the plugin to configure it, and forwards every later call to the piece that owns
-it. It holds no strategy logic and no file code.
+It checks what the user passes, lets the plugin configure it, and forwards later calls. It holds no strategy logic or
+file code.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from booster_core.data import deal_dataloader
-from booster_core.data.first_batch import show_first_batch, watch_first_batch
-from booster_core.data.metrics import gather_samples
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, needs_runtime
 from booster_core.plugin.arguments import check_boost_arguments, check_boosted
-from booster_core.plugin.discovery import check_api_version, load, names_of_plugins
+from booster_core.plugin.discovery import check_api_version, load
 from booster_core.plugin.frozen import FrozenParameters, untrained_names
 from booster_core.plugin.hooks import hook_relay
-from booster_core.plugin.hookspecs import is_implemented
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
+from booster_core.plugin.optimizer import OptimizerWrapper
+from booster_core.plugin.settings import check_device, own_device, resolve_precision
 from booster_core.plugin.single import SingleDevicePlugin
-from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
-from booster_core.precision import PrecisionPolicy
+from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.launch import launched_world_size
+from booster_core.ranks.launch import ensure_process_group
 from booster_core.saving import Saving
 
 if TYPE_CHECKING:
@@ -41,6 +38,8 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
     from typing_extensions import TypeVar
 
+    from booster_core.precision import PrecisionPolicy
+
     _ModelT = TypeVar("_ModelT", bound=nn.Module)
     _CriterionT = TypeVar("_CriterionT", bound="Callable[..., Any] | None", default=None)
     _DataLoaderT = TypeVar("_DataLoaderT", bound="DataLoader[Any] | None", default=None)
@@ -52,7 +51,7 @@ class Booster(Saving):
 
     Args:
         device: Where the model runs: a device, its name, or ``None`` for this process's CUDA device where there is one
-            and the plugin supports it, else the CPU. Which CUDA device that is, is found out at the first use.
+            and the plugin supports it, else the CPU. It is looked up at the first use.
         mixed_precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, or a `PrecisionPolicy`. Nothing asked, here or through
             the plugin, means fp32: the model runs as it is, without autocast.
         plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
@@ -87,11 +86,11 @@ class Booster(Saving):
         else:
             check_api_version(type(plugin), f"Plugin '{plugin.name}' ({type(plugin).__name__})", inherits=True)
         self.plugin = plugin
-        self.precision = _resolve_precision(mixed_precision, plugin)
-        self._asked_device = _check_device(device, plugin)
+        self.precision = resolve_precision(mixed_precision, plugin)
+        self._asked_device = check_device(device, plugin)
         self._device: torch.device | None = None
         if self._asked_device is None and not torch.cuda.is_available():
-            self._device = _own_device(None, plugin)  # there is nothing to wait for
+            self._device = own_device(None, plugin)  # known before the launch
         self._timeout_seconds = timeout_seconds
         self._context: BoostContext | None = None
         # What users passed to `boost`.
@@ -107,7 +106,7 @@ class Booster(Saving):
             ConfigError: If a launcher started several processes and the run is not launched yet.
         """
         if self._device is None:
-            self._device = _own_device(self._asked_device, self.plugin)
+            self._device = own_device(self._asked_device, self.plugin)
         return self._device
 
     @property
@@ -115,13 +114,11 @@ class Booster(Saving):
         """Device, ranks, precision and hooks of this run, fixed at the first use."""
         if self._context is None:
             if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
-                from booster_core.ranks.launch import ensure_process_group
-
                 ensure_process_group()
             relay = hook_relay()
 
             def after_step(optimizer: Optimizer, metrics: dict[str, Any]) -> None:
-                if is_implemented(relay.after_step):  # whoever registers late is heard too
+                if relay.after_step.get_hookimpls():  # asked at each step: hooks may be registered late
                     relay.after_step(optimizer=optimizer, metrics=metrics)
 
             coordinator = DistCoordinator()
@@ -201,7 +198,7 @@ class Booster(Saving):
         coordinator.raise_together(error)
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         if dataloader is not None:
-            objects = objects._replace(dataloader=deal_dataloader(dataloader, self.plugin, coordinator))
+            objects = objects._replace(dataloader=self._deal(dataloader))
         frozen = set() if optimizer is None else untrained_names(model, optimizer)
         context.hooks.prepare_objects(plugin=self.plugin, objects=objects, context=context)
         boosted = self.plugin.configure(objects, context)
@@ -210,10 +207,7 @@ class Booster(Saving):
             boosted.optimizer.frozen = FrozenParameters(unwrap_model(boosted.model), frozen)
         self._models.add(model)
         self._optimizers[boosted.model] = boosted.optimizer
-        index, size = self.plugin.data_parallel_coordinates(coordinator)
-        watch_first_batch(boosted.model, index=index, size=size)
-        self._take_over_saving(boosted.model)
-        context.hooks.after_configure(plugin=self.plugin, boosted=boosted, context=context)
+        context.hooks.after_configure(booster=self, plugin=self.plugin, boosted=boosted, context=context)
         return boosted
 
     def enable_lora(
@@ -224,16 +218,15 @@ class Booster(Saving):
         bnb_quantization_config: Any = None,
         quantize: bool = False,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
     ) -> PeftModel:
-        """Put low-rank adapters into a model, in place, and freeze all else of it. Called before `boost`.
+        """Put low-rank adapters into a model, in place, and freeze the rest. Call it before `boost`.
 
-        Make the optimizer from the parameters of what is returned. Layers that adapters are attached to keep their
-        names in checkpoints.
+        Make the optimizer from the returned model's parameters. Adapted layers keep their names in checkpoints.
 
         Args:
             model: The user's model.
             pretrained_dir: A folder that `save_lora_as_pretrained` or peft wrote: training of its adapters goes on.
-            lora_config: What the adapters are to be like; this or ``pretrained_dir``.
-            bnb_quantization_config: A ``transformers.BitsAndBytesConfig``: the base is kept in so many bits.
+            lora_config: Settings of new adapters; this or ``pretrained_dir``.
+            bnb_quantization_config: A ``transformers.BitsAndBytesConfig`` by which the base is quantised.
             quantize: Keep the base in 4 bits (nf4), where no ``bnb_quantization_config`` is given.
 
         Returns:
@@ -242,8 +235,8 @@ class Booster(Saving):
         Raises:
             TypeError: If ``model`` is no module, or ``lora_config`` no ``peft.LoraConfig``.
             ConfigError: If peft is not installed, the plugin does not train adapters, the model is boosted, compiled or
-                has adapters already, no module is what ``target_modules`` says, or a base is to be quantised elsewhere
-                than on CUDA.
+                has adapters already, ``target_modules`` matches no module, or a base is quantised elsewhere than on
+                CUDA.
             CheckpointError: If ``pretrained_dir`` holds no adapters, or none for this model.
 
         Collective: every rank of the world, with ``pretrained_dir``; else none.
@@ -337,15 +330,12 @@ class Booster(Saving):
                 "`optimizer.step`, or choose a plugin with pipeline parallelism, such as 'hybrid'."
             )
             raise ConfigError(msg)
-        boosted = boosted_inside(model)
-        if optimizer is not None and isinstance(boosted, ModelWrapper):
-            data_iter = show_first_batch(data_iter, boosted)
         return self.plugin.execute_pipeline(
             data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
         )
 
     def full_gradient(self, model: nn.Module, name: str) -> Tensor | None:
-        """Return the whole gradient of a parameter, wherever its parts lie, in the parameter's shape.
+        """Return the whole gradient of a parameter, in the parameter's shape, from the ranks that hold its parts.
 
         Args:
             model: The boosted model.
@@ -367,6 +357,36 @@ class Booster(Saving):
             msg = f"The model has no parameter named '{name}'." + (f" Did you mean '{close[0]}'?" if close else "")
             raise ConfigError(msg)
         return self.plugin.full_gradient(boosted, self._optimizers.get(boosted), paths[name])
+
+    def check_replicas(self, model: nn.Module | None = None, every: int = 100) -> AbstractContextManager[Any]:
+        """Compare replicas after every so many steps, and raise on every rank where they differ.
+
+        Compared are parameters, buffers, optimizer state and random state, by hashes; each check reads all state once.
+
+        Args:
+            model: The boosted model; may be left out when one model is boosted.
+            every: Number of steps between two checks.
+
+        Returns:
+            The check, which begins now; its ``check()`` compares at once, and ``close()``, or the end of a ``with``,
+            ends it. At a difference it raises `GradientError`, which names tensors, ranks and steps.
+
+        Raises:
+            TypeError: If the model is not a boosted one.
+            ConfigError: If ``every`` is not positive, the model is left out and not exactly one is boosted, or
+                booster-runtime is not installed.
+
+        Collective: none; the checks are, on every rank of the world.
+        """
+        boosted = self._the_model(model, "check_replicas")
+        hook = self.context.hooks.check_replicas
+        if not hook.get_hookimpls():
+            msg = "Replicas are compared by booster-runtime, which is not installed. Run `pip install booster-runtime`."
+            raise ConfigError(msg)
+        check: AbstractContextManager[Any] = hook(
+            booster=self, model=boosted, optimizer=self._optimizers.get(boosted), every=every
+        )
+        return check
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
         """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.
@@ -395,12 +415,16 @@ class Booster(Saving):
 
         Collective: every rank of the world, after each batch.
         """
-        coordinator = self.context.coordinator
+        hooks, coordinator = self.context.hooks, self.context.coordinator
+        if not hooks.gather_samples.get_hookimpls():
+            raise ConfigError(needs_runtime("Values are gathered"))
         index, _ = self.plugin.data_parallel_coordinates(coordinator)
-        return gather_samples(values, dataloader, index=index, coordinator=coordinator, device=self.device)
+        return hooks.gather_samples(
+            values=values, loader=dataloader, index=index, coordinator=coordinator, device=self.device
+        )
 
     def describe(self) -> str:
-        """Return, and print on the master rank, what this run is: plugin, ranks, device, and every number format.
+        """Return, and print on the master rank, the run's plugin, ranks, device and number formats.
 
         Collective: none.
         """
@@ -420,8 +444,18 @@ class Booster(Saving):
         context.coordinator.print_on_master(text)
         return text
 
+    def _deal(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Split a user's loader between data parallel ranks; one rank without booster-runtime keeps it."""
+        coordinator = self.context.coordinator
+        dealt: DataLoader[Any] | None = self.context.hooks.deal_dataloader(
+            loader=loader, plugin=self.plugin, coordinator=coordinator
+        )
+        if dealt is None and self.plugin.data_parallel_coordinates(coordinator)[1] > 1:
+            raise ConfigError(needs_runtime("Data loaders are split between ranks"))
+        return loader if dealt is None else dealt
+
     def _the_model(self, model: nn.Module | None, call: str) -> nn.Module:
-        """Return the boosted model that a call is about."""
+        """Return the boosted model that was passed to a call, or the only one there is."""
         if model is None:
             if len(self._optimizers) != 1:
                 msg = f"`Booster.{call}` needs to be told which model: {len(self._optimizers)} models are boosted."
@@ -433,81 +467,3 @@ class Booster(Saving):
             msg = f"`Booster.{call}` needs the model returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
         return model
-
-
-def _resolve_precision(asked: PrecisionPolicy | str | None, plugin: Plugin) -> PrecisionPolicy:
-    """Return the one precision of the run, from what Booster and plugin were asked for."""
-    own = None if plugin.precision is None else PrecisionPolicy.parse(plugin.precision)
-    given = None if asked is None else PrecisionPolicy.parse(asked)
-    if own is not None and given is not None and own != given:
-        msg = (
-            f"Precision was asked for twice with two answers: `mixed_precision={asked!r}` of Booster and "
-            f"`precision={plugin.precision!r}` of plugin '{plugin.name}'. Give it in one place."
-        )
-        raise ConfigError(msg)
-    policy = own or given or PrecisionPolicy(param_dtype=None)
-    supported = sorted({"fp32", "bf16", "fp16"} & {capability.value for capability in plugin.capabilities})
-    if policy.name not in supported:
-        msg = f"Plugin '{plugin.name}' does not support precision '{policy.name}'. It supports: {', '.join(supported)}."
-        raise ConfigError(msg)
-    return plugin.resolve_precision(policy)
-
-
-def _check_device(asked: object, plugin: Plugin) -> torch.device | None:
-    """Return the device that was asked for; ``None`` where none was.
-
-    Raises:
-        TypeError: If it is no device.
-        ConfigError: If torch does not know it or does not have it, or the plugin does not run there.
-    """
-    if asked is None:
-        return None
-    is_class = isinstance(asked, type) and issubclass(asked, Plugin)
-    if is_class or isinstance(asked, Plugin):
-        kind = asked.__name__ if isinstance(asked, type) else type(asked).__name__
-        what = f"the class `{kind}`, a plugin" if is_class else f"a `{kind}`, a plugin"
-        msg = f"`device` is {what}. Did you mean `Booster(plugin={kind}(...))`? The device is the first argument."
-        raise TypeError(msg)
-    if not isinstance(asked, (str, int, torch.device)):
-        msg = f"`device` is a device or its name, such as 'cpu'; got `{type(asked).__name__}`."
-        raise TypeError(msg)
-    try:
-        device = torch.device(asked)
-    except RuntimeError as cause:
-        if asked in names_of_plugins():
-            msg = f"`device={asked!r}` is the name of a plugin, not a device. Did you mean `Booster(plugin={asked!r})`?"
-        else:
-            msg = f"`device={asked!r}` is not a device that torch knows. Use for example 'cpu' or 'cuda'."
-        raise ConfigError(msg) from cause
-    if device.type == "cuda" and not torch.cuda.is_available():
-        msg = (
-            f"`device={asked!r}` needs a CUDA device, and torch {torch.__version__} sees none here. Use `device='cpu'`."
-        )
-        raise ConfigError(msg)
-    if not plugin.supports_device(device.type):
-        msg = f"Plugin '{plugin.name}' does not run on device type '{device.type}'."
-        raise ConfigError(msg)
-    return device
-
-
-def _own_device(asked: torch.device | None, plugin: Plugin) -> torch.device:
-    """Return the device of this process; of several CUDA devices that of its local rank, current since the launch.
-
-    Raises:
-        ConfigError: If that is not known yet, or the plugin does not run on the CPU and there is nothing else.
-    """
-    if asked is None:
-        asked = torch.device("cuda" if torch.cuda.is_available() and plugin.supports_device("cuda") else "cpu")
-        if not plugin.supports_device(asked.type):
-            msg = f"Plugin '{plugin.name}' does not run on device type '{asked.type}'."
-            raise ConfigError(msg)
-    if asked.type != "cuda" or asked.index is not None:
-        return asked
-    num_started, call = launched_world_size()
-    if num_started > 1 and not torch.distributed.is_initialized():
-        msg = (
-            f"A launcher started {num_started} processes, and which CUDA device is this one's is not known yet. Call "
-            f"`{call}` before the device is used."
-        )
-        raise ConfigError(msg)
-    return torch.device("cuda", torch.cuda.current_device())

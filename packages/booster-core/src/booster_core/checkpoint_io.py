@@ -1,8 +1,8 @@
-"""`CheckpointIO`: the interface between `Booster` and whatever reads and writes files.
+"""`CheckpointIO`: the interface between `Booster` and the engine that reads and writes files.
 
 An engine is found by its name in the entry-point group ``booster.checkpoint_io``; booster-runtime brings the one named
-``runtime``. What an engine gets to see of a model is a `StateAdapter`: shards that can be read and written, whatever
-the plugin. It holds no strategy logic, and this file no file code.
+``runtime``. An engine sees a model as a `StateAdapter`: shards that can be read and written, under any
+plugin. It holds no strategy logic, and this module no file code.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LoadReport:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def problems(self) -> str:
-        """Return in words what is not complete, with the first ten names of each kind."""
+        """Describe what does not match, with the first ten names of each kind."""
         parts = []
         if self.missing:
             parts.append(f"{len(self.missing)} tensors are missing: {shorten(self.missing)}.")
@@ -110,10 +110,10 @@ class TrainingState:
     Args:
         model: The model's state.
         optimizer: The optimizer's state, where there is one.
-        objects: What else there is.
+        objects: The other objects of the run.
         module: The user's own model, for small files such as ``config.json``.
         dtype: Element type in which the model's floating tensors are written; their own where ``None``.
-        ema: Averages of the model, where they are kept.
+        ema: Averages of the model, if any.
     """
 
     model: StateAdapter
@@ -287,7 +287,7 @@ def local_path(path: str | Path) -> str | Path:
 
     Raises:
         CheckpointError: If a ``file://`` URL names another host, or another URL has a part ``..``. Most storages take
-            that for a name, and the local copy of what is there would leave its folder.
+            that for a name, and the local copy would be written outside of its folder.
     """
     if isinstance(path, str) and path.lower().startswith("file://"):
         parts = urlsplit(path)

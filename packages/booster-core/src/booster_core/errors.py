@@ -55,7 +55,7 @@ class CheckpointError(BoosterError):
 
 
 class OffloadError(BoosterError):
-    """Memory that a run was told to use beside its own is not there: a disk is full, or its folder is gone."""
+    """An offload target is unavailable: its disk is full, or its folder is gone."""
 
 
 class MissingRanksError(BoosterError, TimeoutError):
@@ -79,3 +79,8 @@ def shorten(names: Iterable[str]) -> str:
     listed = list(names)
     text = ", ".join(f"'{name}'" for name in listed[:_MAX_SHOWN])
     return text if len(listed) <= _MAX_SHOWN else f"{text} and {len(listed) - _MAX_SHOWN} more"
+
+
+def needs_runtime(what: str) -> str:
+    """Return the message for what needs booster-runtime where it is not installed, such as "Models are saved"."""
+    return f"{what} by booster-runtime, which is not installed. Run `pip install booster-runtime`."

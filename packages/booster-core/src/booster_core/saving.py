@@ -1,4 +1,4 @@
-"""The saving half of `Booster`: finds the plugin's view of a model's state and hands it to a `CheckpointIO`."""
+"""The saving methods of `Booster`: each hands the plugin's view of a model's state to a `CheckpointIO`."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ from booster_core.checkpoint_io import (
     local_path,
     scheme_of,
 )
-from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside, unwrap_model
+from booster_core.plugin.interface import Plugin
+from booster_core.plugin.optimizer import OptimizerWrapper
+from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_core.checkpoint_io import LoadedCheckpoint, LoadReport
-    from booster_core.plugin.interface import BoostContext, Plugin
+    from booster_core.plugin.interface import BoostContext
     from booster_core.state.adapter import StateAdapter
 
 
 class Saving(ABC):
-    """Saves and loads what `Booster.boost` returned, and plain models and schedulers beside it."""
+    """Saves and loads what `Booster.boost` returned, and plain models and schedulers."""
 
     plugin: Plugin
 
     def __init__(self) -> None:
-        # The optimizer of each boosted model: the way from either to the plugin's view of their state.
+        # The optimizer of each boosted model.
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
         self._io: CheckpointIO | None = None
 
@@ -47,13 +50,6 @@ class Saving(ABC):
     @abstractmethod
     def context(self) -> BoostContext:
         """Device, ranks, precision and hooks of this run."""
-
-    @property
-    def keeps_whole_values(self) -> bool:
-        """Whether each rank's own model holds the values of the whole model, as the plugin's view of it says."""
-        from booster_core.plugin.interface import Plugin
-
-        return type(self.plugin).state_adapter is Plugin.state_adapter
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -73,9 +69,7 @@ class Saving(ABC):
         """
         boosted = self._boosted_model(model)
         if boosted is None:
-            from booster_core.state.replicated import ReplicatedStateAdapter
-
-            return ReplicatedStateAdapter(model, optimizer, self.context.coordinator)
+            return Plugin.state_adapter(self.plugin, model, optimizer, self.context)  # the default: a whole model
         return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], self.context)
 
     def save_model(
@@ -109,10 +103,9 @@ class Saving(ABC):
             CheckpointError: If the checkpoint can't be written; it is then as it was before.
             MissingRanksError: If some ranks do not call this.
 
-        Collective: every rank of the world.
+        Collective: every rank of the world, as for every method here that saves or loads.
         """
         self._check_module(model, "save_model")
-        boosted = self._boosted_model(model)
         with self._announced("save", "model", checkpoint, use_async=use_async):
             self.checkpoint_io.save_model(
                 self.state_adapter(model),
@@ -124,7 +117,7 @@ class Saving(ABC):
                 use_safetensors,
                 use_async,
                 module=unwrap_model(model),
-                dtype=None if boosted is None else self.context.precision.save_dtype,
+                dtype=self._save_dtype(model),
             )
 
     def load_model(
@@ -138,10 +131,10 @@ class Saving(ABC):
         """Read a model from any of the forms that `save_model` and Hugging Face libraries write.
 
         Args:
-            model: The model that `boost` returned, or a plain one that every rank holds whole.
+            model: As for `save_model`.
             checkpoint: A file, an index, or a folder.
             strict: Raise unless model and checkpoint hold the same tensors; ``False`` loads those that fit.
-            low_cpu_mem_mode: Read just what this rank holds, straight into place; ``False`` reads whole files first.
+            low_cpu_mem_mode: Read only what this rank holds, straight into place; ``False`` reads whole files first.
             num_threads: How many parts of a large tensor are read at once.
 
         Returns:
@@ -159,8 +152,6 @@ class Saving(ABC):
             return self.checkpoint_io.load_model(
                 self.state_adapter(model), checkpoint, strict, low_cpu_mem_mode, num_threads, module=unwrap_model(model)
             )
-
-    load = load_model
 
     def save_lora_as_pretrained(
         self,
@@ -182,10 +173,8 @@ class Saving(ABC):
             selected_adapters: Names of the adapters to write; all by default.
 
         Raises:
-            TypeError: If ``model`` is not a module.
             ConfigError: If the model has no adapters, or none of a selected name.
-            CheckpointError: If they can't be written.
-            MissingRanksError: If some ranks do not call this.
+            Exception: As `save_model`.
 
         Collective: every rank of the world.
         """
@@ -197,7 +186,7 @@ class Saving(ABC):
                 module=unwrap_model(model),
                 selected=selected_adapters,
                 use_safetensors=use_safetensors,
-                dtype=None if self._boosted_model(model) is None else self.context.precision.save_dtype,
+                dtype=self._save_dtype(model),
             )
 
     def save_optimizer(
@@ -210,21 +199,9 @@ class Saving(ABC):
         size_per_shard: int = 1024,
         use_async: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
-        """Write an optimizer's state in safetensors files, and its parameter groups as JSON.
+        """Write the state of the optimizer that `boost` returned in safetensors files, its parameter groups as JSON.
 
-        Args:
-            optimizer: The optimizer that `boost` returned.
-            checkpoint: A file, or with ``shard=True`` a folder.
-            shard: As in `save_model`, like the arguments that follow.
-            gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint``.
-            prefix: Put into the file names of a folder.
-            size_per_shard: Largest size of a numbered file in MiB.
-            use_async: Write in the background.
-
-        Raises:
-            TypeError: If ``optimizer`` is not the one that `boost` returned.
-            CheckpointError: If the checkpoint can't be written; it is then as it was before.
-            MissingRanksError: If some ranks do not call this.
+        Arguments and errors are those of `save_model`; a `TypeError` is raised for another optimizer.
 
         Collective: every rank of the world.
         """
@@ -243,16 +220,8 @@ class Saving(ABC):
     ) -> None:
         """Read an optimizer's state and parameter groups, saved under any plugin and any number of ranks.
 
-        Args:
-            optimizer: The optimizer that `boost` returned.
-            checkpoint: A file, an index, or a folder.
-            low_cpu_mem_mode: As in `load_model`.
-            num_threads: As in `load_model`.
-
-        Raises:
-            TypeError: If ``optimizer`` is not the one that `boost` returned.
-            CheckpointError: If the checkpoint can't be read, is damaged, or is of another model's optimizer.
-            MissingRanksError: If some ranks do not call this.
+        Arguments and errors are those of `load_model`; a `TypeError` is raised for another optimizer than the one that
+        `boost` returned, and a `CheckpointError` for the state of another model's optimizer.
 
         Collective: every rank of the world.
         """
@@ -297,19 +266,17 @@ class Saving(ABC):
         use_async: bool = False,
         size_per_shard: int = 1024,
     ) -> None:
-        """Write everything that a run needs to go on as if it had never stopped, into ``root/step-00000100``.
+        """Write the state of a whole training run, from which it resumes exactly, into ``root/step-00000100``.
 
-        Besides what is passed, these are part of it: the loss scale, and the random states of Python, NumPy and
-        torch (CPU and this rank's CUDA device) on every rank. Gradients are not: save between steps. A step appears
-        complete or not at all, and the file ``root/latest`` moves to it last, so that a kill at any instant leaves
-        the step before loadable. One run at a time saves into a root.
-
-        ``root/step-00000100/model`` is a folder as Hugging Face libraries load it.
+        The loss scale and the random states of Python, NumPy and torch (CPU and this rank's CUDA device) of every rank
+        are saved as well. Gradients are not: save between steps. A step appears complete or not at all, and the file
+        ``root/latest`` moves to it last, so that a kill at any instant leaves the step before loadable. One run at a
+        time saves into a root. ``root/step-00000100/model`` is a folder as Hugging Face libraries load it.
 
         Args:
             root: The folder of all steps, or a URL (``s3://bucket/run``): written to a local temporary folder first.
             step: Number of steps taken so far. A step that exists is replaced.
-            model: The model that `boost` returned, or a plain one that every rank holds whole.
+            model: As for `save_model`.
             optimizer: The optimizer that `boost` returned.
             lr_scheduler: One scheduler, or several.
             dataloader: The loader that `boost` or `prepare_dataloader` returned; its position in the global order of
@@ -317,7 +284,7 @@ class Saving(ABC):
             ema: What `ema` returned; its averages are saved in ``root/step-00000100/ema``, loadable like a model.
             extra: Your own JSON values and tensors, in dicts and lists; those of rank 0 are saved.
             keep_last: Remove all but this many steps up to this one, after it is safe.
-            use_async: Copy the values, return, and write in the background; see `save_model`.
+            use_async: As for `save_model`.
             size_per_shard: Largest size of a file of tensors in MiB.
 
         Raises:
@@ -367,18 +334,18 @@ class Saving(ABC):
             dataloader: The loader, over the same data set.
             ema: The averages; they need not have been made from the same values.
             step: A step, or ``"latest"``.
-            strict: Raise unless model and checkpoint hold the same tensors.
+            strict: As for `load_model`.
             verify: Compare the checksum of each file that is read, once among the ranks that share a disk. It costs
                 one more read, at the speed of memory where the files fit there. Sizes are compared in any case.
-            num_threads: How many parts of a large tensor are read at once.
+            num_threads: As for `load_model`.
 
         Returns:
             The step, the ``extra`` values, and what was loaded of the model.
 
         Raises:
             TypeError: If ``model`` or ``optimizer`` are not what `boost` returned.
-            CheckpointError: If there is no such step (see `has_checkpoint`), it is damaged (the newest one that is
-                whole is named), or does not fit.
+            CheckpointError: If there is no such step (see `has_checkpoint`), it is damaged (the newest intact one
+                is named), or does not fit.
             MissingRanksError: If some ranks do not call this.
 
         Collective: every rank of the world.
@@ -396,8 +363,9 @@ class Saving(ABC):
     def has_checkpoint(self, root: str | Path) -> bool:
         """Return whether there is a step to load below ``root``, the same on every rank.
 
-        A script that resumes by itself says ``if booster.has_checkpoint(root): booster.load_checkpoint(root, ...)``. A
-        step that is there but damaged counts: loading it raises, instead of training from nothing.
+        To resume where there is something to resume from:
+        ``if booster.has_checkpoint(root): booster.load_checkpoint(root, ...)``. A damaged step counts: loading it
+        raises, instead of training from the start.
 
         Collective: every rank of the world.
         """
@@ -407,7 +375,7 @@ class Saving(ABC):
         """Return a moving average of a model's weights: ``update()`` it after each step.
 
         Args:
-            model: The model that `boost` returned, or a plain one that every rank holds whole.
+            model: As for `save_model`.
             decay: Weight of the old average in each update.
 
         Raises:
@@ -420,7 +388,7 @@ class Saving(ABC):
         return self.checkpoint_io.average(model, decay, lambda: self.state_adapter(model))
 
     def wait(self) -> None:
-        """Wait until a save that goes on in the background has ended.
+        """Wait until a save in the background has ended.
 
         Raises:
             CheckpointError: If it failed, on any rank.
@@ -429,15 +397,6 @@ class Saving(ABC):
         """
         self.checkpoint_io.wait()
 
-    def _take_over_saving(self, model: nn.Module) -> None:
-        """Let ``save_pretrained`` of a boosted model, where it has one, save by this Booster."""
-        assert isinstance(model, ModelWrapper), "checked by `boost`"
-        if hasattr(unwrap_model(model), "save_pretrained"):
-            from booster_core.save_pretrained import refuse_on_own_model
-
-            refuse_on_own_model(unwrap_model(model), self)
-            model.belongs_to(self)
-
     def _boosted_model(self, model: nn.Module) -> ModelWrapper | None:
         """Return the boosted model that ``model`` is, or is the inside of; ``None`` for a plain one."""
         model = boosted_inside(model)
@@ -445,6 +404,10 @@ class Saving(ABC):
             if isinstance(boosted, ModelWrapper) and (boosted is model or boosted.unwrap() is model):
                 return boosted
         return None
+
+    def _save_dtype(self, model: nn.Module) -> torch.dtype | None:
+        """Return the format in which a model's floating tensors are written; ``None`` where each keeps its own."""
+        return None if self._boosted_model(model) is None else self.context.precision.save_dtype
 
     def _adapter_of(self, optimizer: Optimizer, call: str) -> StateAdapter:
         for boosted, own in self._optimizers.items():
@@ -462,13 +425,11 @@ class Saving(ABC):
         dataloader: Any,
         ema: MovingAverage | None,
     ) -> TrainingState:
-        """Return everything that makes up a training state, from what a user passes."""
+        """Return the parts of a training state, from the arguments that a user passes."""
         self._check_module(model, call)
         if ema is not None and not isinstance(ema, MovingAverage):
             msg = f"`ema` of `Booster.{call}` must be what `Booster.ema` returned; got `{type(ema).__name__}`."
             raise TypeError(msg)
-        boosted = self._boosted_model(model)
-        dtype = None if boosted is None else self.context.precision.save_dtype
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else (lr_scheduler,)
         return TrainingState(
             model=self.state_adapter(model),
@@ -480,7 +441,7 @@ class Saving(ABC):
                 dataloader=dataloader,
             ),
             module=unwrap_model(model),
-            dtype=dtype,
+            dtype=self._save_dtype(model),
             ema=None if ema is None else ema.state_adapter(),
         )
 

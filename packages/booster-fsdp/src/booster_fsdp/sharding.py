@@ -9,13 +9,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
-from booster_core.precision import NARROW, kept_as_they_are
+from booster_core.precision import NARROW
 from booster_core.state import NamedTensors
 from booster_fsdp.communication import use_collectives_of_core
 from booster_fsdp.outputs import return_no_views
 from booster_fsdp.units import Units
 from booster_fsdp.wrapping import choose_units, find_ignored, parameters_by_unit
-from booster_runtime.sharding import ShardingRanks, check_distinct_memory, sharding_groups
+from booster_runtime.sharding import ShardingRanks, check_distinct_memory, kept_as_they_are, sharding_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

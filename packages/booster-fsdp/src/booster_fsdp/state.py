@@ -8,15 +8,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state import (
-    MASTER,
-    JSONValue,
-    ParamGroup,
-    TensorMeta,
-    TensorShard,
-    flatten_state,
-)
 from booster_runtime.sharding import DTensorStateAdapter, dtensor_shards, piece_shard, whole_shard
+from booster_runtime.state import MASTER, flatten_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_core.ranks import DistCoordinator
+    from booster_core.state import JSONValue, ParamGroup, TensorMeta, TensorShard
     from booster_fsdp.optimizer import FSDPOptimizer
     from booster_fsdp.pieces import RowsPiece
     from booster_fsdp.units import Units

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core.state import MASTER, NamedTensors, TensorShard, balanced_shards
+from booster_core.state import NamedTensors, TensorShard
 from booster_runtime.sharding import piece_shard
+from booster_runtime.state import MASTER, balanced_shards
 from booster_zero.engine import Role, ZeroStateAdapter
 
 if TYPE_CHECKING:

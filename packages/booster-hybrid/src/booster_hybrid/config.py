@@ -45,9 +45,9 @@ class PipelineConfig:
         style: Order of the parts' forwards and backwards: one of `booster_hybrid.pipeline.schedule.STYLES`.
         num_model_chunks: Stages on each rank: 1, but for ``"interleaved"`` (2 or more; 2 by default) and ``"zbv"`` (2).
         num_layers_per_stage: Number of layers of each stage, in their order; ``None`` shares them out.
-        checkpoint_ratio: Which part of each stage's layers, 0 to 1, keeps only its inputs for backward and is computed
-            anew there: one number for all stages, or one for each in their order. Layers are rounded up. ``None``
-            leaves it to the model.
+        checkpoint_ratio: Which part of each stage's layers, 0 to 1, keeps only its inputs and is recomputed in
+            backward: one number for all stages, or one for each in their order. Layers are rounded up. ``None`` leaves
+            it to the model.
 
     Raises:
         ConfigError: If a number is below 1, the style is unknown or does not go with the number of chunks, or both
@@ -102,14 +102,14 @@ class PipelineConfig:
             raise ConfigError(msg)
         if not all(0.0 <= ratio <= 1.0 for ratio in ratios) or not any(ratios):
             msg = (
-                f"`checkpoint_ratio={asked!r}` is the part of each stage's layers that is computed anew: between 0 and "
+                f"`checkpoint_ratio={asked!r}` is the part of each stage's layers that is recomputed: between 0 and "
                 "1, and above 0 for one stage at least. `None` leaves it to the model."
             )
             raise ConfigError(msg)
 
     @property
     def checkpoint_ratios(self) -> tuple[float, ...]:
-        """The part of each stage's layers that is computed anew in backward."""
+        """The part of each stage's layers that is recomputed in backward."""
         ratio = self.checkpoint_ratio or 0.0
         return ratio if isinstance(ratio, tuple) else (ratio,) * self.num_stages
 
@@ -194,7 +194,7 @@ class HybridConfig:
         mesh_order: The axes, from the outermost to the innermost, whose ranks are neighbours.
 
     Raises:
-        ConfigError: If sequences are to be split by ``"split_gather"`` without a tensor size, there are options of both
+        ConfigError: If ``"split_gather"`` splits sequences without a tensor size, there are options of both
             ways to share the state, or the order does not name each axis once.
     """
 
@@ -244,7 +244,7 @@ def check_used(config: HybridConfig, *, custom_policy: object, example_batch: ob
 
     Args:
         config: The mesh.
-        custom_policy: How the model is to be split; ``None`` where it was not given, as for the following two.
+        custom_policy: How the model is split; ``None`` where it was not given, as for the following two.
         example_batch: A batch for the dry run that finds a pipeline's layers.
         pipeline_record: Where to write down what a pipeline does.
 

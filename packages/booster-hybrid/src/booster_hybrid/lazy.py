@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.state import MASTER, NamedTensors
+from booster_core.state import NamedTensors
 from booster_hybrid.tensor_parallel.split import is_repeated
+from booster_runtime.state import MASTER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 def fill_model(
     model: nn.Module, recording: Recording, adapter: StateAdapter, context: BoostContext, *, has_optimizer: bool
 ) -> None:
-    """Give a boosted model its values, where they lie: of parameters and masters this rank's parts, of buffers all.
+    """Fill in a boosted model's values: this rank's parts of parameters and masters, and whole buffers.
 
     One whole parameter exists at a time, and none of those whose values are a file's as they are.
 
     Args:
         model: The user's model; what it has lost to other stages is neither made nor read.
         recording: How its values are made.
-        adapter: Tells what of which parameter lies where.
+        adapter: Tells which part of each parameter this rank holds.
         context: Device and ranks.
         has_optimizer: Whether there are masters, which get their values from the same tensors.
 
@@ -55,7 +56,7 @@ def fill_model(
 def _shards(
     model: nn.Module, recording: Recording, adapter: StateAdapter, *, has_optimizer: bool
 ) -> Iterator[TensorShard]:
-    """Yield where the parameters without values lie, and their masters, by the names of the recording."""
+    """Yield the shards of parameters without values, and of their masters, by the names of the recording."""
     recorded, named = recording.name_of, NamedTensors.of(model).name_of
     ids = {named[id(parameter)]: id(parameter) for parameter in model.parameters()}
     paths = {name: recorded[key] for name, key in ids.items() if key in recorded}

@@ -15,7 +15,7 @@ from booster_zero import ZeroModel
 
 if TYPE_CHECKING:
     from booster_core.ranks import Axis
-    from booster_hybrid.optimizer import ModelPlace
+    from booster_hybrid.local_model import LocalModel
     from booster_hybrid.pipeline.engine import PipelineEngine
     from booster_hybrid.pipeline.stages import StageMap
 
@@ -24,13 +24,13 @@ class HybridModel(ZeroModel):
     """The user's model, whose parameters are views of buckets; see `ZeroModel`.
 
     Attributes:
-        place: What of the model lies here; the plugin sets this and the following.
+        local: What of the model this rank holds; the plugin sets this and the following.
         replica: The ranks that work on the same batches.
         engine: Takes batches through the pipeline; ``None`` where there is none.
-        stages: What lies on which rank of the pipeline; ``None`` likewise.
+        stages: Which rank of the pipeline holds which tensors; ``None`` where there is none.
     """
 
-    place: ModelPlace
+    local: LocalModel
     replica: Axis
     _has_compared: bool = False
     engine: PipelineEngine | None = None

@@ -7,7 +7,6 @@ once the data parallel ranks have averaged theirs, so that all copies take the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,71 +20,16 @@ from booster_runtime import collectives
 from booster_zero import ZeroOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
-    from booster_hybrid.tensor_parallel.split import Split
+    from booster_hybrid.local_model import LocalModel
     from booster_zero import ZeroConfig
     from booster_zero.engine import Bucket
 
 _IN_SHARDS = 2
 """The stage of ZeRO that keeps gradients in shards alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelPlace:
-    """What of a model lies on this rank.
-
-    Args:
-        tensor_group: The tensor parallel ranks.
-        splits: The parameters that are split over them, by name.
-        stage: This rank's position in the pipeline.
-        pipeline: The ranks of the pipeline; ``None`` where there is none.
-        is_owner: Tells by a tensor's name whether this stage is the first to hold it.
-        copy_groups: For each set of positions in the pipeline that hold copies: their ranks.
-    """
-
-    tensor_group: TensorGroup
-    splits: Mapping[str, Split] = field(default_factory=dict)
-    stage: int = 0
-    pipeline: ProcessGroup | None = None
-    is_owner: Callable[[str], bool] = lambda _: True
-    copy_groups: Mapping[tuple[int, ...], ProcessGroup] = field(default_factory=dict)
-
-    def put_together(self, name: str, local: Tensor) -> Tensor:
-        """Return a tensor that is split as a parameter is, in the whole model's shape.
-
-        Collective: the tensor parallel ranks.
-        """
-        split = self.splits.get(name)
-        if split is None:
-            return local
-        whole = split.spread(local, owned_only=True)
-        collectives.all_reduce(whole, group=self.tensor_group.group).wait()
-        return whole
-
-    def from_stage(self, value: Tensor | None, stage: int) -> Tensor | None:
-        """Return on every rank of the pipeline what one of them has.
-
-        Args:
-            value: The tensor, on that rank.
-            stage: Its position.
-
-        Collective: the ranks of the pipeline.
-        """
-        if self.pipeline is None:
-            return value
-        meta = [None if value is None else (value.shape, value.dtype, value.device)]
-        dist.broadcast_object_list(meta, group=self.pipeline, group_src=stage)
-        if meta[0] is None:
-            return None
-        shape, dtype, device = meta[0]
-        here = value.contiguous() if value is not None else torch.empty(shape, dtype=dtype, device=device.type)
-        dist.broadcast(here, group=self.pipeline, group_src=stage)
-        return here
 
 
 class HybridOptimizer(ZeroOptimizer):
@@ -97,11 +41,11 @@ class HybridOptimizer(ZeroOptimizer):
         **kwargs: As for `ZeroOptimizer`.
 
     Attributes:
-        place: What lies here; the plugin sets it.
+        local: What of the model this rank holds; the plugin sets it.
         reduces_each: Whether gradients are reduced after each backward rather than once: they are kept in shards alone.
     """
 
-    place: ModelPlace
+    local: LocalModel
 
     def __init__(self, *args: Any, config: ZeroConfig, **kwargs: Any) -> None:
         self.reduces_each = config.stage == _IN_SHARDS
@@ -109,14 +53,14 @@ class HybridOptimizer(ZeroOptimizer):
         super().__init__(*args, config=config, **kwargs)
 
     def check_settings(self, group: Mapping[str, Any]) -> None:
-        """Check that the optimizer inside can step on the parts of a group's parameters that lie here.
+        """Check that the optimizer inside can step on this rank's parts of a group's parameters.
 
         Raises:
             ConfigError: If it can't.
 
         Collective: none.
         """
-        check_elementwise(self.unwrap(), self.place.tensor_group.size, [group])
+        check_elementwise(self.unwrap(), self.local.tensor_group.size, [group])
         super().check_settings(group)
 
     # ---- backward of a pipeline
@@ -129,7 +73,7 @@ class HybridOptimizer(ZeroOptimizer):
 
         Collective: every rank of the world; under ``no_sync`` none.
         """
-        if self.place.pipeline is not None:
+        if self.local.pipeline is not None:
             msg = (
                 "The model is cut into pipeline stages, whose forward and backward are interleaved: call "
                 "`booster.execute_pipeline(data_iter, model, criterion, optimizer)` in place of the forward and "
@@ -149,7 +93,7 @@ class HybridOptimizer(ZeroOptimizer):
         if self._joined:
             # What has been added up is on every copy: from now on it counts on the first alone.
             for bucket, copies in self._copied_buckets():
-                if self.place.stage != copies[0]:
+                if self.local.stage != copies[0]:
                     bucket.zero_gradient()
             self._joined = False
 
@@ -216,8 +160,8 @@ class HybridOptimizer(ZeroOptimizer):
 
         Collective: every rank of the pipeline.
         """
-        place = self.place
-        if place.pipeline is None:
+        local = self.local
+        if local.pipeline is None:
             return used
         buckets = self._copied_buckets()
         pending = []
@@ -225,7 +169,7 @@ class HybridOptimizer(ZeroOptimizer):
             if bucket.has_gradient and bucket.gradient is not None:
                 summed = bucket.gradient.to(bucket.format.device)  # from the host, where it is offloaded
                 pending.append(
-                    (collectives.all_reduce(summed, group=place.copy_groups[copies]), summed, bucket.gradient)
+                    (collectives.all_reduce(summed, group=local.copy_groups[copies]), summed, bucket.gradient)
                 )
         for each, summed, gradient in pending:
             each.wait()
@@ -236,7 +180,7 @@ class HybridOptimizer(ZeroOptimizer):
             flags = torch.tensor(
                 [used.get(index, False) for index in indices], dtype=torch.uint8, device=self._device()
             )
-            collectives.all_reduce(flags, dist.ReduceOp.MAX, place.copy_groups[copies]).wait()
+            collectives.all_reduce(flags, dist.ReduceOp.MAX, local.copy_groups[copies]).wait()
             used.update(zip(indices, flags.bool().tolist(), strict=True))
         self._joined = True
         return used
@@ -257,18 +201,18 @@ class HybridOptimizer(ZeroOptimizer):
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over the whole model, each element counted once."""
         gradients = self.gradients()
-        place = self.place
+        local = self.local
         counted = []
         for piece in (piece for bucket in self.layout.buckets for piece in bucket.pieces):
             gradient, name = piece.values.grad, self.names[piece.index]
-            split = place.splits.get(name)
-            if gradient is None or not gradient.numel() or not place.is_owner(name):
+            split = local.splits.get(name)
+            if gradient is None or not gradient.numel() or not local.is_owner(name):
                 continue
             if split is not None:
                 counted.append(split.counted(gradient, piece.start))
-            elif place.tensor_group.rank == 0:
+            elif local.tensor_group.rank == 0:
                 counted.append(gradient)
-        groups = [self.ranks.shard_group, place.tensor_group.group, place.pipeline]
+        groups = [self.ranks.shard_group, local.tensor_group.group, local.pipeline]
         return clip_by_norm(
             gradients,
             max_norm,
@@ -285,4 +229,4 @@ class HybridOptimizer(ZeroOptimizer):
         the world.
         """
         local = super().full_gradient(parameter)
-        return None if local is None else self.place.put_together(self.names[self._index_of[id(parameter)]], local)
+        return None if local is None else self.local.put_together(self.names[self._index_of[id(parameter)]], local)

@@ -5,7 +5,7 @@ Each axis is its own package: `tensor_parallel`, `sequence_parallel` and `pipeli
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,37 +17,25 @@ from booster_core.plugin import (
     Capability,
     PipelinePlugin,
     boosted_inside,
-    place_model,
     unscaled_gradient,
     unwrap_model,
 )
-from booster_core.precision import PrecisionPolicy, working_dtypes
+from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import Axis, make_axes
-from booster_core.state import HolderRank, NamedTensors, named_modules, without_adapters
+from booster_core.state import NamedTensors
 from booster_hybrid.agreement import check_same_settings
+from booster_hybrid.boosting import HybridSetup, SetupOptions
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
 from booster_hybrid.lazy import fill_model
 from booster_hybrid.mesh import AXES, COMMUNICATING, check_order
+from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
-from booster_hybrid.optimizer import HybridOptimizer, ModelPlace
-from booster_hybrid.pipeline.draws import check_no_layer_is_skipped, kept_generators
-from booster_hybrid.pipeline.engine import PipelineEngine
-from booster_hybrid.pipeline.example import example_batch, to_device
-from booster_hybrid.pipeline.p2p import Link
-from booster_hybrid.pipeline.record import PipelineRecord
-from booster_hybrid.pipeline.stages import StageMap, StagePlan, find_crossings
-from booster_hybrid.pipeline.trace import trace_flow
-from booster_hybrid.pipeline.weight_gradients import SplitBackward
-from booster_hybrid.place import MeshPlace
-from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.optimizer import HybridOptimizer
 from booster_hybrid.state import HybridStateAdapter
-from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
-from booster_hybrid.tensor_parallel.group import TensorGroup
-from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime import collectives
-from booster_runtime.lazy import hollow_objects, is_lazy
-from booster_runtime.sharding import ShardingRanks, agree_on_values, check_distinct_memory
+from booster_runtime.data import show_first_batch
+from booster_runtime.state import Replica
 from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter
 
 if TYPE_CHECKING:
@@ -62,10 +50,12 @@ if TYPE_CHECKING:
     from booster_core.precision import LossScaleConfig
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter
+    from booster_hybrid.local_model import LocalModel
+    from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
 
 
-class HybridParallelPlugin(MeshPlace, PipelinePlugin):
+class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
     """Each layer split over tensor parallel ranks, and data parallelism over the ranks that these leave.
 
     Args:
@@ -81,7 +71,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         pp_style: Order of the parts' forwards and backwards.
         num_model_chunks: Stages on each rank.
         num_layers_per_stage: Number of layers of each stage.
-        checkpoint_ratio: The part of each stage's layers that is computed anew in backward, to keep less: one number,
+        checkpoint_ratio: The part of each stage's layers that is recomputed in backward, to keep less: one number,
             or one for each stage. Early stages hold more microbatches at a time, so that more is saved there.
         example_batch: A batch such as the model will be trained with, for the dry run that finds its layers; ``None``
             looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
@@ -174,6 +164,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
             mesh_order=check_order(mesh_order),
         )
         self.parallel_output = parallel_output
+        self._unchecked_layers: dict[str, str] = {}
         self.custom_policy = custom_policy
         self.example_batch = example_batch
         self.pipeline_record = pipeline_record
@@ -181,7 +172,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
             self.config, custom_policy=custom_policy, example_batch=example_batch, pipeline_record=pipeline_record
         )
         if loss_scale is not None and precision is None:
-            msg = "`loss_scale` is about fp16. Pass `precision='fp16'` beside it, or a PrecisionPolicy to `Booster`."
+            msg = "`loss_scale` is about fp16. Pass `precision='fp16'` as well, or a PrecisionPolicy to `Booster`."
             raise ConfigError(msg)
         self.precision = None if precision is None else PrecisionPolicy.parse(precision, loss_scale=loss_scale)
         options = self.config.data_parallel(max_norm)
@@ -190,10 +181,10 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         )
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
-        """Return the policy with working parameters in the compute format, and masters beside them where it is narrow.
+        """Return the policy with working parameters in the compute format, and fp32 masters where that is narrow.
 
         Raises:
-            ConfigError: If fp32 compute is to have masters.
+            ConfigError: If fp32 compute has masters.
         """
         return self._zero.resolve_precision(policy)
 
@@ -208,74 +199,26 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         """
         check_same_settings(self._settings(context), context.coordinator)
         axes = self._axes_of_world()
-        model = objects.model
-        check_distinct_memory(model)
-        unchanged = replace(context.precision, param_dtype=None)
-        recording = None
-        if is_lazy(model):
-            recording = hollow_objects(model, objects.optimizer, context.device, unchanged)
-        else:
-            place_model(model, objects.optimizer, context.device, unchanged)
-            agree_on_values(model)
-        tensor = axes["tp",]
-        group = TensorGroup(tensor.group, tensor.index, tensor.size)
-        policy = None
-        check_elementwise(objects.optimizer, tensor.size)
-        if tensor.size > 1 or self.config.pipeline.size > 1:
-            policy = policy_for(model, self.custom_policy, context.hooks)
-        # The dry run sees the whole model: nothing is communicated in it.
-        plan = None if self.config.pipeline.size == 1 else self._plan_stages(objects, policy, context)
-        split = TensorParallelModel()
-        if tensor.size > 1 and policy is not None:
-            split = parallelize(model, policy, group, parallel_output=self.parallel_output)
-            cut_state(model, objects.optimizer, split)
-        if self.config.sequence.mode is not None:
-            _split_sequences(model, self, axes, context, split)
-        copies: dict[int, tuple[int, ...]] = {}
-        place = ModelPlace(tensor_group=group, splits=split.splits)
-        staged, split_backward = None, None
-        if plan is not None:
-            place = self._place_of(plan, place, axes)
-            copies = plan.copies(model)
-            # Layers' forwards that split their backward lie inside of those that stages put around layers.
-            split_backward = SplitBackward(model) if self.config.pipeline.style == "zbv" else None
-            plan.checkpoint(model, self.config.pipeline.checkpoint_ratios)
-            # What is not here still tells its format: models make tables in that of their embedding.
-            staged = plan.cut(model, place.stage, working_dtypes(model, context.precision.param_dtype))
-            leave_out(model, objects.optimizer)
+        setup = HybridSetup(self._options(), objects, context, axes, self._shape(dist.get_world_size()))
+        recording = setup.place_values()
+        self._unchecked_layers = setup.check(is_lazy=recording is not None)
+        plan = setup.plan_stages()
+        local = setup.local_model(setup.split_layers(), plan)
+        cut = None if plan is None else setup.cut(plan)
+        copies = {} if cut is None else cut.copies
         boosted = self._zero.shard(
-            objects, context, self._ranks(axes), HybridOptimizer, model_class=HybridModel, copies=copies
+            objects, context, setup.sharding_ranks(), HybridOptimizer, model_class=HybridModel, copies=copies
         )
         hybrid: Any = boosted.model
-        hybrid.place = place
-        hybrid.replica = axes["pp", "sp", "tp"]
+        hybrid.local, hybrid.replica = local, axes["pp", "sp", "tp"]
         if isinstance(boosted.optimizer, HybridOptimizer):
-            boosted.optimizer.place = place
-        if plan is not None and staged is not None:
-            hybrid.stages = plan.stages
-            staged.forward = hybrid.run_stage
-            hybrid.engine = PipelineEngine(
-                staged,
-                self.config.pipeline,
-                place.stage,
-                self._link(plan, axes, context),
-                replica=axes["pp", "sp", "tp"],
-                data=axes["dp",],
-                coordinator=context.coordinator,
-                device=context.device,
-                run_options={"split": split_backward, "record": self._record(axes, context)},
-            )
+            boosted.optimizer.local = local
+        if plan is not None and cut is not None:
+            hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
         if recording is not None:
             adapter = self.state_adapter(hybrid, boosted.optimizer, context)
-            fill_model(model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
+            fill_model(objects.model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
         return boosted
-
-    def _record(self, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> PipelineRecord | None:
-        if self.pipeline_record is None:
-            return None
-        rank = context.coordinator.rank
-        ranks = axes["pp",].ranks
-        return PipelineRecord(self.pipeline_record, rank, axes["pp",].index, min(ranks), context.device)
 
     def execute_pipeline(
         self,
@@ -324,7 +267,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
             msg = f"`execute_pipeline` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
         return model.engine.execute(
-            data_iter,
+            data_iter if optimizer is None else show_first_batch(data_iter, model),
             criterion,
             optimizer if torch.is_grad_enabled() else None,
             return_loss=return_loss,
@@ -342,13 +285,13 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         axes = self._axes_of_world()
         hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
         boosted: Any = boosted_inside(model)
-        inner = ZeroStateAdapter(model, hybrid, HolderRank(axes["dp", "sp"].index, axes["dp", "sp"].size))
+        inner = ZeroStateAdapter(model, hybrid, Replica(axes["dp", "sp"].index, axes["dp", "sp"].size))
         return HybridStateAdapter(
             inner,
-            boosted.place.splits,
+            boosted.local.splits,
             is_first=axes["tp",].index == 0,
             stages=boosted.stages,
-            stage=boosted.place.stage,
+            stage=boosted.local.stage,
         )
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
@@ -367,16 +310,16 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, in the shape that it has in the user's model, on every rank."""
         boosted: Any = boosted_inside(model)
-        place: ModelPlace = boosted.place
+        local: LocalModel = boosted.local
         hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
         if hybrid is not None:
             hybrid.settle()
         whole = None
         owner = 0 if boosted.stages is None else boosted.stages.owner(boosted.stages.name_at(name))
-        if place.stage == owner:
+        if local.stage == owner:
             parameter = unwrap_model(model).get_parameter(name)
             whole = self._gradient_here(boosted, hybrid, parameter)
-        return place.from_stage(whole, owner)
+        return local.from_stage(whole, owner)
 
     def _gradient_here(
         self, model: HybridModel, optimizer: HybridOptimizer | None, parameter: nn.Parameter
@@ -390,7 +333,7 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         whole = torch.zeros_like(parameter) if own is None else own.contiguous()
         collectives.all_reduce(whole, group=data.group).wait()
         name = NamedTensors.of(model.unwrap()).name_of[id(parameter)]
-        return model.place.put_together(name, whole / data.size)
+        return model.local.put_together(name, whole / data.size)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""
@@ -398,68 +341,25 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
             **asdict(self.config),
             "max_norm": self._zero.config.max_norm,
             "parallel_output": self.parallel_output,
+            "unchecked_layers": self._unchecked_layers,
         }
 
     def _settings(self, context: BoostContext) -> Mapping[str, object]:
         """Return what must be the same on every rank; a folder may be another on each host."""
         settings = dict(self.describe())
+        del settings["unchecked_layers"]
         if self.config.zero is not None:
             settings["zero"] = {**asdict(self.config.zero), "offload_dir": None}
         return {**settings, "custom_policy": self.custom_policy, "precision": asdict(context.precision)}
 
-    def _plan_stages(self, objects: Boosted, policy: ShardingPolicy | None, context: BoostContext) -> StagePlan:
-        """Return what a dry run on the first rank has seen, and what follows from it.
-
-        Collective: every rank of the world.
-        """
-        model, error, found = objects.model, None, None
-        config = self.config.pipeline
-        if context.coordinator.rank == 0:
-            try:
-                batch = to_device(example_batch(model, objects.dataloader, self.example_batch), context.device)
-                paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
-                lists = [paths.get(name, name) for name in (() if policy is None else policy.layers)]
-                with kept_generators():
-                    trace, flow = trace_flow(model, lists, batch)
-                    if objects.optimizer is not None:
-                        check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
-                    found = trace, find_crossings(model, trace, flow, config, batch)
-            except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-                error = caught
-        context.coordinator.raise_together(error, name="boost")
-        trace, crossings = context.coordinator.broadcast_object(found, name="boost")
-        return StagePlan.of(model, trace, crossings, config)
-
-    def _place_of(self, plan: StagePlan, place: ModelPlace, axes: Mapping[tuple[str, ...], Axis]) -> ModelPlace:
-        """Return where this rank is in the pipeline.
-
-        Collective: every rank of the world.
-        """
-        stage = axes["pp",].index
-        shape = self._shape(dist.get_world_size())
-        groups = {}
-        for holders in plan.stages.shared():
-            for ranks in shape.groups(("pp",)):  # every rank makes every group, in the same order
-                members = [ranks[holder] for holder in holders]
-                group = dist.new_group(members)
-                if dist.get_rank() in members:
-                    groups[holders] = group
-        return replace(
-            place,
-            stage=stage,
-            pipeline=axes["pp",].group,
-            is_owner=lambda name: plan.stages.owner(name) == stage,
-            copy_groups=groups,
+    def _options(self) -> SetupOptions:
+        return SetupOptions(
+            config=self.config,
+            custom_policy=self.custom_policy,
+            example_batch=self.example_batch,
+            parallel_output=self.parallel_output,
+            pipeline_record=self.pipeline_record,
         )
-
-    def _link(self, plan: StagePlan, axes: Mapping[tuple[str, ...], Axis], context: BoostContext) -> Link:
-        """Return the way to the other ranks of the pipeline.
-
-        Collective: every rank of the world.
-        """
-        up = axes["pp",]
-        down = make_axes(self._shape(dist.get_world_size()), [("pp",)])["pp",]
-        return Link(plan.sent_names, up.ranks, up.index, up.group, down.group, context.device)
 
     def _axes_of_world(self) -> dict[tuple[str, ...], Axis]:
         """Return this rank's place; process groups are made once for each world."""
@@ -467,47 +367,3 @@ class HybridParallelPlugin(MeshPlace, PipelinePlugin):
         if self._axes is None or self._axes[0] is not world:
             self._axes = (world, make_axes(self._shape(dist.get_world_size()), COMMUNICATING))
         return self._axes[1]
-
-    def _ranks(self, axes: Mapping[tuple[str, ...], Axis]) -> ShardingRanks:
-        """Return who shares the optimizer's state: the data parallel ranks, or nobody, who are then replicas."""
-        data = axes["dp", "sp"]
-        if self.config.zero is None:
-            return ShardingRanks(
-                shard_group=axes[()].group,
-                shard_rank=0,
-                shard_size=1,
-                replica_group=data.group if data.size > 1 else None,
-                replica_rank=data.index,
-                holders=data.group,
-            )
-        return ShardingRanks(shard_group=data.group, shard_rank=data.index, shard_size=data.size, holders=data.group)
-
-
-def _split_sequences(
-    model: nn.Module,
-    plugin: HybridParallelPlugin,
-    axes: Mapping[tuple[str, ...], Axis],
-    context: BoostContext,
-    split: TensorParallelModel,
-) -> None:
-    """Let the model's layers work on a part of each sequence."""
-    from booster_hybrid.sequence_parallel.apply import split_sequences
-    from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
-
-    model = without_adapters(model)
-    policy = policy_for(model, plugin.custom_policy, context.hooks)
-    lists = [name for name in policy.layers if name not in policy.whole_sequences]
-    tensor, sequence = axes["tp",], axes["sp",]
-    mode = str(plugin.config.sequence.mode)
-    if mode == "split_gather":
-        group = TensorGroup(tensor.group, tensor.index, tensor.size)
-        split_between_blocks(model, lists, group, axes[()].group, split)
-        return
-    split_sequences(
-        model,
-        lists,
-        mode,
-        TensorGroup(sequence.group, sequence.index, sequence.size),
-        tensor_size=tensor.size,
-        parallel_output=plugin.parallel_output,
-    )

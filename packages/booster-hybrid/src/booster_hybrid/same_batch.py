@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
-from booster_runtime.checkpoint.raw import as_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,7 +34,7 @@ def checksum_of(batch: Any) -> int:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
             found = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), found)
-            found = zlib.crc32(as_bytes(leaf.detach().cpu().contiguous()), found)
+            found = zlib.crc32(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
     return found
 
 

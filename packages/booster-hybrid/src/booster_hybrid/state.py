@@ -1,6 +1,6 @@
 """The state of a model that is split over tensor parallel ranks and stages, as shards of the user's own tensors.
 
-The adapter inside shows what lies here as if it were the whole model; each of its shards is moved to where it lies in
+The adapter inside shows this rank's part as if it were the whole model; each of its shards is moved to its place in
 the tensors of the user's model. A fused projection has several boxes there.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from booster_core.state import StateAdapter, TensorMeta, TensorShard, box_shape, regions_of
+from booster_core.state import StateAdapter, TensorMeta, TensorShard, box_shape
+from booster_runtime.state import regions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class HybridStateAdapter(StateAdapter):
-    """Shows split tensors where they lie in the whole ones.
+    """Shows split tensors at their places in the whole ones.
 
     Args:
         inner: Shows the local model among the ranks that hold the same part of it.
         splits: The split parameters, by name.
         is_first: Whether this is the first of the tensor parallel ranks, which owns what they all have whole.
-        stages: What lies on which rank of a pipeline; ``None`` where there is none.
+        stages: Which rank of a pipeline holds which tensors; ``None`` where there is none.
         stage: This rank's position in it.
     """
 

@@ -90,7 +90,7 @@ class Kept:
 
 
 def whole_of(kept: Kept | None, part: Tensor, gather: Callable[[], Tensor]) -> Kept:
-    """Return the whole of a tensor, anew where what is kept is no longer it.
+    """Return the whole tensor, gathered again where the kept one is out of date.
 
     Args:
         kept: What was put together before.
@@ -174,7 +174,7 @@ def on_whole(
 
 
 def meet(name: str, group: ProcessGroup | None) -> None:
-    """Wait until all ranks that are to gather have come.
+    """Wait until all ranks of the gather have called.
 
     Args:
         name: What was called.

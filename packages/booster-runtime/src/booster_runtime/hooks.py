@@ -5,26 +5,32 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from booster_core.plugin import hookimpl
+from booster_core.plugin import ModelWrapper, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
     from peft import LoraConfig, PeftModel
     from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader, Dataset
 
+    from booster_core import Booster
     from booster_core.plugin import BoostContext, Boosted, Plugin
-    from booster_core.ranks import Monitor, World
+    from booster_core.ranks import DistCoordinator, Monitor, World
+    from booster_core.state import StateAdapter
+    from booster_runtime.replicas import ReplicaCheck
 
 
 @hookimpl
-def before_launch(uses_direct_collectives: bool) -> None:  # noqa: FBT001 - hooks' arguments are passed by name
-    """Let ranks of one host read each other's memory, or not."""
-    from booster_runtime.collectives.direct import set_enabled
+def before_launch() -> None:
+    """Refuse environment variables of collectives that have a wrong value."""
+    from booster_runtime.collectives.settings import checks_collectives, requested_transport
 
-    set_enabled(uses_direct_collectives)
+    requested_transport()
+    checks_collectives()
 
 
 @hookimpl
@@ -35,18 +41,15 @@ def watch_ranks(
     error_file: str | None,
     is_wanted: bool,  # noqa: FBT001 - hooks' arguments are passed by name
 ) -> Monitor | None:
-    """Connect this rank to the monitor, so that one that fails brings all down and its traceback is seen last."""
-    from booster_runtime.liveness.exits import notice_failed_exits
-    from booster_runtime.liveness.member import NOT_WANTED, start_monitor
+    """Connect this rank to the monitor, so that all ranks end when one fails."""
+    from booster_runtime.liveness import NOT_WANTED, start_monitor
 
     monitor = start_monitor(world, hosts, address, may_end_process=True, error_file=error_file, is_wanted=is_wanted)
-    if monitor is not None:
-        world.at_close.append(notice_failed_exits())
-    elif world.unwatched_because not in (None, NOT_WANTED):
+    if monitor is None and world.unwatched_because not in (None, NOT_WANTED):
         msg = (
             f"Rank {world.rank} could not connect to the monitor on rank 0 ({world.unwatched_because}): if a rank "
             f"dies, this one waits for it for {world.timeout_seconds:g} s. Check that the hosts accept each other's "
-            "connections on any port, or set BOOSTER_MONITOR=0 to do without."
+            "connections on any port, or set BOOSTER_MONITOR=0 to run without it."
         )
         warnings.warn(msg, RuntimeWarning, stacklevel=2)
     return monitor
@@ -68,6 +71,62 @@ def prepare_objects(plugin: Plugin, objects: Boosted, context: BoostContext) -> 
     from booster_runtime.lazy.boosting import prepare_lazy
 
     prepare_lazy(plugin, objects, context)
+
+
+@hookimpl
+def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator) -> DataLoader[Any]:
+    """Deal the samples of a user's data loader to data parallel ranks."""
+    from booster_runtime.data.dealing import deal_dataloader as deal
+
+    return deal(loader, plugin, coordinator)
+
+
+@hookimpl
+def prepare_dataloader(
+    dataset: Dataset[Any], rank: int, world_size: int, options: Mapping[str, Any]
+) -> DataLoader[Any]:
+    """Make a data loader over this rank's samples."""
+    from booster_runtime.data.prepare import prepare_dataloader as prepare
+
+    return prepare(dataset, rank=rank, world_size=world_size, **options)
+
+
+@hookimpl
+def gather_samples(
+    values: Any, loader: DataLoader[Any], index: int, coordinator: DistCoordinator, device: torch.device
+) -> Any:
+    """Gather values of all ranks' batches, each sample once."""
+    from booster_runtime.data.metrics import gather_samples as gather
+
+    return gather(values, loader, index=index, coordinator=coordinator, device=device)
+
+
+@hookimpl
+def replicated_state(model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator) -> StateAdapter:
+    """Show a model and optimizer that every rank holds whole."""
+    from booster_runtime.state.replicated import ReplicatedStateAdapter
+
+    return ReplicatedStateAdapter(model, optimizer, coordinator)
+
+
+@hookimpl
+def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context: BoostContext) -> None:
+    """Compare ranks' first batches, and let ``save_pretrained`` of the boosted model save by Booster."""
+    from booster_runtime.data.first_batch import watch_first_batch
+    from booster_runtime.save_pretrained import take_over
+
+    assert isinstance(boosted.model, ModelWrapper), "checked by `boost`"
+    index, size = plugin.data_parallel_coordinates(context.coordinator)
+    watch_first_batch(boosted.model, index=index, size=size)
+    take_over(boosted.model, booster)
+
+
+@hookimpl
+def check_replicas(booster: Booster, model: nn.Module, optimizer: Optimizer | None, every: int) -> ReplicaCheck:
+    """Compare what ranks hold of the same values every so many steps."""
+    from booster_runtime.replicas import ReplicaCheck as Check
+
+    return Check(booster, model, optimizer, every)
 
 
 @hookimpl

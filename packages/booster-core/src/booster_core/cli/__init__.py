@@ -1,7 +1,7 @@
 """The ``booster`` command: one module of this package for each verb, and those that other distributions bring.
 
-A verb's module defines ``command`` and says in the first line of its docstring what it does. It is imported only when
-its verb runs, so that ``booster --help`` and light verbs stay quick; modules whose names start with ``_`` are no verbs.
+A verb's module defines ``command``; the first line of its docstring is the summary. It is imported when its verb runs,
+so that ``booster --help`` stays quick. Modules whose names start with ``_`` are not verbs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Verbs(click.Group):
         return sorted({*_own_verbs(), *_installed.installed_verbs()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the module of a verb and return its command; core's own verbs are nobody else's to replace."""
+        """Import the module of a verb and return its command; another distribution cannot replace a verb of core."""
         del ctx
         if cmd_name in _own_verbs():
             command: click.Command = importlib.import_module(f"{__name__}.{cmd_name}").command

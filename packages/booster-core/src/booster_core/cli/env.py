@@ -1,7 +1,4 @@
-"""Print what a bug report needs: machine, Python, torch, devices, backends, packages, plugins.
-
-It reads environment variables to show them; nothing here acts on one.
-"""
+"""Print what a bug report needs: machine, Python, torch, devices, backends, packages, plugins."""
 
 from __future__ import annotations
 
@@ -16,11 +13,13 @@ import click
 import importlib_metadata
 
 from booster_core.plugin import discovery
+from booster_core.ranks.environments import variables
 
 _THIRD_PARTY = ("torch", "safetensors", "transformers", "peft", "numpy", "pluggy", "importlib_metadata")
 _VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID",
-    "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMP_NUM_THREADS",
+    "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK", "PMI_SIZE", "BOOSTER_MONITOR", "BOOSTER_TRANSPORT", "BOOSTER_DEBUG", "OMP_NUM_THREADS",
     "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE",
     "NCCL_IB_DISABLE",
     "GLOO_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_BLOCKING_WAIT", "PYTORCH_CUDA_ALLOC_CONF",
@@ -38,10 +37,10 @@ def command(*, as_json: bool) -> None:
         "torch": _torch(),
         "packages": _packages(),
         "plugins": {
-            listing.name: listing.problem or ("available" if listing.available else "not available yet")
+            listing.name: listing.problem or f"{listing.distribution} {listing.version}"
             for listing in discovery.installed()
         },
-        "environment variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "environment variables": variables(*_VARIABLES),
     }
     if as_json:
         click.echo(json.dumps(report, indent=2))
@@ -106,7 +105,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    """Return the versions of Booster's own distributions, of all plugins', and of what they stand on."""
+    """Return the versions of Booster's own distributions, of all plugins', and of their main dependencies."""
     versions: dict[str, str] = {}
     for distribution in importlib_metadata.distributions():
         name = distribution.metadata["Name"] or ""

@@ -92,7 +92,7 @@ def check_finite_norm(norm: Tensor) -> None:
     """Raise where a global norm is not finite.
 
     Raises:
-        GradientError: If the norm is infinite or NaN; every rank sees the same norm and raises alike.
+        GradientError: If the norm is infinite or NaN; the norm is the same on every rank, so all raise.
     """
     if not bool(norm.isfinite()):
         msg = (

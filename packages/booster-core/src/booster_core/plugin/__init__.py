@@ -1,4 +1,4 @@
-"""The interface between `Booster` and a strategy, with what a plugin is made of: wrappers, hooks, placing of models.
+"""The interface between `Booster` and a strategy, and the parts of a plugin: wrappers, hooks, placing of models.
 
 ``from booster_core.plugin import GeminiPlugin`` imports the class of any installed plugin.
 """
@@ -14,20 +14,14 @@ if TYPE_CHECKING:
     from booster_core.plugin.hooks import hook_relay, register_hooks, unregister_hooks
     from booster_core.plugin.hookspecs import hookimpl
     from booster_core.plugin.interface import API_VERSION, BoostContext, Boosted, Capability, PipelinePlugin, Plugin
+    from booster_core.plugin.optimizer import OptimizerWrapper, check_loss, unscaled_gradient
     from booster_core.plugin.originals import through_door
     from booster_core.plugin.replicated import check_no_masters, place_model, rebind
     from booster_core.plugin.single import SingleDevicePlugin
-    from booster_core.plugin.wrappers import (
-        ModelWrapper,
-        OptimizerWrapper,
-        boosted_inside,
-        check_loss,
-        unscaled_gradient,
-        unwrap_model,
-    )
+    from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
     from booster_core.state import StateAdapter, TensorShard
 
-    # The classes that `__getattr__` below finds, for whoever has them installed.
+    # Found by `__getattr__` below, where they are installed.
     from booster_ddp import TorchDDPPlugin as TorchDDPPlugin
     from booster_fsdp import TorchFSDPPlugin as TorchFSDPPlugin
     from booster_gemini import GeminiPlugin as GeminiPlugin
@@ -74,14 +68,8 @@ _import, __dir__ = public_names(
         ".originals": ["through_door"],
         ".replicated": ["check_no_masters", "place_model", "rebind"],
         ".single": ["SingleDevicePlugin"],
-        ".wrappers": [
-            "ModelWrapper",
-            "OptimizerWrapper",
-            "boosted_inside",
-            "check_loss",
-            "unscaled_gradient",
-            "unwrap_model",
-        ],
+        ".optimizer": ["OptimizerWrapper", "check_loss", "unscaled_gradient"],
+        ".wrappers": ["ModelWrapper", "boosted_inside", "unwrap_model"],
     },
 )
 

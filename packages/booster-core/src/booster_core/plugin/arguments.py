@@ -1,4 +1,4 @@
-"""Checks of what is passed to `Booster.boost`, and of what a plugin returns from ``configure``."""
+"""Checks of the arguments of `Booster.boost`, and of the objects that a plugin's ``configure`` returns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader
 
 from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin.interface import Boosted
-from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper, boosted_inside
-from booster_core.state.naming import NamedTensors
+from booster_core.plugin.optimizer import OptimizerWrapper
+from booster_core.plugin.wrappers import ModelWrapper, boosted_inside
+from booster_core.state.names import NamedTensors
 
 if TYPE_CHECKING:
     from booster_core.plugin.interface import Plugin
@@ -83,7 +84,7 @@ def check_boosted(boosted: Boosted, objects: Boosted, plugin: Plugin) -> None:
 
 
 def _check_types(objects: Boosted) -> None:
-    """Raise where an argument can't be what its place asks for, as when two were passed in the wrong order."""
+    """Raise where an argument has the wrong type, as when two were passed in the wrong order."""
     model, optimizer, criterion, dataloader, lr_scheduler = objects
     if not isinstance(model, nn.Module):
         raise TypeError(_wrong_type("model", "a torch.nn.Module", model))
@@ -100,23 +101,23 @@ def _check_types(objects: Boosted) -> None:
 def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise where the optimizer would train tensors that forward never reads."""
     own = {id(parameter) for parameter in model.parameters()}
-    strangers = [
+    others = [
         f"group {number}, index {index}, shape {tuple(parameter.shape)}"
         for number, group in enumerate(optimizer.param_groups)
         for index, parameter in enumerate(group["params"])
         if id(parameter) not in own
     ]
-    if strangers:
-        shown = "; ".join(strangers[:10]) + ("; ..." if len(strangers) > 10 else "")
+    if others:
+        shown = "; ".join(others[:10]) + ("; ..." if len(others) > 10 else "")
         msg = (
-            f"The optimizer holds {len(strangers)} parameter(s) that are not the model's: {shown}. Build it from "
+            f"The optimizer holds {len(others)} parameter(s) that are not the model's: {shown}. Build it from "
             "`model.parameters()` of the model that is passed, after every change of the model's parameters."
         )
         raise ConfigError(msg)
 
 
 def _check_gradients(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise where gradients wait for a step: they are this rank's own, without loss scale, and of whole parameters."""
+    """Raise where parameters have gradients, which would be neither averaged nor scaled."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     waiting = [
         name

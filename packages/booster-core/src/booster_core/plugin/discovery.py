@@ -1,9 +1,8 @@
 """Which plugins are installed, and loading exactly one of them.
 
-Plugins are listed from the metadata of installed distributions (entry-point group ``booster.plugins``) and from their
-source text, so a listing imports none of them. Loading imports the one that is asked for, through pluggy; unknown,
-doubled, broken and incompatible plugins are reported by name, and never disturb another one. Hooks of third parties
-(group ``booster.hooks``) are the business of `booster_core.plugin.hooks`.
+Plugins are listed from the metadata of installed distributions (entry-point group ``booster.plugins``), so a listing
+imports none of them. Loading imports the one that is asked for, through pluggy; unknown, doubled, broken and
+incompatible plugins are reported by name, and never disturb another one.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import defaultdict
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import importlib_metadata
 
 from booster_core.errors import PluginError, PluginNotInstalledError
-from booster_core.plugin.hooks import distribution_of, hook_relay, new_manager, register_hooks, unregister_hooks
+from booster_core.plugin.hooks import distribution_of, new_manager
 from booster_core.plugin.interface import API_VERSION, Plugin
 
 if TYPE_CHECKING:
@@ -25,24 +24,7 @@ if TYPE_CHECKING:
 
     from importlib_metadata import EntryPoint
 
-    from booster_core.plugin.plugin_source import ClassFacts, PluginSource
-
-__all__ = [
-    "PluginListing",
-    "hook_relay",
-    "installed",
-    "load",
-    "plugin_class",
-    "register_hooks",
-    "unregister_hooks",
-]
-
 PLUGIN_GROUP = "booster.plugins"
-
-WITHOUT_VERSION = (
-    "does not say which version of the plugin interface it was written for: its class needs a line such as "
-    f"`api_version = {API_VERSION}`, with a number of its own"
-)
 
 _OURS = {
     "TorchDDPPlugin": ("ddp", "booster-ddp"),
@@ -51,36 +33,26 @@ _OURS = {
     "GeminiPlugin": ("gemini", "booster-gemini"),
     "HybridParallelPlugin": ("hybrid", "booster-hybrid"),
 }
-"""Class names that people bring along, with the plugin and the distribution that each is found in."""
+"""Class names that scripts import, with the plugin and the distribution of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PluginListing:
-    """What can be said of an installed plugin without importing it.
+    """What the metadata of an installed plugin says.
 
     Args:
         name: Name of the entry point, as in ``Booster(plugin=name)``.
         distribution: Name of the distribution that brings it.
         version: Version of that distribution.
-        entry_point: What the entry point refers to: a module.
-        class_name: Name of the plugin's class; ``None`` where only importing it would tell.
-        capabilities: Values of its `Capability` set, sorted; ``None`` where only importing it would tell.
-        available: Whether it trains in this version, as far as its source tells.
-        problem: Why it cannot be loaded; ``None`` where nothing speaks against it.
+        entry_point: The module that the entry point refers to.
+        problem: Why it may fail to load; ``None`` where the metadata shows no problem.
     """
 
     name: str
     distribution: str
     version: str
     entry_point: str
-    class_name: str | None = None
-    capabilities: tuple[str, ...] | None = None
-    available: bool = True
     problem: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
 
 
 def installed() -> list[PluginListing]:
@@ -91,11 +63,8 @@ def installed() -> list[PluginListing]:
 
     Collective: none.
     """
-    from booster_core.plugin.plugin_source import PluginSource
-
-    source = PluginSource()
     by_name = _entry_points_by_name()
-    return [_listing(entry, by_name[name], source) for name in sorted(by_name) for entry in by_name[name]]
+    return [_listing(entry, by_name[name]) for name in sorted(by_name) for entry in by_name[name]]
 
 
 def names_of_plugins() -> set[str]:
@@ -114,8 +83,8 @@ def load(name: str) -> type[Plugin]:
 
     Raises:
         PluginError: If no plugin or more than one has that name, if importing it fails (the cause is chained), if its
-            module has no class of that name, or if that was written for another version of the plugin interface, or
-            does not itself say for which.
+            module has no class of that name, or if that class does not state this version of the plugin interface.
+            The message names requirements of its distribution that are not met.
 
     Collective: none; every rank loads for itself.
     """
@@ -123,31 +92,25 @@ def load(name: str) -> type[Plugin]:
     entries = by_name.get(name)
     if entries is None:
         raise PluginError(_unknown(name, by_name))
-    entry = entries[0]
-    plugin = f"Plugin '{name}' ({distribution_of(entry)})"
     if len(entries) > 1:
         msg = f"{_doubled(name, entries)} Uninstall all but one."
         raise PluginError(msg)
-    manager = new_manager()
+    plugin = f"Plugin '{name}' ({distribution_of(entries[0])})"
     try:
-        manager.register(entry.load())
-        manager.check_pending()
-        classes = [found for result in manager.hook.booster_plugins() for found in result]
-    except (Exception, SystemExit) as error:
-        # A stranger's module may fail in any way, exit included; whichever it is, it is this plugin that is broken.
-        msg = f"{plugin} could not be imported: {_cause(error)}"
-        raise PluginError(msg) from error
-    if not classes:
-        msg = (
-            f"{plugin} lists no class: '{entry.value}' needs a function `booster_plugins`, marked with "
-            "`booster_core.hookimpl`, that returns a list of Plugin classes."
-        )
-        raise PluginError(msg)
-    return _checked(name, plugin, entry.value, classes)
+        return _load(name, entries[0], plugin)
+    except PluginError as error:
+        unmet = _unmet_requirements(entries[0])
+        if not unmet:
+            raise
+        msg = f"{error} It needs {', '.join(unmet)}."
+        raise PluginError(msg) from error.__cause__
 
 
 def plugin_class(class_name: str) -> type[Plugin]:
-    """Return the class of an installed plugin by the name of the class, importing only that plugin.
+    """Return the class of an installed plugin by the name of the class.
+
+    Classes of Booster's own distributions are imported alone. For any other name, third parties' plugins are imported
+    one after the other until one has it.
 
     Args:
         class_name: Name of the class, such as ``"GeminiPlugin"``.
@@ -159,25 +122,20 @@ def plugin_class(class_name: str) -> type[Plugin]:
 
     Collective: none.
     """
-    # Python and test tools probe modules for all sorts of names, and no class is spelt like those.
-    listings = installed() if class_name[:1].isupper() else []
-    for listing in listings:
-        if listing.class_name == class_name:
-            return load(listing.name)
-    own_name, distribution = _OURS.get(class_name, (None, ""))
-    for listing in listings:
-        if listing.class_name is None:
-            try:
-                found = load(listing.name)
-            except PluginError:
-                if listing.name == own_name:
-                    raise
-                continue  # somebody else's plugin is broken; that is no answer to who asks for this class
-            if found.__name__ == class_name:
-                return found
-    if own_name is not None:
+    by_name = _entry_points_by_name()
+    if class_name in _OURS:
+        name, distribution = _OURS[class_name]
+        if name in by_name:
+            return load(name)
         msg = f"{class_name} is in {distribution}, which is not installed. Run `pip install {distribution}`."
         raise PluginNotInstalledError(msg)
+    for name in sorted(by_name.keys() - dict(_OURS.values()).keys()):
+        try:
+            found = load(name)
+        except PluginError:
+            continue  # another distribution's plugin is broken; this says nothing of the class that is asked for
+        if found.__name__ == class_name:
+            return found
     msg = f"module 'booster_core.plugin' has no attribute '{class_name}', and no installed plugin has such a class"
     raise AttributeError(msg)
 
@@ -189,29 +147,9 @@ def _entry_points_by_name() -> dict[str, list[EntryPoint]]:
     return dict(by_name)
 
 
-def _listing(entry: EntryPoint, namesakes: list[EntryPoint], source: PluginSource) -> PluginListing:
-    from booster_core.plugin.plugin_source import SourceError
-
-    facts: ClassFacts | None = None
-    problem: str | None = None
-    try:
-        classes = source.plugin_classes(entry.module)
-    except SourceError as error:
-        problem = str(error)
-    else:
-        named = [found for found in classes or [] if found.name in (entry.name, None)]
-        if classes and not named:
-            problem = f"its class is named {', '.join(repr(found.name) for found in classes)}, not '{entry.name}'"
-            facts = classes[0]
-        elif len(named) == 1:
-            facts = named[0]
-    if facts is not None and problem is None and facts.api_version not in (API_VERSION, None):
-        problem = _wrong_version(facts.api_version)
-    if facts is not None and problem is None and not facts.states_api_version:
-        problem = WITHOUT_VERSION
-    missing = _missing_requirements(entry)
-    if problem is None and missing:
-        problem = f"needs {', '.join(missing)}, not installed"
+def _listing(entry: EntryPoint, namesakes: list[EntryPoint]) -> PluginListing:
+    unmet = _unmet_requirements(entry)
+    problem = f"needs {', '.join(unmet)}" if unmet else None
     if len(namesakes) > 1:
         problem = _doubled(entry.name, namesakes)
     return PluginListing(
@@ -219,45 +157,63 @@ def _listing(entry: EntryPoint, namesakes: list[EntryPoint], source: PluginSourc
         distribution=entry.dist.name if entry.dist else "unknown",
         version=entry.dist.version if entry.dist else "unknown",
         entry_point=entry.value,
-        class_name=facts.class_name if facts else None,
-        capabilities=facts.capabilities if facts else None,
-        available=facts is None or facts.available is not False,
         problem=problem,
     )
 
 
-def _missing_requirements(entry: EntryPoint) -> list[str]:
-    """Return the names of distributions that the entry point's requires and that are not installed, extras left out."""
+def _unmet_requirements(entry: EntryPoint) -> list[str]:
+    """Return what the entry point's distribution requires and what is installed instead; extras are left out."""
     from packaging.requirements import InvalidRequirement, Requirement
 
-    missing = []
+    unmet = []
     for text in (entry.dist.requires if entry.dist else None) or []:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
-            continue  # metadata of a stranger's old build tool; importing the plugin will tell
-        is_needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if is_needed and not any(True for _ in importlib_metadata.distributions(name=requirement.name)):
-            missing.append(requirement.name)
-    return missing
+            continue  # written by an old build tool; importing the plugin will tell
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found = next(iter(importlib_metadata.distributions(name=requirement.name)), None)
+        # In the order in which people write them: the lower bound first.
+        wanted = ",".join(sorted(map(str, requirement.specifier), reverse=True))
+        if found is None:
+            unmet.append(f"{requirement.name}{wanted}, not installed")
+        elif not requirement.specifier.contains(found.version, prereleases=True):
+            unmet.append(f"{requirement.name}{wanted}, installed {found.version}")
+    return unmet
 
 
-def _checked(name: str, plugin: str, value: str, classes: Iterable[object]) -> type[Plugin]:
-    """Return the one class of that name, or raise with what was found instead."""
-    candidates = list(classes)
-    strangers = [found for found in candidates if not (isinstance(found, type) and issubclass(found, Plugin))]
-    if strangers:
-        msg = f"{plugin} lists {strangers[0]!r}, which is not a subclass of booster_core.Plugin."
-        raise PluginError(msg)
-    named = [found for found in candidates if getattr(found, "name", None) == name]
-    if len(named) != 1:
-        names = ", ".join(repr(getattr(found, "name", None)) for found in candidates)
+def _load(name: str, entry: EntryPoint, plugin: str) -> type[Plugin]:
+    """Import an entry point's module and return its one class of that name, or raise with what was found instead."""
+    manager = new_manager()
+    try:
+        manager.register(entry.load())
+        manager.check_pending()
+        classes = [found for result in manager.hook.booster_plugins() for found in result]
+    except (Exception, SystemExit) as error:
+        # A third party's module may fail in any way, exit included.
+        cause = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        msg = f"{plugin} could not be imported: {cause}"
+        raise PluginError(msg) from error
+    if not classes:
         msg = (
-            f"{plugin}: '{value}' lists {len(named)} classes whose `name` is '{name}'; the names there are {names}. "
-            "The name of the class and that of the entry point must agree."
+            f"{plugin} lists no class: '{entry.value}' needs a function `booster_plugins`, marked with "
+            "`booster_core.hookimpl`, that returns a list of Plugin classes."
         )
         raise PluginError(msg)
-    chosen: type[Plugin] = named[0]  # type: ignore[assignment]
+    others = [found for found in classes if not (isinstance(found, type) and issubclass(found, Plugin))]
+    if others:
+        msg = f"{plugin} lists {others[0]!r}, which is not a subclass of booster_core.Plugin."
+        raise PluginError(msg)
+    named = [found for found in classes if getattr(found, "name", None) == name]
+    if len(named) != 1:
+        names = ", ".join(repr(getattr(found, "name", None)) for found in classes)
+        msg = (
+            f"{plugin}: '{entry.value}' lists {len(named)} classes whose `name` is '{name}'; the names there are "
+            f"{names}. The name of the class and that of the entry point must agree."
+        )
+        raise PluginError(msg)
+    chosen: type[Plugin] = named[0]
     check_api_version(chosen, plugin, inherits=False)
     if inspect.isabstract(chosen):
         missing = ", ".join(f"`{method}`" for method in sorted(chosen.__abstractmethods__))
@@ -282,15 +238,17 @@ def check_api_version(plugin_class: type[Plugin], plugin: str, *, inherits: bool
     """
     stated: int | None = getattr(plugin_class, "api_version", None)
     if stated not in (API_VERSION, None):
-        msg = f"{plugin} {_wrong_version(stated)}. Install a version of it that matches."
+        msg = (
+            f"{plugin} was written for version {stated} of the plugin interface; this booster-core has version "
+            f"{API_VERSION}. Install a version of it that matches."
+        )
         raise PluginError(msg)
     if stated is None or not (inherits or "api_version" in vars(plugin_class)):
-        msg = f"{plugin} {WITHOUT_VERSION}."
+        msg = (
+            f"{plugin} does not say which version of the plugin interface it was written for: its class needs a line "
+            f"such as `api_version = {API_VERSION}`, with a number of its own."
+        )
         raise PluginError(msg)
-
-
-def _wrong_version(api_version: int | None) -> str:
-    return f"was written for version {api_version} of the plugin interface; this booster-core has version {API_VERSION}"
 
 
 def _doubled(name: str, entries: Iterable[EntryPoint]) -> str:
@@ -307,8 +265,3 @@ def _unknown(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
     return f"No plugin named '{name}' is installed. Installed: {listed}.{hint}"
-
-
-def _cause(error: BaseException) -> str:
-    """Return the error's text, with its class where the text alone would not say what happened."""
-    return str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"

@@ -1,11 +1,11 @@
-"""Parameters that were frozen at ``boost``: unfrozen later, nobody would step them, and nothing would say so."""
+"""A check that parameters which were frozen at ``boost`` stay frozen: no optimizer would step them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from booster_core.errors import GradientError
-from booster_core.state.naming import NamedTensors
+from booster_core.state.names import NamedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.plugin.wrappers import OptimizerWrapper
+    from booster_core.plugin.optimizer import OptimizerWrapper
 
 
 def untrained_names(model: nn.Module, optimizer: Optimizer) -> set[str]:

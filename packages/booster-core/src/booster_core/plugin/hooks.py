@@ -1,7 +1,7 @@
-"""The hook relay: everybody who observes or extends Booster, found once per process.
+"""The hook relay: the hooks of all distributions that observe or extend Booster, found once per process.
 
 Hooks come from installed distributions (entry-point group ``booster.hooks``) and from objects registered by
-`register_hooks`. A distribution whose hooks cannot be loaded is reported and left out; the others work on.
+`register_hooks`. A distribution whose hooks cannot be loaded is reported and left out.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def distribution_of(entry: EntryPoint) -> str:
 
 
 def new_manager() -> pluggy.PluginManager:
-    """Return a pluggy manager that knows Booster's hook specifications and nobody who implements them."""
+    """Return a pluggy manager with Booster's hook specifications and no implementations."""
     manager = pluggy.PluginManager(hookspecs.PROJECT_NAME)
     manager.add_hookspecs(hookspecs)
     return manager
@@ -79,7 +79,7 @@ def _manager() -> pluggy.PluginManager:
     for entry in importlib_metadata.entry_points(group=HOOK_GROUP):
         try:
             _register(manager, entry.load())
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's module may fail in any way
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a third party's module may fail in any way
             msg = (
                 f"The hooks '{entry.name}' ({distribution_of(entry)}) are left out, because they could not be loaded: "
                 f"{type(error).__name__}: {error}"
@@ -92,7 +92,7 @@ def _register(manager: pluggy.PluginManager, hooks: object) -> None:
     if manager.is_registered(hooks):
         msg = f"{hooks!r} is registered already."
         raise PluginError(msg)
-    # pluggy takes the good half of a half-wrong object; a manager of its own tells before anything is taken.
+    # pluggy registers the valid half of a half-wrong object; a trial manager raises before anything is registered.
     trial = new_manager()
     try:
         trial.register(hooks)

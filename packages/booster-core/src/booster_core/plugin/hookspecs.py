@@ -1,7 +1,7 @@
 """The hooks through which third parties observe and extend Booster, as pluggy specifications.
 
 An implementation is marked with `hookimpl` and reaches Booster through the entry-point group ``booster.hooks`` or
-`booster_core.plugin.register_hooks`; ``booster_plugins`` alone belongs into the group ``booster.plugins``. A hook
+`booster_core.plugin.register_hooks`; only ``booster_plugins`` belongs to the group ``booster.plugins``. A hook
 takes only the arguments it names, so that a specification can gain arguments without breaking older implementations.
 Observing hooks run on every rank and must not call collectives unless every rank does.
 """
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.optim import Optimizer
+    from torch.utils.data import DataLoader, Dataset
 
+    from booster_core.booster import Booster
     from booster_core.plugin.interface import BoostContext, Boosted, Plugin
+    from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.ranks.world import Monitor, World
+    from booster_core.state.adapter import StateAdapter
 
 PROJECT_NAME = "booster"
 
@@ -35,11 +39,8 @@ def booster_plugins() -> Sequence[type[Plugin]]:  # type: ignore[empty-body]
 
 
 @hookspec
-def before_launch(uses_direct_collectives: bool) -> None:  # noqa: FBT001 - hooks' arguments are passed by name
-    """Take note of how a process group that is about to be opened is to be used.
-
-    ``uses_direct_collectives`` says whether ranks of one host may read each other's memory.
-    """
+def before_launch() -> None:
+    """Check this distribution's own settings before the process group is opened."""
 
 
 @hookspec(firstresult=True)
@@ -50,7 +51,7 @@ def watch_ranks(
     error_file: str | None,
     is_wanted: bool,  # noqa: FBT001 - hooks' arguments are passed by name
 ) -> Monitor | None:
-    """Start to watch over the ranks of a world that is being opened; ``None`` to pass. Collective: every rank.
+    """Start a monitor of the ranks of a world that is being opened; ``None`` to pass. Collective: every rank.
 
     ``hosts`` are the names of all ranks' hosts, on rank 0; ``address`` is a name of rank 0's host. Where torchrun's
     agent expects the reason of a failure in a file, that is ``error_file``. ``is_wanted`` is false where the user has
@@ -60,7 +61,7 @@ def watch_ranks(
 
 @hookspec
 def check_objects(plugin: Plugin, objects: Boosted) -> None:
-    """Raise what is wrong with what ``boost`` was given; every rank raises if one does.
+    """Check the arguments of ``boost`` and raise if they are wrong; every rank raises if one does.
 
     Called before anything is changed, on every rank, without collectives.
     """
@@ -69,6 +70,41 @@ def check_objects(plugin: Plugin, objects: Boosted) -> None:
 @hookspec
 def prepare_objects(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
     """Prepare the model and its optimizer, in place, for the plugin's ``configure``. Collective: every rank."""
+
+
+@hookspec(firstresult=True)
+def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator) -> DataLoader[Any] | None:
+    """Return a loader that deals the samples of a user's loader to data parallel ranks, or ``None`` to pass.
+
+    Collective: every rank.
+    """
+
+
+@hookspec(firstresult=True)
+def prepare_dataloader(
+    dataset: Dataset[Any], rank: int, world_size: int, options: Mapping[str, Any]
+) -> DataLoader[Any] | None:
+    """Return a data loader over a rank's samples, or ``None`` to pass.
+
+    ``options`` are the further arguments of `Plugin.prepare_dataloader`, by name.
+    """
+
+
+@hookspec(firstresult=True)
+def gather_samples(
+    values: Any, loader: DataLoader[Any], index: int, coordinator: DistCoordinator, device: torch.device
+) -> Any:
+    """Return all ranks' values of one batch, each sample once; see `Booster.gather_for_metrics`.
+
+    ``index`` is this rank's among the ranks that see different samples. Collective: every rank.
+    """
+
+
+@hookspec(firstresult=True)
+def replicated_state(
+    model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator
+) -> StateAdapter | None:
+    """Return the state of a model and optimizer that every rank holds whole, or ``None`` to pass."""
 
 
 @hookspec(firstresult=True)
@@ -84,6 +120,11 @@ def add_adapters(
     """Return the model with low-rank adapters, or ``None`` to pass; see `Booster.enable_lora`."""
 
 
+@hookspec(firstresult=True)
+def check_replicas(booster: Booster, model: nn.Module, optimizer: Optimizer | None, every: int) -> Any:
+    """Return a context in which replicas are compared every so many steps; see `Booster.check_replicas`."""
+
+
 @hookspec
 def describe_run(models: Sequence[nn.Module]) -> Sequence[str]:  # type: ignore[empty-body]
     """Return lines for `Booster.describe`, of the models that this Booster has boosted."""
@@ -91,12 +132,12 @@ def describe_run(models: Sequence[nn.Module]) -> Sequence[str]:  # type: ignore[
 
 @hookspec
 def before_configure(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
-    """Observe what ``boost`` is about to hand to the plugin, checked and not wrapped yet."""
+    """Observe the checked arguments of ``boost`` before the plugin configures them."""
 
 
 @hookspec
-def after_configure(plugin: Plugin, boosted: Boosted, context: BoostContext) -> None:
-    """Observe what ``boost`` is about to return."""
+def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context: BoostContext) -> None:
+    """Observe the boosted objects before ``boost`` returns them."""
 
 
 @hookspec
@@ -124,7 +165,7 @@ def after_load(kind: str, checkpoint: Path) -> None:
 
 @hookspec
 def after_step(optimizer: Optimizer, metrics: Mapping[str, Any]) -> None:
-    """Observe an optimizer step; ``metrics`` holds what the plugin knows of it, such as ``"grad_norm"``."""
+    """Observe an optimizer step; ``metrics`` holds values such as ``"grad_norm"``."""
 
 
 @hookspec(firstresult=True)
@@ -140,12 +181,3 @@ def storage(scheme: str) -> object | None:
 @hookspec(firstresult=True)
 def placement_policy(name: str) -> object | None:
     """Return the placement policy of a name, for plugins that move state between memories, or ``None`` to pass."""
-
-
-def is_implemented(hook: pluggy.HookCaller) -> bool:
-    """Return whether anybody implements a hook, so that a hot path need not even collect its arguments.
-
-    Args:
-        hook: An attribute of the hook relay, such as ``context.hooks.after_step``.
-    """
-    return bool(hook.get_hookimpls())

@@ -2,7 +2,6 @@
 
 A strategy subclasses `Plugin` (or `PipelinePlugin`), states a ``name`` and its `Capability` set, and implements
 ``configure``. Everything else has a default here that is right for a strategy that keeps the whole model on every rank.
-``from booster_core.plugin.interface import GeminiPlugin`` imports the class of any installed plugin.
 """
 
 from __future__ import annotations
@@ -12,6 +11,9 @@ import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
+
+from booster_core.errors import CheckpointError, ConfigError, needs_runtime
+from booster_core.plugin.hooks import hook_relay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -58,7 +60,7 @@ class Capability(enum.Enum):
     FP16 = "fp16"
     """Trains with compute in fp16 under a dynamic loss scale."""
     LORA = "lora"
-    """Trains low-rank adapters beside a frozen base."""
+    """Trains low-rank adapters of a frozen base."""
     PIPELINE = "pipeline"
     """Has `PipelinePlugin.execute_pipeline`, and may need it."""
     DATA_PARALLEL = "data_parallel"
@@ -68,7 +70,7 @@ class Capability(enum.Enum):
 
 
 if TYPE_CHECKING:
-    # What was passed keeps its type, and what was left out is `None`: a script that unpacks the five type-checks.
+    # Generic for type checkers, so that a script that unpacks the five things gets their types.
     class Boosted(NamedTuple, Generic[_ModelT_co, _OptimizerT_co, _CriterionT_co, _DataLoaderT_co, _LRSchedulerT_co]):
         """The five things that `Booster.boost` takes and returns, in their order."""
 
@@ -91,7 +93,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class BoostContext:
-    """What a plugin is told when it configures: where it runs, with whom, and in which precision.
+    """The facts of a run that a plugin gets in ``configure``.
 
     Args:
         device: The device of this rank; the model has not been moved to it yet.
@@ -99,7 +101,7 @@ class BoostContext:
         precision: The resolved precision of the run.
         timeout_seconds: How long a collective call waits for a missing rank.
         hooks: The pluggy hook relay of `booster_core.plugin.hookspecs`.
-        after_step: To be called with the optimizer and its metrics after each step; ``None`` where nobody can.
+        after_step: Called by the optimizer wrapper with itself and its metrics after each step.
     """
 
     device: torch.device
@@ -114,14 +116,12 @@ class Plugin(ABC):
     """One way to train on many devices. Subclasses state a ``name`` and implement `configure`.
 
     A plugin is constructible before the process group exists, and checks its constructor's arguments at once. It may
-    configure any number of models; what it has to remember of one belongs to the wrappers it returns.
+    configure any number of models; state of one belongs to the wrappers that it returns.
 
     Attributes:
         name: The name of its entry point, as in ``Booster(plugin=name)``.
         api_version: The version of this interface that the plugin was written for, as a literal: ``api_version = 1``.
-            Not ``API_VERSION``, which would claim to fit whatever core is installed.
-        available: Whether this version of the plugin trains. ``False`` marks a package whose interface is settled and
-            whose engine is not there yet: ``booster plugins`` says so, and ``configure`` raises.
+            Not ``API_VERSION``, which would match any core that is installed.
         capabilities: What the plugin can do.
         precision: The precision asked for through the plugin's constructor; ``None`` where none was.
         handles_lazy: Whether ``configure`` takes lazy models (`booster_runtime.lazy`) and places their values itself,
@@ -130,7 +130,6 @@ class Plugin(ABC):
 
     name: ClassVar[str]
     api_version: ClassVar[int]
-    available: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.CPU, Capability.FP32, Capability.DATA_PARALLEL}
     )
@@ -155,7 +154,7 @@ class Plugin(ABC):
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the precision that a run under this plugin has when a user asks for ``policy``.
 
-        A plugin that keeps low-precision working parameters beside fp32 masters says so here. The default is right for
+        Override it where working parameters are kept in low precision next to fp32 masters. The default is right for
         plugins whose optimizer steps on the parameters themselves.
 
         Raises:
@@ -187,10 +186,16 @@ class Plugin(ABC):
         """Return the view of a boosted model's (and optimizer's) state that checkpoints are written against.
 
         The default serves plugins that keep the whole model and optimizer on every rank.
-        """
-        from booster_core.state.replicated import ReplicatedStateAdapter
 
-        return ReplicatedStateAdapter(model, optimizer, context.coordinator)
+        Raises:
+            CheckpointError: If the default is used without booster-runtime, which brings it.
+        """
+        found: StateAdapter | None = context.hooks.replicated_state(
+            model=model, optimizer=optimizer, coordinator=context.coordinator
+        )
+        if found is None:
+            raise CheckpointError(needs_runtime("Models are saved"))
+        return found
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
         """Return a context in which ``backward`` accumulates without communication, where that saves any.
@@ -213,7 +218,7 @@ class Plugin(ABC):
         Collective: none.
         """
         from booster_core.plugin.wrappers import unwrap_model
-        from booster_core.state.naming import NamedTensors
+        from booster_core.state.names import NamedTensors
 
         module = unwrap_model(model)
         present = {path for path, _ in module.named_parameters(remove_duplicate=False)}
@@ -235,7 +240,8 @@ class Plugin(ABC):
 
         Collective: every rank of the plugin's mesh, in step.
         """
-        from booster_core.plugin.wrappers import unscaled_gradient, unwrap_model
+        from booster_core.plugin.optimizer import unscaled_gradient
+        from booster_core.plugin.wrappers import unwrap_model
 
         return unscaled_gradient(unwrap_model(model).get_parameter(name), optimizer)
 
@@ -251,27 +257,51 @@ class Plugin(ABC):
         distributed_sampler_cls: type[Sampler[int]] | None = None,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """Return a data loader that gives each data parallel rank its own samples; see `booster_core.data`.
+        """Return a data loader that gives each data parallel rank its own samples.
 
-        Ranks are told apart by `data_parallel_coordinates`: those that work on one batch together get the same.
+        Ranks are told apart by `data_parallel_coordinates`: those that work on one batch together get the same. Every
+        rank gets equally many batches: samples at the end of an epoch are repeated where they don't divide by the
+        number of ranks. `Booster.gather_for_metrics` leaves them out.
+
+        Args:
+            dataset: A data set with a length; or an iterable one, dealt out item by item.
+            batch_size: Samples per batch and rank; at least 1.
+            shuffle: Draw a new order each epoch; not possible for iterable data sets.
+            seed: Seed of the order and of the workers; must be equal on all ranks.
+            drop_last: Leave out the last batch where it would be smaller, or samples that don't divide by the ranks.
+            pin_memory: Copy batches to pinned memory, for faster transfers to a GPU.
+            num_workers: Processes that load ahead; 0 loads in this one.
+            distributed_sampler_cls: Sampler of your own that knows of ranks, constructed as
+                ``cls(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)``.
+            **kwargs: Further arguments of ``torch.utils.data.DataLoader``.
+
+        Raises:
+            TypeError: If ``seed`` is no integer.
+            ConfigError: If ``batch_size`` is below 1, the data set has fewer samples than there are ranks, an iterable
+                data set is to be shuffled, a ``generator`` is given to shuffle by in place of ``seed``, or
+                booster-runtime, which makes the loaders, is not installed.
+
+        Collective: none.
         """
-        from booster_core.data import prepare_dataloader
         from booster_core.ranks.coordinator import DistCoordinator
 
         rank, world_size = self.data_parallel_coordinates(DistCoordinator())
-        return prepare_dataloader(
-            dataset,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            pin_memory=pin_memory,
-            num_workers=num_workers,
-            distributed_sampler_cls=distributed_sampler_cls,
-            rank=rank,
-            world_size=world_size,
+        options = {
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "seed": seed,
+            "drop_last": drop_last,
+            "pin_memory": pin_memory,
+            "num_workers": num_workers,
+            "distributed_sampler_cls": distributed_sampler_cls,
             **kwargs,
+        }
+        loader: DataLoader[Any] | None = hook_relay().prepare_dataloader(
+            dataset=dataset, rank=rank, world_size=world_size, options=options
         )
+        if loader is None:
+            raise ConfigError(needs_runtime("Data loaders are made"))
+        return loader
 
     def describe(self) -> Mapping[str, object]:
         """Return the plugin's options and their values, for `Booster.describe`."""

@@ -1,8 +1,8 @@
-"""What a script still holds from before `boost`: its own model and optimizer, refused where they would train wrongly.
+"""Guards on the user's own model and optimizer, which raise where a script trains with them after `boost`.
 
 The user's optimizer has other parameters than before under some strategies, and knows nothing of loss scales and of
-gradients that wait to be averaged. The user's model runs past the strategy's forward and the run's precision. Either
-would go wrong in silence, so hooks on them tell calls of the boosted objects from those of a script.
+gradients that are not averaged yet. The user's model runs past the strategy's forward and the run's precision. Either
+would go wrong in silence, so hooks on them tell calls by the boosted objects from calls by a script.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.state.adapted import without_adapters
-from booster_core.state.naming import compiled_module, own_class
+from booster_core.state.names import compiled_module, own_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +77,7 @@ class _Steps:
 def guard_forward(model: nn.Module) -> Door:
     """Let a user's model run in training through the boosted model only.
 
-    Evaluation, generation and whatever else runs without gradients stays possible, as does a frozen model's forward.
+    Evaluation, generation and other forwards without gradients stay possible, as does a frozen model's forward.
 
     Args:
         model: The user's model; one that was compiled, or given adapters, is guarded with the model inside of it.

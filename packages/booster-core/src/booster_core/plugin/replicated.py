@@ -1,7 +1,4 @@
-"""What strategies share that keep the whole model on every rank: bringing it to its device and number formats.
-
-The default plugin, DDP and strangers' plugins of that kind build on these functions.
-"""
+"""Moving a whole model to its device and number formats, for strategies that keep it whole on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ def check_no_masters(policy: PrecisionPolicy, plugin_name: str) -> PrecisionPoli
     """
     if policy.param_dtype is not None and policy.master_dtype != policy.param_dtype:
         msg = (
-            f"Plugin '{plugin_name}' keeps no master weights beside the parameters, so "
+            f"Plugin '{plugin_name}' keeps no master weights next to the parameters, so "
             f"`master_dtype={policy.master_dtype}` and `param_dtype={policy.param_dtype}` must be equal."
         )
         raise ConfigError(msg)
@@ -38,9 +35,9 @@ def check_no_masters(policy: PrecisionPolicy, plugin_name: str) -> PrecisionPoli
 
 
 def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy) -> None:
-    """Bring a model, and the state that its optimizer may have already, to a device and to the policy's format.
+    """Move a model and its optimizer's state to a device and to the policy's format.
 
-    The optimizer keeps its hold on the parameters, also where a device asks for new objects. Under autocast only
+    The optimizer keeps holding the parameters, also where a device needs new objects. Under autocast only
     parameters that are trained change their format: a frozen base in bf16 stays as small as it is. Expanded tensors,
     which nothing can be written to, get memory for each element where they are not trained.
 
@@ -79,7 +76,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def rebind(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Let an optimizer hold the parameters that have taken the place of others.
+    """Replace parameters in an optimizer's groups and state by those that took their place.
 
     ``Module.to`` makes new parameters where a tensor can't change its device in place, as for meta.
 

@@ -1,4 +1,4 @@
-"""The default strategy: one process, one device, so that no other code has to ask whether there is a plugin."""
+"""The default strategy: one process, one device."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin.interface import Boosted, Capability, Plugin
+from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.replicated import place_model
-from booster_core.plugin.wrappers import ModelWrapper, OptimizerWrapper
-from booster_core.ranks.launch import launched_world_size
+from booster_core.plugin.wrappers import ModelWrapper
+from booster_core.ranks.environments import detect
 
 if TYPE_CHECKING:
     from booster_core.plugin.interface import BoostContext
@@ -44,7 +45,7 @@ class SingleDevicePlugin(Plugin):
         self.precision = precision
 
     def supports_device(self, device_type: str) -> bool:
-        """Return True: whatever torch runs on will do for one process."""
+        """Return True: one process trains on any device of torch."""
         del device_type
         return True
 
@@ -65,12 +66,12 @@ class SingleDevicePlugin(Plugin):
             )
             raise ConfigError(msg)
         if not torch.distributed.is_initialized():
-            num_started, call = launched_world_size()
+            num_started = detect().world_size
             if num_started > 1:
                 msg = (
                     "`Booster()` without a plugin trains on one device, but a launcher started "
-                    f"{num_started} processes: each would train a model of its own. Call `{call}` and choose a plugin, "
-                    "for example `Booster(plugin='ddp')`, or start the script by `python`."
+                    f"{num_started} processes: each would train a model of its own. Call `booster_core.launch()` and "
+                    "choose a plugin, for example `Booster(plugin='ddp')`, or start the script by `python`."
                 )
                 raise ConfigError(msg)
         place_model(objects.model, objects.optimizer, context.device, context.precision)

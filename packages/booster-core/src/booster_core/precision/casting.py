@@ -1,4 +1,4 @@
-"""Handing a model's outputs back in a wider format than autocast computed them in."""
+"""Casting a model's outputs to a wider format than autocast computed them in."""
 
 from __future__ import annotations
 

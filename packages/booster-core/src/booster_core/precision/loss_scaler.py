@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16, and the one home of its defaults.
+"""Dynamic loss scaling for fp16, and its default settings.
 
 fp16 gradients below 6e-8 vanish, so the loss is multiplied before backward and gradients are divided before the step.
 The scale falls when a gradient overflows (that step is skipped) and rises after a run of good steps
@@ -33,7 +33,7 @@ class LossScaleConfig:
         max_scale: The scale never rises above this.
 
     Raises:
-        ConfigError: If a value lies outside its range.
+        ConfigError: If a value is out of range.
     """
 
     initial_scale: float = 2.0**16
@@ -54,7 +54,7 @@ class LossScaleConfig:
             msg = f"`growth_factor={self.growth_factor}` would shrink the loss scale. Use 1.0 or more."
             raise ConfigError(msg)
         if not 0.0 < self.backoff_factor < 1.0:
-            msg = f"`backoff_factor={self.backoff_factor}` must lie between 0 and 1, both excluded."
+            msg = f"`backoff_factor={self.backoff_factor}` must be between 0 and 1, both excluded."
             raise ConfigError(msg)
         if self.growth_interval < 1:
             msg = f"`growth_interval={self.growth_interval}` counts steps and must be at least 1."
@@ -98,7 +98,7 @@ class DynamicLossScaler:
         return {"scale": self.scale, "num_good_steps": self.num_good_steps}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.scale = float(state["scale"])
         self.num_good_steps = int(state["num_good_steps"])
 

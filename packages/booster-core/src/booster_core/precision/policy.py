@@ -1,7 +1,7 @@
-"""`PrecisionPolicy`: the one statement of a run's numeric formats, given by name or as an object.
+"""`PrecisionPolicy`: a run's number formats, given by name or as an object.
 
 A policy says what a format is used for; how a strategy brings that about (autocast over fp32 parameters, or working
-parameters beside fp32 masters) is the plugin's business, which it states through ``Plugin.resolve_precision``.
+parameters next to fp32 masters) is up to the plugin; see ``Plugin.resolve_precision``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.precision.loss_scaler import LossScaleConfig
+
+NARROW = (torch.bfloat16, torch.float16)
+"""Formats with fewer bits than fp32 in which models are trained."""
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
@@ -82,12 +85,12 @@ class PrecisionPolicy:
             loss_scale: Loss scaling to use with a policy given by name.
 
         Raises:
-            ConfigError: If the name is unknown, or ``loss_scale`` comes beside a policy object.
+            ConfigError: If the name is unknown, or ``loss_scale`` comes next to a policy object.
             TypeError: If ``value`` is neither a name nor a policy.
         """
         if isinstance(value, PrecisionPolicy):
             if loss_scale is not None and loss_scale != value.loss_scale:
-                msg = "`loss_scale` was given twice: beside the policy, and inside it. Give it in one place."
+                msg = "`loss_scale` was given twice: next to the policy, and inside it. Give it in one place."
                 raise ConfigError(msg)
             return value
         if not isinstance(value, str):

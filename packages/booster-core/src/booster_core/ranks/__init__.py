@@ -8,34 +8,28 @@ from booster_core._lazy import public_names
 
 if TYPE_CHECKING:
     from booster_core.ranks.coordinator import DistCoordinator
+    from booster_core.ranks.environments import Environment
     from booster_core.ranks.host import Host, this_host
     from booster_core.ranks.mesh import Axis, MeshShape, fill_axis, make_axes
-    from booster_core.ranks.progress import (
-        ENDED,
-        LOST_PEER,
-        PROGRESS,
-        describe_ended,
-        describe_mismatch,
-        naming_missing_ranks,
-    )
+    from booster_core.ranks.progress import LOST_PEER, PROGRESS, naming_missing_ranks
+    from booster_core.ranks.rendezvous import name_ranks
     from booster_core.ranks.world import Monitor, World, close_world, current_world, open_world, opened_world
 
 __all__ = [
-    "ENDED",
     "LOST_PEER",
     "PROGRESS",
     "Axis",
     "DistCoordinator",
+    "Environment",
     "Host",
     "MeshShape",
     "Monitor",
     "World",
     "close_world",
     "current_world",
-    "describe_ended",
-    "describe_mismatch",
     "fill_axis",
     "make_axes",
+    "name_ranks",
     "naming_missing_ranks",
     "open_world",
     "opened_world",
@@ -46,9 +40,11 @@ __getattr__, __dir__ = public_names(
     __name__,
     {
         ".coordinator": ["DistCoordinator"],
+        ".environments": ["Environment"],
         ".host": ["Host", "this_host"],
         ".mesh": ["Axis", "MeshShape", "fill_axis", "make_axes"],
-        ".progress": ["ENDED", "LOST_PEER", "PROGRESS", "describe_ended", "describe_mismatch", "naming_missing_ranks"],
+        ".progress": ["LOST_PEER", "PROGRESS", "naming_missing_ranks"],
+        ".rendezvous": ["name_ranks"],
         ".world": ["Monitor", "World", "close_world", "current_world", "open_world", "opened_world"],
     },
 )

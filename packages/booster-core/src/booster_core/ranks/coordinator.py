@@ -1,8 +1,8 @@
 """Rank facts and small collective calls for whoever needs to know where it runs.
 
 `DistCoordinator` is a plain object, made wherever it is needed, and works the same without a process group, as a world
-of one where nobody is ever waited for. Its collective calls meet first (`rendezvous`), so that a rank
-that never comes is named instead of waited for in vain.
+of one where nobody waits. Its collective calls meet first (`rendezvous`), so that an error names a rank that
+never comes.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Host(NamedTuple):
-    """Where a process runs. Two that are equal reach each other by loopback and see one temporary folder.
+    """Where a process runs. Processes with equal hosts reach each other by loopback and see one temporary folder.
 
     Args:
         name: The host's name.
-        boot: Identifies the running kernel; empty where the system does not tell, like what follows.
+        boot: Identifies the running kernel; empty, like the next two, where the system does not tell.
         network: Identifies the network namespace.
         files: Identifies the mount namespace.
     """
@@ -32,11 +31,11 @@ class Host(NamedTuple):
 
     @property
     def machine(self) -> tuple[str, str]:
-        """What processes share that see the same devices."""
+        """Identifies the machine, whose processes share its devices."""
         return self.name, self.boot
 
     def to_text(self) -> str:
-        """Return a form for the store."""
+        """Return the host in a form for the store."""
         return "\n".join(self)
 
     @classmethod
@@ -60,15 +59,12 @@ def this_host() -> Host:
 
 
 def distinct_names(hosts: Sequence[Host]) -> list[str]:
-    """Return a name of each host, in which hosts that share a name are numbered.
+    """Return a name for each host; hosts that share a name are numbered.
 
     Collective: none.
     """
-    namesakes: dict[str, list[Host]] = defaultdict(list)
+    numbers: dict[str, dict[Host, int]] = {}
     for host in hosts:
-        if host not in namesakes[host.name]:
-            namesakes[host.name].append(host)
-    return [
-        host.name if len(namesakes[host.name]) == 1 else f"{host.name} ({namesakes[host.name].index(host) + 1})"
-        for host in hosts
-    ]
+        namesakes = numbers.setdefault(host.name, {})
+        namesakes.setdefault(host, len(namesakes) + 1)
+    return [h.name if len(numbers[h.name]) == 1 else f"{h.name} ({numbers[h.name][h]})" for h in hosts]

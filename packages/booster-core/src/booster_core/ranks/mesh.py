@@ -1,4 +1,4 @@
-"""The ranks as a mesh with named axes: which ranks share an axis, by arithmetic that needs no ranks.
+"""A mesh of ranks with named axes, as arithmetic that needs no ranks, and its process groups.
 
 A mesh lists its axes from the outermost to the innermost. Ranks of the innermost axis are neighbours, so the axis that
 communicates most comes last.
@@ -6,7 +6,6 @@ communicates most comes last.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ class MeshShape:
     """Names and sizes of the axes of a mesh.
 
     Args:
-        sizes: Size of each axis by name, outermost first. An axis of size 1 is there, and costs nothing.
+        sizes: Size of each axis by name, outermost first. An axis of size 1 costs nothing.
 
     Raises:
         ConfigError: If a size is below 1.
@@ -50,13 +49,6 @@ class MeshShape:
             rank, found[name] = divmod(rank, size)
         return {name: found[name] for name in self.sizes}
 
-    def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """Return the rank with the given index along every axis."""
-        rank = 0
-        for name, size in self.sizes.items():
-            rank = rank * size + coordinates[name]
-        return rank
-
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
         """Return the groups of ranks that differ along the given axes only.
 
@@ -64,24 +56,20 @@ class MeshShape:
             axes: Names of axes; together they count as one axis, in the mesh's order.
 
         Returns:
-            Each group's ranks in the order of their coordinates; the groups partition the world.
+            Each group's ranks in ascending order; the groups partition the world.
         """
-        moving = [name for name in self.sizes if name in axes]
-        fixed = [name for name in self.sizes if name not in axes]
-        return [
-            [
-                self.rank_at({**dict(zip(fixed, place, strict=True)), **dict(zip(moving, step, strict=True))})
-                for step in itertools.product(*(range(self.sizes[name]) for name in moving))
-            ]
-            for place in itertools.product(*(range(self.sizes[name]) for name in fixed))
-        ]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            found.setdefault(tuple(index for name, index in place.items() if name not in axes), []).append(rank)
+        return list(found.values())
 
 
 def fill_axis(sizes: Mapping[str, int], axis: str, world_size: int) -> MeshShape:
-    """Return a mesh in which one axis takes what the others leave of the world.
+    """Return a mesh in which the size of one axis follows from the number of ranks.
 
     Args:
-        sizes: Size of each axis, outermost first; that of ``axis`` is not looked at.
+        sizes: Size of each axis, outermost first; that of ``axis`` is ignored.
         axis: The axis to fill.
         world_size: Number of ranks.
 
@@ -124,9 +112,12 @@ class Axis:
 def make_axes(shape: MeshShape, wanted: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Axis]:
     """Make the process groups of a mesh.
 
+    ``torch.distributed.device_mesh`` makes a group for every single axis, used or not, and none for several axes that
+    count as one; so the groups are made here.
+
     Args:
         shape: The mesh; its size is that of the world.
-        wanted: Axes, or sets of axes that count as one; those along which the same ranks lie share a group.
+        wanted: Axes, or sets of axes that count as one; those with the same ranks share a group.
 
     Raises:
         ConfigError: If the mesh is not of the world's size.
@@ -140,11 +131,11 @@ def make_axes(shape: MeshShape, wanted: Sequence[tuple[str, ...]]) -> dict[tuple
         msg = f"The mesh {dict(shape.sizes)} has {shape.world_size} ranks, but the world has {world_size}."
         raise ConfigError(msg)
     made = {}
-    groups: dict[tuple[int, ...], ProcessGroup] = {}  # axes of size 1 make some of them the same
+    groups: dict[tuple[int, ...], ProcessGroup] = {}
     for axes in wanted:
         for ranks in shape.groups(axes):  # every rank makes every group, in the same order
             members = tuple(ranks)
-            if members not in groups:
+            if members not in groups:  # axes of size 1 make some of them the same
                 groups[members] = dist.new_group(ranks)
             if rank in members:
                 made[axes] = Axis(groups[members], members, members.index(rank))

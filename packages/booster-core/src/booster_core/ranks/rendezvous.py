@@ -1,13 +1,13 @@
-"""Meeting of ranks over the process group's store, which can name who did not come; collectives can't.
+"""Meetings of ranks through the process group's store, which can name the ranks that did not come; collectives can't.
 
-A meeting is known by its name and by how often this process has come to a meeting of that name. Each rank announces
-itself under a key of its own and counts itself in; the last one decides the outcome. A rank that waits longer than its
-time limit tries to decide the opposite. Whoever decides first is right (the store compares and sets), so that all
-ranks agree: nobody passes a meeting that failed for another, and late comers of a failed one raise at once.
+A meeting is identified by its name and the number of meetings of that name before it. Each rank announces itself under
+a key of its own and adds itself to a count; the last one decides that the meeting succeeded. A rank that reaches its
+time limit tries to decide that it failed. The first decision counts, by the store's compare-and-set, so all ranks
+agree; ranks that come to a failed meeting later raise at once.
 
-A rank that skipped a failed meeting for good learns of it at the next meeting of the same group that succeeds, and
-counts on from there, so that one failure never shifts later meetings against each other. In the good case the work
-per rank and the keys left in the store do not depend on the number of ranks or of meetings.
+A rank that never came to a failed meeting learns of it at the group's next successful meeting and counts it as passed,
+so that one failure does not shift later meetings against each other. Without failures, neither the work per rank nor
+the keys left in the store grow with the number of ranks or meetings.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _MAX_NAMED = 10
 _SHORTEST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.25
+_REMEDY = "It is a collective call: call it on every rank, not under `if rank == 0`."
 
 
 class Rendezvous:
@@ -35,7 +36,7 @@ class Rendezvous:
 
     Args:
         store: A store that all these ranks share; the keys below it belong to this object.
-        rank: This process' rank in the world.
+        rank: This process's rank in the world.
         ranks: The world ranks that meet, in the same order on each of them.
     """
 
@@ -57,7 +58,7 @@ class Rendezvous:
         """Wait until all ranks have come to the meeting ``name``.
 
         Args:
-            name: What is called, as the user knows it; appears in messages.
+            name: What the user called; appears in messages.
             timeout_seconds: How long this rank waits for the others.
             problem: JSON-serialisable report that this rank brings, if any.
             gone_ranks: Returns ranks that are known to have ended, and how.
@@ -67,20 +68,22 @@ class Rendezvous:
 
         Raises:
             MissingRanksError: If ranks did not come in time, or this rank comes after others gave up.
-            RankFailedError: If the store has gone away with the process that held it.
+            RankFailedError: If the process that served the store has ended.
 
         Collective: every rank of the group.
         """
         with self._lock:
             meeting = f"{name}#{self._counts[name]}"
             self._counts[name] += 1
+        from torch.distributed import DistNetworkError, DistStoreError
+
         try:
             outcome, is_late = self._attend(name, meeting, timeout_seconds, problem, gone_ranks)
             if outcome["ok"]:
                 self._catch_up(int(outcome["failures"]))
             problems = self._read_problems(meeting, int(outcome.get("problems", 0)))
             self._leave(meeting)
-        except _store_errors() as error:
+        except (DistNetworkError, DistStoreError) as error:
             if 0 in gone_ranks():
                 raise MissingRanksError(_gone_message(name, self._rank, {0: gone_ranks()[0]})) from error
             msg = (
@@ -100,26 +103,22 @@ class Rendezvous:
         problem: dict[str, Any] | None,
         gone_ranks: Callable[[], dict[int, str]],
     ) -> tuple[dict[str, Any], bool]:
-        """Count this rank in, and return the outcome and whether it stood before this rank came."""
+        """Add this rank to the count; return the outcome, and whether it was decided before this rank came."""
         store, done = self._store, f"{meeting}/done"
         if problem is not None:
             index = store.add(f"{meeting}/problems", 1)
             store.set(f"{meeting}/problem/{index}", json.dumps({**problem, "rank": self._rank}))
         store.set(f"at/{self._rank}", meeting)
         if store.add(f"{meeting}/count", 1) == len(self._ranks):
-            verdict = {
-                "ok": True,
-                "failures": store.add("failures", 0),
-                "problems": store.add(f"{meeting}/problems", 0),
-            }
-            outcome = self._decide(meeting, verdict)
+            failures, problems = store.add("failures", 0), store.add(f"{meeting}/problems", 0)
+            outcome = self._decide(meeting, {"ok": True, "failures": failures, "problems": problems})
             return outcome, not outcome["ok"]
         is_late = store.check([done])
         start = time.monotonic()
         while not store.check([done]):
             waited = time.monotonic() - start
             if waited >= timeout_seconds:
-                return self._give_up(name, meeting, timeout_seconds), False
+                return self._give_up(meeting, timeout_seconds), False
             gone = {rank: how for rank, how in gone_ranks().items() if rank in self._ranks}
             gone = {rank: how for rank, how in gone.items() if self._place_of(rank) != meeting}
             if gone and not store.check([done]):
@@ -129,34 +128,17 @@ class Rendezvous:
             time.sleep(pause)
         return json.loads(store.get(done)), is_late
 
-    def _give_up(self, name: str, meeting: str, timeout_seconds: float) -> dict[str, Any]:
-        """Find who is missing and decide that the meeting failed, unless its last rank came just now."""
-        missing: list[dict[str, Any]] = []
-        num_missing = 0
-        for rank in self._ranks:
-            place = self._place_of(rank)
-            if place == meeting:
-                continue
-            num_missing += 1
-            if len(missing) < _MAX_NAMED:
-                inside = place is not None and not self._store.check([f"{place}/done"])
-                inside = inside and self._store.check([f"{place}/count"])
-                missing.append({"rank": rank, "place": place and place.rpartition("#")[0], "inside": inside})
+    def _give_up(self, meeting: str, timeout_seconds: float) -> dict[str, Any]:
+        """Find the missing ranks and decide that the meeting failed, unless its last rank came just now."""
+        places = {rank: place for rank in self._ranks if (place := self._place_of(rank)) != meeting}
+        missing = [
+            {"rank": rank, "place": place and place.rpartition("#")[0], "inside": self._is_waiting_in(place)}
+            for rank, place in list(places.items())[:_MAX_NAMED]
+        ]
         index = self._store.add("failures", 1)
         self._store.set(f"failure/{index}", meeting)
-        return self._decide(
-            meeting,
-            {
-                "ok": False,
-                "failures": index,
-                "name": name,
-                "by": self._rank,
-                "seconds": timeout_seconds,
-                "missing": missing,
-                "num_missing": num_missing,
-                "world": len(self._ranks),
-            },
-        )
+        verdict = {"ok": False, "failures": index, "by": self._rank, "seconds": timeout_seconds, "missing": missing}
+        return self._decide(meeting, {**verdict, "num_missing": len(places), "world": len(self._ranks)})
 
     def _decide(self, meeting: str, verdict: dict[str, Any]) -> dict[str, Any]:
         """Make ``verdict`` the outcome unless another rank has decided; return what is decided."""
@@ -167,6 +149,13 @@ class Rendezvous:
         """Return the meeting that ``rank`` has come to last, or ``None``."""
         key = f"at/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _is_waiting_in(self, meeting: str | None) -> bool:
+        return (
+            meeting is not None
+            and self._store.check([f"{meeting}/count"])
+            and not self._store.check([f"{meeting}/done"])
+        )
 
     def _catch_up(self, num_failures: int) -> None:
         """Count failed meetings that this rank never came to as passed."""
@@ -184,7 +173,7 @@ class Rendezvous:
         return sorted((json.loads(self._store.get(key)) for key in keys), key=lambda problem: int(problem["rank"]))
 
     def _leave(self, meeting: str) -> None:
-        """Count this rank out; the last one removes the meeting's keys."""
+        """Count this rank as gone from the meeting; the last one removes the meeting's keys."""
         if self._store.add(f"{meeting}/left", 1) == len(self._ranks):
             for index in range(self._store.add(f"{meeting}/problems", 0)):
                 self._store.delete_key(f"{meeting}/problem/{index + 1}")
@@ -204,44 +193,28 @@ def name_ranks(ranks: Sequence[int], num_ranks: int | None = None) -> str:
 
 
 def _failure_message(name: str, rank: int, outcome: dict[str, Any], *, is_late: bool) -> str:
-    """Say who waited for whom, where the missing ones are, and what to do."""
+    """Say who waited for whom, where the missing ranks are, and what to do."""
     missing = [int(entry["rank"]) for entry in outcome["missing"]]
-    who = name_ranks(missing, int(outcome["num_missing"]))
-    world = int(outcome["world"])
-    seconds = f"{outcome['seconds']:g} s"
+    # A rank that comes at the last moment has announced itself and is not counted yet.
+    who = name_ranks(missing, int(outcome["num_missing"])) if missing else "a rank that came too late"
+    waited = f"waited {outcome['seconds']:g} s for {who} of {outcome['world']}"
     if is_late or (rank in missing and rank != outcome["by"]):
         return (
-            f"`{name}` has failed before rank {rank} came: rank {outcome['by']} waited {seconds} for {who} of {world}. "
+            f"`{name}` has failed before rank {rank} came: rank {outcome['by']} {waited}. "
             "Raise `timeout_seconds` if this rank may take that long."
         )
-    places: dict[str, list[int]] = {}
+    places: dict[tuple[bool, str], list[int]] = {}
     for entry in outcome["missing"]:
         if entry["place"]:
-            verb = "waiting in" if entry["inside"] else "last seen in"
-            places.setdefault(f"{verb} `{entry['place']}`", []).append(int(entry["rank"]))
-    elsewhere = "".join(
-        f" {name_ranks(ranks).capitalize()} {'is' if len(ranks) == 1 else 'are'} {place}."
-        if place.startswith("waiting")
-        else f" {name_ranks(ranks).capitalize()} {'was' if len(ranks) == 1 else 'were'} {place}."
-        for place, ranks in places.items()
-    )
-    return (
-        f"`{name}` waited {seconds} for {who} of {world}, which did not call it.{elsewhere} It is a collective call: "
-        "call it on every rank, not under `if rank == 0`."
-    )
+            places.setdefault((entry["inside"], entry["place"]), []).append(int(entry["rank"]))
+    elsewhere = ""
+    for (is_inside, place), ranks in places.items():
+        verb = ("is" if is_inside else "was") if len(ranks) == 1 else ("are" if is_inside else "were")
+        elsewhere += f" {name_ranks(ranks).capitalize()} {verb} {'waiting' if is_inside else 'last seen'} in `{place}`."
+    return f"`{name}` {waited}, which did not call it.{elsewhere} {_REMEDY}"
 
 
 def _gone_message(name: str, rank: int, gone: dict[int, str]) -> str:
     """Say that ranks will never come."""
     who = "; ".join(f"rank {other} {how}" for other, how in sorted(gone.items()))
-    return (
-        f"{who}, while rank {rank} waits in `{name}`. It is a collective call: call it on every rank, not under "
-        "`if rank == 0`."
-    )
-
-
-def _store_errors() -> tuple[type[Exception], ...]:
-    """Return what a store raises when the process that holds it is gone."""
-    from torch.distributed import DistNetworkError, DistStoreError
-
-    return (DistNetworkError, DistStoreError)
+    return f"{who}, while rank {rank} waits in `{name}`. {_REMEDY}"

@@ -1,31 +1,33 @@
-"""What this process knows of its default process group: ranks, store, time limit, and which opening of it this is.
+"""The default process group of this process, and what `torch.distributed` does not remember of it.
 
-`torch.distributed` has one default group per process; this module keeps, beside that group, what torch does not
-remember (local rank, time limit, the plain store). It opens and closes groups for `booster_core.launch` and the
-tests' worker processes, and describes groups that a user's own ``init_process_group`` made. It reads no environment.
+That is the local rank, the time limit and the plain store. This module opens and closes groups for `launch` and the
+tests' worker processes, and describes a group that a user's own ``init_process_group`` made.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
+from booster_core.ranks.environments import local_rank_of_launcher
 from booster_core.ranks.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
 
+    import torch
     from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] # torch does not list Store
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-"""How long a collective call waits for missing ranks where nobody said otherwise."""
+"""How long a collective call waits for missing ranks by default."""
 
 
 class Monitor(Protocol):
-    """What watches over the ranks of a launched run, as the hook ``watch_ranks`` returns it."""
+    """What watches the ranks of a launched run, as the hook ``watch_ranks`` returns it."""
 
     @property
     def is_failing(self) -> bool:
@@ -35,17 +37,19 @@ class Monitor(Protocol):
     def gone(self) -> dict[int, str]:
         """The ranks that are known to have ended, and how."""
 
-    def ask_progress(self) -> Mapping[int, Mapping[str, Any]] | None:
-        """Return how far each rank has come, or how it ended; ``None`` where nobody answers."""
+    def describe_missing(
+        self, name: str, count: int, ranks: Sequence[int] | None, *, only_ended: bool = False
+    ) -> str | None:
+        """Say which ranks have not come to a call, and where they are; ``None`` where nobody knows."""
 
     def hear_uncaught(self) -> Callable[[], None]:
-        """Hear of exceptions that nobody catches before they are printed; return what ends that."""
+        """Report uncaught exceptions before they are printed; return a function that ends that."""
 
     def leave(self, error: BaseException | None, seconds: float) -> None:
-        """Report how this process ends, by an exception or not, and wait for others that this one serves."""
+        """Report how this process ends, and wait for ranks that this one serves."""
 
     def close(self) -> None:
-        """Say that this process ends by its own decision."""
+        """Report that this process ends by its own decision."""
 
 
 @dataclass(kw_only=True)
@@ -53,15 +57,15 @@ class World:
     """One opening of the default process group.
 
     Args:
-        rank: This process' rank.
+        rank: This process's rank.
         world_size: Number of processes.
-        local_rank: This process' index on its host.
+        local_rank: This process's index on its host.
         timeout_seconds: How long collective calls wait for missing ranks.
         store: The store that all ranks share; ``None`` in a world of one without a process group.
         process_group: The default group that this describes; ``None`` where there is none.
         generation: Counts the groups this process has had; the same on all ranks that open and close in step.
         monitor: This rank's connection to the monitor, where one runs.
-        unwatched_because: Why there is no monitor, where several ranks have none.
+        unwatched_because: Why several ranks have no monitor.
         at_close: Called, last added first, before the group is destroyed.
     """
 
@@ -79,11 +83,11 @@ class World:
 
     @property
     def is_current(self) -> bool:
-        """Whether this still describes the process' default group (or its absence)."""
+        """Whether this still describes the default group, or its absence."""
         return _default_group() is self.process_group
 
     def gone_ranks(self) -> dict[int, str]:
-        """Return the ranks that are known to have ended, and how, where that is known without asking.
+        """Return the ranks that are known, without asking, to have ended, and how.
 
         Collective: none.
         """
@@ -94,14 +98,11 @@ class World:
 
         Collective: none.
         """
-        meetings = self._rendezvous.get(ranks)
-        if meetings is None:
-            assert self.store is not None, "a world of one meets nobody"
-            # The store's keys stay short however many ranks there are.
-            digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-            meetings = Rendezvous(_below(self.store, digest), self.rank, ranks)
-            meetings = self._rendezvous.setdefault(ranks, meetings)
-        return meetings
+        if ranks not in self._rendezvous:
+            assert self.store is not None, "a world of one has no meetings"
+            digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]  # keys stay short with many ranks
+            self._rendezvous.setdefault(ranks, Rendezvous(_below(self.store, digest), self.rank, ranks))
+        return self._rendezvous[ranks]
 
 
 _generations = itertools.count(1)
@@ -109,7 +110,7 @@ _world = World()
 
 
 def current_world() -> World:
-    """Return what is known of the process group as it is now; a world of one where none is initialised.
+    """Return a description of the default process group; a world of one where there is none.
 
     Collective: none.
     """
@@ -120,7 +121,7 @@ def current_world() -> World:
 
 
 def opened_world() -> World:
-    """Return what `open_world` opened last, whether or not it is still the process' default group."""
+    """Return what `open_world` opened last, whether or not it is still the default group."""
     return _world
 
 
@@ -133,21 +134,22 @@ def open_world(
     backend: str,
     timeout_seconds: float,
     generation: int | None = None,
+    device: torch.device | None = None,
     watch: Callable[[World], None] | None = None,
 ) -> World:
-    """Initialise the default process group over ``store`` and return its description.
+    """Initialise the default process group and return its description.
 
     Args:
         store: A store that all ranks share. Keys are prefixed, so one store serves several openings in turn.
-        rank: This process' rank.
+        rank: This process's rank.
         world_size: Number of processes.
-        local_rank: This process' index on its host.
+        local_rank: This process's index on its host.
         backend: As for ``init_process_group``.
         timeout_seconds: Time limit of the group's collectives and of rendezvous.
-        generation: Tells openings over one store apart; by default, how many groups this process has had, which is
-            the same on all ranks that open and close in step.
-        watch: Called before the group is opened, while ranks can meet in the store only: starts the monitor. Where
-            the group then cannot be opened, the monitor goes on until `close_world`, so that others learn of it.
+        generation: Tells openings over one store apart; by default, the number of groups this process has had.
+        device: The CUDA device to which NCCL binds the group.
+        watch: Starts the monitor before the group is opened, while ranks can meet only in the store. If the group
+            cannot be opened, the monitor goes on until `close_world`, so that others learn of it.
 
     Collective: every rank of the world.
     """
@@ -165,16 +167,13 @@ def open_world(
         generation=generation,
     )
     if _world.process_group is None and _world.monitor is not None:
-        close_world()  # what an opening that failed has left
+        close_world()  # after an opening that failed
     if watch is not None:
         watch(world)
+    limit = timedelta(seconds=timeout_seconds)
     try:
         dist.init_process_group(
-            backend,
-            store=_below(shared, "torch"),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_seconds),
+            backend, store=_below(shared, "torch"), rank=rank, world_size=world_size, timeout=limit, device_id=device
         )
     except BaseException:
         if _default_group() is not None:
@@ -187,9 +186,9 @@ def open_world(
 
 
 def close_world() -> None:
-    """Destroy the default process group, if there is one, after what was registered to happen before that.
+    """Destroy the default process group, if there is one, after calling its ``at_close``.
 
-    When a rank has failed, nothing is destroyed: the process ends anyhow, and destroying may wait for ranks that are
+    When a rank has failed, nothing is destroyed: the process ends anyway, and destroying may wait for ranks that are
     gone.
 
     Collective: none; ranks may close one after the other.
@@ -205,9 +204,7 @@ def close_world() -> None:
     if closing.monitor is not None:
         closing.monitor.close()
     if _default_group() is not None:
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
+        sys.modules["torch.distributed"].destroy_process_group()
 
 
 def _below(store: Store, prefix: str) -> Store:
@@ -218,33 +215,24 @@ def _below(store: Store, prefix: str) -> Store:
 
 
 def _default_group() -> Any:
-    """Return torch's default group, or ``None``, without importing torch.distributed for the question's sake."""
-    import sys
-
+    """Return torch's default group, or ``None``; imports nothing."""
     dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist.group.WORLD
+    return dist.group.WORLD if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
 def _describe_foreign_group(group: Any) -> World:
-    """Describe a default group that somebody else initialised, or the absence of one."""
+    """Describe a default group that a user initialised, or the absence of one."""
     if group is None:
         return World()
     import torch.distributed as dist
 
-    from booster_core.ranks.launch import local_rank_from_environment
-
-    rank = dist.get_rank()
-    local_rank = local_rank_from_environment()
-    if local_rank is None:
-        local_rank = rank  # one host, as far as anybody has said
+    rank, local_rank = dist.get_rank(), local_rank_of_launcher()
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to the store
     return World(
         rank=rank,
         world_size=dist.get_world_size(),
-        local_rank=local_rank,
-        # Without a count of its own: a rank need not have looked at every group that came before.
+        local_rank=rank if local_rank is None else local_rank,  # as on one host
+        # No count of groups in the prefix: some ranks may not have looked at every group before this one.
         store=_below(store, "booster/foreign/meet"),
         process_group=group,
     )

@@ -1,4 +1,4 @@
-"""What peft has put into a model, told without importing peft where nobody has used it."""
+"""The modules that peft puts around a user's, found without importing peft where it is not used."""
 
 from __future__ import annotations
 
@@ -28,30 +28,6 @@ def peft_wrappers() -> tuple[tuple[type, str], ...]:
     )
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether a user's own model is one of peft's.
-
-    Collective: none.
-    """
-    if "peft" not in sys.modules:
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Whether peft has put adapters into a model.
-
-    Collective: none.
-    """
-    if "peft" not in sys.modules:
-        return False
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
-
-
 def without_adapters(model: nn.Module) -> nn.Module:
     """Return the model that peft was given; ``model`` itself where it was given none.
 
@@ -64,13 +40,3 @@ def without_adapters(model: nn.Module) -> nn.Module:
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def frozen_base(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that are frozen beside adapters; nothing for a model without any.
-
-    Collective: none.
-    """
-    if not has_adapters(model):
-        return set()
-    return {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}

@@ -1,8 +1,8 @@
-"""How a plugin shows its state to the rest of Booster: as shards that can be read and written.
+"""`StateAdapter`: how a plugin shows its state, as shards that can be read and written.
 
 `StateAdapter` is the only thing a plugin supplies for checkpoints, resharding, EMA and gradient access. It contains no
-file code and no collectives of its own beyond what its docstrings allow. `booster_core.state.replicated` holds the
-adapter for plugins that keep the whole model on every rank.
+file code. `booster_runtime.state.ReplicatedStateAdapter` is the default, for plugins that keep the whole model on every
+rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 JSONValue = Any
 """What ``json`` can write: str, int, float, bool, None, and lists and str-keyed dicts of these.
 
-`booster_core.state.jsonable` turns other plain values (tuples, dicts with other keys, lists of tensors) into such."""
+`booster_runtime.state.encode_json` turns other plain values (tuples, other dicts, lists of tensors) into such."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class ParamGroup:
 
 
 class StateAdapter(ABC):
-    """Lists the parts of the model's and the optimizer's tensors that lie on this rank.
+    """Lists the parts of the model's and the optimizer's tensors that this rank holds.
 
     One adapter serves one boosted model and, where there is one, its optimizer. Iterators are lazy where that saves
     memory: a caller copies out of ``shard.data`` (or into it) before it asks for the next shard, and keeps no
@@ -99,7 +99,7 @@ class StateAdapter(ABC):
 
     @abstractmethod
     def param_groups(self) -> Sequence[ParamGroup]:
-        """Return the optimizer's parameter groups by name, as far as they lie here.
+        """Return the optimizer's parameter groups by name, as far as this rank holds them.
 
         A rank that holds only some of the parameters (a pipeline stage) lists those; group ``i`` is the same group on
         every rank, and may be empty on some.
@@ -118,7 +118,7 @@ class StateAdapter(ABC):
         which this run keeps no master weights is taken as the parameter itself: `optimizer_shards` then lists the
         parameter's own storage (or a staging tensor copied in by `finish_load`) under the state ``"master"``.
 
-        What the arguments say of parameters that do not lie here is ignored. State that is listed although the
+        Entries of parameters that this rank does not hold are ignored. State that is listed although the
         checkpoint lacks it (masters, after a run without) is left alone by the reader; `finish_load` brings it up to
         date.
 

@@ -1,4 +1,4 @@
-"""One description of distributed state: which part of which tensor lies here.
+"""`TensorShard`: which part of which tensor this rank holds.
 
 Checkpoints, resharding, conversion, inspection, EMA and gradient access are all written once against
 `TensorShard`. Pure data and index arithmetic: no files, no process groups.
@@ -36,7 +36,7 @@ def box_numel(box: Box) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorShard:
-    """The part of one tensor of the user's model, or of its optimizer state, that lies on this rank.
+    """The part of one tensor of the user's model, or of its optimizer state, that this rank holds.
 
     A tensor may have several shards on one rank, as a fused q/k/v weight split over tensor parallel ranks has.
 
@@ -71,7 +71,7 @@ class TensorShard:
         if len(self.box) != len(self.global_shape) or any(
             not 0 <= start <= stop <= size for (start, stop), size in zip(self.box, self.global_shape, strict=True)
         ):
-            msg = f"Box {self.box} of '{self.key}' does not lie within a tensor of shape {self.global_shape}."
+            msg = f"Box {self.box} of '{self.key}' does not fit into a tensor of shape {self.global_shape}."
             raise ConfigError(msg)
         if self.flat is None:
             expected = box_shape(self.box)
@@ -79,7 +79,7 @@ class TensorShard:
             start, stop = self.flat
             if not 0 <= start <= stop <= box_numel(self.box):
                 numel = box_numel(self.box)
-                msg = f"Flat range {self.flat} of '{self.key}' does not lie within its box of {numel} elements."
+                msg = f"Flat range {self.flat} of '{self.key}' does not fit into its box of {numel} elements."
                 raise ConfigError(msg)
             expected = (stop - start,)
         if tuple(self.data.shape) != expected:

@@ -16,7 +16,7 @@ from booster_core.errors import BoosterError
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--batch", "number", type=click.IntRange(min=0), help="Which batch to draw.  [default: the last one]")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Where to write.  [default: RUN]")
-@click.option("--png", "as_png", is_flag=True, help="Write PNG beside SVG.")
+@click.option("--png", "as_png", is_flag=True, help="Write PNG in addition to SVG.")
 def command(*, run: Path, number: int | None, out: Path | None, as_png: bool) -> None:
     """Draw when each rank computed what in a batch, for every pipeline that left a record in the folder RUN.
 

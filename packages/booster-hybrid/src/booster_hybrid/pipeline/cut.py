@@ -3,7 +3,7 @@
 Each stage runs the model's own forward on the whole microbatch. Layers before its range pass their input through; its
 first layer gets the differentiable arguments that the stage before has sent, by name; the first layer after its range
 ends the forward, and its differentiable arguments are what this stage sends. Masks, position tables and the like are
-computed anew from the microbatch on each stage. What else later stages need goes along with these arguments; see
+recomputed from the microbatch on each stage. What else later stages need goes along with these arguments; see
 `booster_hybrid.pipeline.flow`.
 """
 
@@ -159,7 +159,7 @@ class StagedModel:
         model: The user's model; its layers get other forwards, and the parameters that no stage of this rank uses
             give their memory back.
         trace: What a dry run of it has seen.
-        stages: The stages that lie on this rank.
+        stages: The stages of this rank.
         dtype_of: Tells the format in which the run works with a parameter; ``None`` for that which it has.
         crossings: What each stage of the whole pipeline gets; ``None`` where nothing but layers' arguments is sent.
 
@@ -204,7 +204,7 @@ class StagedModel:
         for name, of_module in extras.items():
             handle = modules[name].register_forward_hook(
                 lambda _, __, output, name=name, extras=frozenset(of_module): self._on_return(name, extras, output),
-                prepend=True,  # others are to see what has been received
+                prepend=True,  # other hooks see what was received
             )
             for around in list(_prefixes(name))[1:]:
                 if around in position_of:
@@ -247,7 +247,7 @@ class StagedModel:
 
     @contextlib.contextmanager
     def activated(self, stage: int, received: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the layers act for one stage and one microbatch, in forward and where backward computes layers anew.
+        """Let the layers act for one stage and one microbatch, in forward and where backward recomputes layers.
 
         Args:
             stage: Number of the stage.
@@ -419,7 +419,7 @@ class _Refusal:
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         msg = (
-            f"{self._model} calls layer '{self._name}', which the dry run at `boost` did not, so that no stage is to "
-            "run it. Pass an `example_batch` like the batches that are run, or use `pp_size=1`."
+            f"{self._model} calls layer '{self._name}', which the dry run at `boost` did not, so that no stage "
+            "runs it. Pass an `example_batch` like the batches that are run, or use `pp_size=1`."
         )
         raise ConfigError(msg)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from booster_core.ranks import naming_missing_ranks
 from booster_hybrid.pipeline.example import to_device
 from booster_hybrid.pipeline.microbatches import join_outputs, num_samples, share_samples, split_batch
-from booster_hybrid.pipeline.random import stream_of
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import Work, make_schedule
+from booster_hybrid.random_streams import pipeline_stream
 from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
 from booster_runtime import collectives
 
@@ -41,7 +41,7 @@ class PipelineEngine:
         replica: The ranks that get the same batches: those of the pipeline, and of what else splits the model.
         data: The ranks that get different ones.
         coordinator: Carries errors to all ranks.
-        device: Where batches are to lie.
+        device: Where batches are moved.
         run_options: Further arguments of each `PipelineRun`.
     """
 
@@ -110,18 +110,23 @@ class PipelineEngine:
             )
             if optimizer is not None:
                 optimizer.begin_batch()
-            with stream_of(self.staged.model, self._index, self._device):
+            with pipeline_stream(self.staged.model, self._index, self._device):
                 run.run()
             if optimizer is not None:
                 backwards = [each for each in schedule.actions(self._index) if each.work is not Work.FORWARD]
                 optimizer.finish_batch(missing_rounds=(most - len(parts)) * (len(backwards) // len(parts)))
-            self._raise_together(run.error, optimizer)
+            error, outputs = run.error, None
+            if error is None and run.outputs:
+                try:
+                    outputs = join_outputs([run.outputs[index] for index in range(len(parts))], sizes)
+                except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+                    error = caught
+            self._raise_together(error, optimizer)
         result: dict[str, Any] = {}
         if return_loss:
             result["loss"] = torch.stack([*run.losses.values()]).sum() if run.losses else None
         if return_outputs:
-            ordered = [run.outputs[index] for index in range(len(parts))] if run.outputs else []
-            result["outputs"] = join_outputs(ordered, sizes) if ordered else None
+            result["outputs"] = outputs
         return result
 
     def _split_together(self, batches: Iterator[Any]) -> tuple[list[Any], list[int], int]:

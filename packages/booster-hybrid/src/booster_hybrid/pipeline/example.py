@@ -24,7 +24,7 @@ def example_batch(model: nn.Module, dataloader: DataLoader[Any] | None, given: A
     Args:
         model: The user's model.
         dataloader: Where batches come from; nothing is taken out of it: the first samples of its data set are read
-            beside it. One over an iterable data set is left alone.
+            directly. One over an iterable data set is left alone.
         given: A batch that the user has given for this, which wins.
 
     Raises:
@@ -36,14 +36,7 @@ def example_batch(model: nn.Module, dataloader: DataLoader[Any] | None, given: A
         return given
     dataset = None if dataloader is None else dataloader.dataset
     if dataloader is not None and not isinstance(dataset, IterableDataset) and len(dataset):  # type: ignore[arg-type]
-        # Reading a sample may draw random numbers, which the run must not notice.
-        before = random.getstate()
-        try:
-            with torch.random.fork_rng(devices=[]):
-                samples = [dataset[index] for index in range(min(_SAMPLES, len(dataset)))]  # type: ignore[index,arg-type]
-                return dataloader.collate_fn(samples) if dataloader.batch_sampler is not None else samples[0]
-        finally:
-            random.setstate(before)
+        return _collated(dataloader, _SAMPLES)
     dummy = getattr(model, "dummy_inputs", None)
     if dummy is not None and getattr(model, "main_input_name", "input_ids") in dummy:
         return dummy
@@ -57,6 +50,56 @@ def example_batch(model: nn.Module, dataloader: DataLoader[Any] | None, given: A
     raise ConfigError(msg)
 
 
+def check_entries(dataloader: DataLoader[Any] | None) -> None:
+    """Raise if a data loader's batches have tensors that are not for each sample: microbatches would cut them.
+
+    A vector of class weights may be as long as a batch, which does not show in the batch alone; so a batch of two
+    samples is compared with one of a single sample.
+
+    Args:
+        dataloader: As for `example_batch`.
+
+    Raises:
+        ConfigError: Naming the first such tensor.
+
+    Collective: none.
+    """
+    if dataloader is None or isinstance(dataloader.dataset, IterableDataset) or dataloader.batch_sampler is None:
+        return
+    try:
+        one, two = (_collated(dataloader, number) for number in (1, _SAMPLES))
+    except Exception:  # noqa: BLE001 - not every collator takes one sample
+        return
+    first_dims = [
+        {
+            pytree.keystr(path): leaf.shape[0]
+            for path, leaf in pytree.tree_flatten_with_path(each)[0]
+            if isinstance(leaf, torch.Tensor) and leaf.dim()
+        }
+        for each in (one, two)
+    ]
+    for path, length in first_dims[1].items():
+        if first_dims[0].get(path) == length > 1:
+            msg = (
+                f"The batch can't be split into microbatches: {path or 'it'} has {length} entries for {_SAMPLES} "
+                f"samples and {length} for 1. What is for all samples, such as class weights, belongs into the "
+                "criterion, or needs a first dimension of 1."
+            )
+            raise ConfigError(msg)
+
+
+def _collated(dataloader: DataLoader[Any], number: int) -> Any:
+    """Return a batch of the first samples of a data set; reading these may draw random numbers, which is undone."""
+    dataset: Any = dataloader.dataset
+    before = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            samples = [dataset[index] for index in range(min(number, len(dataset)))]
+            return dataloader.collate_fn(samples) if dataloader.batch_sampler is not None else samples[0]
+    finally:
+        random.setstate(before)
+
+
 def _dummy_image(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """Return an image of the size that a vision model of transformers is configured for."""
     config = getattr(model, "config", None)
@@ -68,7 +111,7 @@ def _dummy_image(model: nn.Module) -> dict[str, torch.Tensor] | None:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch whose tensors lie on a device.
+    """Return a batch with its tensors on a device.
 
     Collective: none.
     """

@@ -1,4 +1,4 @@
-"""What crosses from stage to stage beside the arguments of layers: found in the autograd graph of a dry run.
+"""What stages send each other in addition to the arguments of layers: found in the autograd graph of a dry run.
 
 A model's outputs, or its later layers, may depend on earlier layers in other ways than through what one layer passes to
 the next: a decoder's model returns the encoder's last state, too. Such a value is sent along where some module outside
@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.containers import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,13 +35,13 @@ class Extra:
             where hooks see what it returns.
         call: Which of its calls in one forward.
         path: Where in what it returns.
-        place: How many layers had been called when it returned.
+        position: How many layers had been called when it returned.
     """
 
     module: str
     call: int
     path: str
-    place: int
+    position: int
 
     @property
     def index(self) -> int | None:
@@ -104,15 +105,15 @@ class Flow:
         self._gates.append({gate.grad_fn for gate in gates.values()})
         return gates
 
-    def leave_module(self, name: str, call: int, place: int, output: Any) -> None:
+    def leave_module(self, name: str, call: int, position: int, output: Any) -> None:
         """Note what a module returned."""
         for path, tensor in tensors_in(output).items():
             if tensor.grad_fn is not None:
-                self._made.setdefault(_edge(tensor), Extra(name, call, path, place))
+                self._made.setdefault(_edge(tensor), Extra(name, call, path, position))
 
     def end(self, output: Any) -> None:
         """Note what the model returned."""
-        self._results = {path: _edge(tensor) for path, tensor in tensors_in(output).items()}
+        self._results = {path: _edge(tensor) for path, tensor in tensors_of(output) if tensor.requires_grad}
 
     def crossings(
         self,
@@ -142,22 +143,22 @@ class Flow:
             if stage == 0:
                 found.append(Crossing(()))
                 break
-            starts = {f"its extra '{each.name}'": edge_of[each] for each in needed if each.place > first}
+            starts = {f"its extra '{each.name}'": edge_of[each] for each in needed if each.position > first}
             if stage == len(ranges) - 1:
                 starts.update({f"output {path or '(all)'}": edge for path, edge in self._results.items()})
             else:
                 entries, known = self._entries[last], given(stage, last)
                 wanted = entries.keys() - known - _covered(entries, {edge_of[each] for each in needed})
                 starts.update({f"argument '{name}' of layer {last}": entries[name] for name in sorted(wanted)})
-            needed = {each for each in needed if each.place <= first}
+            needed = {each for each in needed if each.position <= first}
             needed |= self._needed(starts, first, lambda name, stage=stage: is_held(stage, name), what)  # type: ignore[misc]
             edges = {edge_of[each] for each in needed}
             carried = tuple(name for name in self._entries[first] if name not in _covered(self._entries[first], edges))
-            found.append(Crossing(carried, tuple(sorted(needed, key=lambda each: (each.place, each.name)))))
+            found.append(Crossing(carried, tuple(sorted(needed, key=lambda each: (each.position, each.name)))))
         return tuple(reversed(found))
 
     def _needed(self, starts: Mapping[str, _Edge], cut: int, is_held: Callable[[str], bool], what: str) -> set[Extra]:
-        """Return what a stage needs from before its first layer, beside this layer's arguments."""
+        """Return what a stage needs from earlier stages, other than the arguments of its first layer."""
         lost = self._lost(starts.values(), self._gates[cut], is_held)
         extras: set[Extra] = set()
         missing: dict[str, str] = {}
@@ -169,7 +170,7 @@ class Flow:
                     continue
                 seen.add(edge)
                 made = self._made.get(edge)
-                if made is not None and made.place <= cut:
+                if made is not None and made.position <= cut:
                     extras.add(made)
                     continue
                 name = self._parameter(edge[0])

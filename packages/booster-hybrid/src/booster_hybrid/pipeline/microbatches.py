@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.containers import fields_of, hides_tensors, with_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,12 +22,18 @@ def num_samples(batch: Any) -> int:
             belong to all samples; so do tensors whose first dimension is 1.
 
     Raises:
-        ConfigError: If it has no tensors, or they are of different lengths.
+        ConfigError: If it has no tensors, they are of different lengths, or an object hides some.
     """
+    leaves = pytree.tree_flatten_with_path(batch)[0]
+    for path, leaf in leaves:
+        if hides_tensors(leaf):
+            msg = (
+                f"The batch can't be split into microbatches: {pytree.keystr(path) or 'it'} is a "
+                f"`{type(leaf).__name__}` that holds tensors. Pass tensors in dicts, lists and tuples."
+            )
+            raise ConfigError(msg)
     shapes = {
-        pytree.keystr(path): tuple(leaf.shape)
-        for path, leaf in pytree.tree_flatten_with_path(batch)[0]
-        if isinstance(leaf, torch.Tensor) and leaf.dim()
+        pytree.keystr(path): tuple(leaf.shape) for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()
     }
     lengths = {shape[0] for shape in shapes.values()}
     if len(lengths) > 1:
@@ -94,7 +101,20 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     Returns:
         In the same form: tensors with an entry per sample put together, other floating tensors averaged over samples;
         what is no tensor is that of the first microbatch if it is a plain value, else (a cache) ``None``.
+
+    Raises:
+        ConfigError: If all of it is an object of a class that can't be opened.
     """
+    if pytree.tree_is_leaf(outputs[0]) and fields_of(outputs[0]) is None and hides_tensors(outputs[0]):
+        msg = (
+            f"The model's outputs of class `{type(outputs[0]).__name__}` can't be joined over microbatches. Return "
+            "tensors in a dict, list, tuple or dataclass, or leave `return_outputs` out."
+        )
+        raise ConfigError(msg)
+    return _joined_nest(outputs, sizes)
+
+
+def _joined_nest(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     flat = [pytree.tree_flatten(each) for each in outputs]
     leaves = [_joined([leaves[index] for leaves, _ in flat], sizes) for index in range(len(flat[0][0]))]
     return pytree.tree_unflatten(leaves, flat[0][1])
@@ -102,6 +122,11 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = values[0]
+    fields = [fields_of(value) for value in values]
+    if fields[0] is not None:
+        return with_fields(
+            first, {name: _joined_nest([(each or {})[name] for each in fields], sizes) for name in fields[0]}
+        )
     if not isinstance(first, torch.Tensor):
         return first if isinstance(first, (bool, int, float, str, type(None))) else None
     tensors = [value.detach() for value in values]

@@ -53,7 +53,7 @@ def check_sendable(tensor: Tensor, what: str) -> None:
     """Raise if a tensor can't be sent; where it is made, as a sender that raises keeps others waiting.
 
     Args:
-        tensor: What is to be sent.
+        tensor: What is sent.
         what: What it is called in errors.
 
     Raises:
@@ -128,7 +128,7 @@ class Link:
         index: This rank's position among them.
         upward: Process group of messages to ranks of a higher position.
         downward: Process group of messages to ranks of a lower position.
-        device: Where tensors lie.
+        device: The device of the tensors.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class PipelineRecord:
     """Notes the times of one rank's actions.
 
     Args:
-        folder: Where ``pipeline-rank0.jsonl`` and its like are to lie; made where it is not there.
+        folder: Where ``pipeline-rank0.jsonl`` and its like are written; made if it does not exist.
         rank: This rank, in the world.
         index: Its position in its pipeline.
         pipeline: Which of the world's pipelines it works in.

@@ -157,7 +157,7 @@ class PipelineRun:
 
     @contextlib.contextmanager
     def _acting_for(self, key: tuple[int, int], received: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the model act for a stage and a microbatch, in forward and where backward computes layers anew."""
+        """Let the model act for a stage and a microbatch, in forward and where backward recomputes layers."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._staged.activated(key[0], received))
             if self._split is not None and key in self._pending:

@@ -68,7 +68,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which stages lie on which rank.
+    """Which rank has which stages.
 
     Args:
         num_ranks: Ranks of the pipeline.
@@ -109,7 +109,7 @@ class Schedule:
     """What every rank does in one batch, in which order.
 
     Args:
-        placement: Which stages lie where.
+        placement: Which rank has which stages.
         num_microbatches: Parts of the batch.
         events: Each rank's actions, with the times that they have if all work takes as long as `COSTS` says.
     """

@@ -1,4 +1,4 @@
-"""What lies on which rank of a pipeline: layers, and parameters and buffers around them, some of them several times.
+"""Which rank of a pipeline holds which layers, parameters and buffers; several ranks may hold one.
 
 All of it follows from the dry run, so that every rank knows it of every other.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageMap:
-    """Where a model's tensors lie along the pipeline.
+    """Which ranks of a pipeline hold a model's tensors.
 
     Args:
         ranges: The layers of each stage.
@@ -50,12 +50,12 @@ class StageMap:
 
     @classmethod
     def of(cls, model: nn.Module, trace: Trace, placement: Placement, asked: Sequence[int] | None) -> StageMap:
-        """Return where the tensors of a model will lie.
+        """Return which ranks will hold the tensors of a model.
 
         Args:
             model: The user's model, whole.
             trace: What a dry run of it has seen.
-            placement: Which stages lie on which rank.
+            placement: Which rank has which stages.
             asked: Number of layers of each stage; ``None`` shares them out.
 
         Raises:
@@ -146,8 +146,8 @@ class StagePlan:
 
     Args:
         trace: What a dry run of the model has seen.
-        placement: Which stages lie on which rank.
-        stages: What lies where.
+        placement: Which rank has which stages.
+        stages: Which rank holds which tensors.
         crossings: What each stage gets from the one before.
     """
 
@@ -158,7 +158,7 @@ class StagePlan:
 
     @classmethod
     def of(cls, model: nn.Module, trace: Trace, crossings: tuple[Crossing, ...], config: PipelineConfig) -> StagePlan:
-        """Return how a model is to be cut.
+        """Return how a model is cut.
 
         Args:
             model: The user's model, whole.

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
-from booster_hybrid.pipeline.draws import FixedDraws
 from booster_hybrid.pipeline.flow import Flow
+from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.tensor_parallel.split import is_repeated
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def named_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names; those that ``**kwargs`` takes stand beside the others."""
+    """Return the arguments of a call by their names; those that ``**kwargs`` takes are among the others."""
     signature = inspect.signature(function)
     named: dict[str, Any] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
@@ -124,6 +124,17 @@ def taken_by(model: nn.Module, batch: Any) -> Any:
 def is_carried(value: Any) -> bool:
     """Return whether an argument has to come from the stage before: it has a gradient."""
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def is_plain_output(output: Any) -> bool:
+    """Return whether a layer returned a tensor, or a plain tuple that begins with one."""
+    return isinstance(output[0] if type(output) is tuple and output else output, torch.Tensor)
+
+
+def shown_output(output: Any) -> str:
+    """Return what a layer returned, for messages."""
+    first = f" that begins with `{type(output[0]).__name__}`" if type(output) is tuple and output else ""
+    return f"`{type(output).__name__}`{first}"
 
 
 def trace_layers(model: nn.Module, lists: Sequence[str], batch: Any) -> Trace:
@@ -286,9 +297,9 @@ class _Recorder:
             )
         finally:
             self._depth -= 1
-        if not isinstance(output, torch.Tensor) and type(output) is not tuple:
+        if not is_plain_output(output):
             msg = (
-                f"Layer '{name}' returns a `{type(output).__name__}`. Where a pipeline is cut, layers must return a "
+                f"Layer '{name}' returns a {shown_output(output)}. Where a pipeline is cut, layers must return a "
                 "tensor, or a plain tuple of which the first entry is one. Return one of these, or use `pp_size=1`."
             )
             raise ConfigError(msg)

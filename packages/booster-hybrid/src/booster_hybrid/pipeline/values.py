@@ -6,7 +6,8 @@ those of one process, as they were computed from what a layer of an earlier stag
 there. Labels pass from the inputs of each operation to its outputs, however a value gets from one to another: by a
 return, an attribute, a container. An argument of a stage's first layer that has the stage's label is sent to it, as
 arguments with a gradient are. What a stage receives has lost that stage's label. A label that is left on what a stage
-sends, or returns at the end, is a value that was never sent, and is refused.
+sends, reads, or returns at the end is a value that was never sent. The dry run is repeated then, with all that the
+layer or module which made it returns sent as well; where that does not remove the label, the value is refused.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.containers import tensors_of
 from booster_hybrid.pipeline.cut import given_names
-from booster_hybrid.pipeline.draws import FixedDraws
+from booster_hybrid.pipeline.flow import Extra
+from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.pipeline.trace import call_with, is_carried, named_arguments, replace_forward, run_dry, stand_ins
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_hybrid.pipeline.cut import StageRange
-    from booster_hybrid.pipeline.flow import Crossing, Extra
+    from booster_hybrid.pipeline.flow import Crossing
     from booster_hybrid.pipeline.trace import Trace
 
 _Label: TypeAlias = "Mapping[int, str]"
@@ -74,10 +77,11 @@ def add_values(
     """
     modules = dict(model.named_modules())
     found: tuple[Crossing, ...] = ()
+    sources: dict[str, set[int]] = {}
 
     def run(make: Callable[[Tensor], Tensor], example: Any) -> None:
         tensors = stand_ins(model, make)
-        values = _Values(type(model).__name__, trace, ranges, crossings)
+        values = _Values(type(model).__name__, trace, ranges, crossings, sources)
         for name, _ in model.named_parameters():
             missing = [stage.index for stage in ranges if not is_held(stage.index, name)]
             values.labels.put(tensors[name], dict.fromkeys(missing, f"parameter '{name}'"))
@@ -89,8 +93,48 @@ def add_values(
         nonlocal found
         found = tuple(values.crossings)
 
-    run_dry(model, batch, run, FixedDraws())
-    return found
+    while True:
+        try:
+            run_dry(model, batch, run, FixedDraws())
+        except _NotSentError as error:
+            name = _source(error.origin)
+            position = next((index for index, layer in enumerate(trace.layers) if layer.name == name), None)
+            has = [
+                stage.index
+                for stage in ranges[: error.stage]
+                if (stage.first <= position < stage.last if position is not None else is_held(stage.index, error.of))
+            ]
+            added = set(range(has[0] + 1, error.stage + 1)) if name in modules and name and has else set()
+            if added <= sources.get(name, set()):
+                raise ConfigError(str(error)) from None
+            sources.setdefault(name, set()).update(added)
+        else:
+            return found
+
+
+class _NotSentError(ConfigError):
+    """A stage needs a value that was not sent to it.
+
+    Args:
+        message: What to tell the user.
+        stage: The stage.
+        origin: What made the value; see `_Label`.
+    """
+
+    def __init__(self, message: str, stage: int, origin: str) -> None:
+        super().__init__(message)
+        self.stage, self.origin = stage, origin
+
+    @property
+    def of(self) -> str:
+        """Name of the layer or parameter that made the value."""
+        return self.origin.split("'")[1]
+
+
+def _source(origin: str) -> str:
+    """Return the name of the layer, or of the module with the parameter, that made a value."""
+    name = origin.split("'")[1]
+    return name if origin.startswith("layer") else name.rpartition(".")[0]
 
 
 class _Labels(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -171,8 +215,16 @@ class _Labels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Values:
     """The labels of one dry run, at the places where stages begin, end and exchange something."""
 
-    def __init__(self, model: str, trace: Trace, ranges: Sequence[StageRange], crossings: Sequence[Crossing]) -> None:
+    def __init__(
+        self,
+        model: str,
+        trace: Trace,
+        ranges: Sequence[StageRange],
+        crossings: Sequence[Crossing],
+        sources: Mapping[str, set[int]],
+    ) -> None:
         self._model, self._trace, self._ranges, self.crossings = model, trace, ranges, [*crossings]
+        self._sources = sources
         self.labels = _Labels(self._on_read)
         self._num_calls = 0
         self._inside: int | None = None
@@ -181,7 +233,7 @@ class _Values:
     @contextlib.contextmanager
     def watching(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Watch the calls of layers, and of modules whose outputs are sent."""
-        senders = {extra.module for crossing in self.crossings for extra in crossing.extras}
+        senders = {*self._sources, *(extra.module for crossing in self.crossings for extra in crossing.extras)}
         with contextlib.ExitStack() as stack:
             for position, layer in enumerate(self._trace.layers):
                 call = functools.partial(self._call_layer, position)
@@ -193,7 +245,7 @@ class _Values:
 
     def end(self, output: Any) -> None:
         """Look at what the model returned."""
-        for path, tensor in _tensors_of(output):
+        for path, tensor in tensors_of(output):
             self._check(len(self._ranges) - 1, tensor, f"output {path or '(all)'}")
 
     def _call_layer(
@@ -244,6 +296,8 @@ class _Values:
         values = []
         for path, leaf in leaves:
             key = pytree.keystr(path)
+            if isinstance(leaf, torch.Tensor) and name in self._sources:
+                self._send_return(Extra(name, call, key, self._num_calls))
             getting = [index for index, each in enumerate(self.crossings) if _holds(each.extras, name, call, key)]
             if isinstance(leaf, torch.Tensor) and getting:
                 self._check_sent(leaf, getting, f"what module '{name}' returns")
@@ -251,6 +305,15 @@ class _Values:
             else:
                 values.append(leaf)
         return pytree.tree_unflatten(values, form)
+
+    def _send_return(self, extra: Extra) -> None:
+        """Let the stages that need it be sent what a module returned."""
+        for index in self._sources[extra.module]:
+            crossing = self.crossings[index]
+            if extra.position <= self._ranges[index].first and not _holds(
+                crossing.extras, extra.module, extra.call, extra.path
+            ):
+                self.crossings[index] = dataclasses.replace(crossing, extras=(*crossing.extras, extra))
 
     def _send_more(self, stage: StageRange, arguments: Mapping[str, Any]) -> None:
         """Let a stage be sent those arguments of its first layer that it can't compute by itself."""
@@ -290,13 +353,15 @@ class _Values:
         if index in label:
             raise self._error(index, what, label[index])
 
-    def _error(self, index: int, what: str, origin: str) -> ConfigError:
+    def _error(self, index: int, what: str, origin: str) -> _NotSentError:
         first = self._trace.layers[self._ranges[index].first].name
-        return ConfigError(
+        return _NotSentError(
             f"{self._model} can't be cut before its layer '{first}': {what} depends on {origin}, which this "
             "stage has not got, by a value that stages don't send each other: one without a gradient (a mask, an "
             "index, a detached tensor), or in a container. Compute it from the batch outside of the layers, pass it "
-            "from layer to layer as an argument, or use `pp_size=1`."
+            "from layer to layer as an argument, or use `pp_size=1`.",
+            index,
+            origin,
         )
 
 
@@ -309,16 +374,3 @@ def _key(tensor: Tensor) -> int | None:
 
 def _holds(extras: Sequence[Extra], module: str, call: int, path: str) -> bool:
     return any((extra.module, extra.call, extra.path) == (module, call, path) for extra in extras)
-
-
-def _tensors_of(output: Any) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a model's output, also of an object of some class that is all of it."""
-    found = []
-    for path, leaf in pytree.tree_flatten_with_path(output)[0]:
-        if isinstance(leaf, torch.Tensor):
-            found.append((pytree.keystr(path), leaf))
-        elif leaf is output and (dataclasses.is_dataclass(leaf) or hasattr(leaf, "__dict__")):
-            found += [
-                (f".{name}{where}", each) for name, value in vars(leaf).items() for where, each in _tensors_of(value)
-            ]
-    return found

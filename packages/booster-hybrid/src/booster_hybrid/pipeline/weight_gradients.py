@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from booster_hybrid.tensor_parallel.linear import is_linear, is_transposed
+from booster_hybrid.tensor_parallel.kinds import is_linear, is_transposed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -162,7 +162,7 @@ class SplitBackward:
 
     @contextlib.contextmanager
     def using(self, pending: PendingGradients) -> Iterator[None]:
-        """Let the layers leave gradients in a store, in forward and where backward computes layers anew."""
+        """Let the layers leave gradients in a store, in forward and where backward recomputes layers."""
         before, self._pending = self._pending, pending
         try:
             yield
@@ -248,7 +248,7 @@ class _SplitForward:
         self._is_transposed = is_transposed(module)
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        # The only argument, whatever the layer calls it: who looks for its name is to ask the layer's class.
+        # The only argument, whatever the layer calls it: its name is that in the layer's class.
         (source,) = (*args, *kwargs.values())
         module: Any = self._module
         if not source.requires_grad:

@@ -83,7 +83,7 @@ class ModuleRule:
         groups: What counts the groups of units that need the same key/value head, as ``units`` does; ``None`` where
             each unit is a group. A group is left on one rank where there are as many groups as ranks, else the units of
             a group go to several.
-        is_shared: The units may lie on several ranks, where there are fewer groups than ranks: keys and values. Their
+        is_shared: Several ranks may hold the units, where there are fewer groups than ranks: keys and values. Their
             gradients are summed.
         num_blocks: Equal blocks of which the split dimension consists, such as 3 for fused q/k/v.
         blocks: The units of each block, where they differ: queries first, and then keys and values, which are shared

@@ -1,4 +1,4 @@
-"""Bloom: q, k and v of each head lie together, and position biases (ALiBi) are made for all heads at once."""
+"""Bloom: q, k and v of each head are adjacent, and position biases (ALiBi) are made for all heads at once."""
 
 from booster_hybrid.policy.base import ModuleRule, Style
 

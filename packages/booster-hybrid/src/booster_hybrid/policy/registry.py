@@ -22,7 +22,7 @@ FAMILIES = ("bert", "blip_2", "bloom", "falcon", "gpt2", "gptj", "opt", "sam", "
 
 
 def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, hooks: Any = None) -> ShardingPolicy:
-    """Return how a model is to be split.
+    """Return how a model is split.
 
     Args:
         model: The user's model.
@@ -32,13 +32,10 @@ def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, ho
     Raises:
         ConfigError: If there is none.
     """
-    if custom_policy is not None:
-        return custom_policy
+    given = given_policy(model, custom_policy, hooks)
+    if given is not None:
+        return given
     model = without_adapters(compiled_module(model) or model)
-    if hooks is not None:
-        found = hooks.sharding_policy(model_class=type(model))
-        if isinstance(found, ShardingPolicy):
-            return found
     own = _own(model)
     if own is None:
         own = read_plan(model)
@@ -51,6 +48,22 @@ def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, ho
         "docs/sharding-policies.md has a whole example."
     )
     raise ConfigError(msg)
+
+
+def given_policy(
+    model: nn.Module, custom_policy: ShardingPolicy | None = None, hooks: Any = None
+) -> ShardingPolicy | None:
+    """Return a policy that the user or a third party wrote for a model; ``None`` where there is none.
+
+    Args:
+        model: The user's model.
+        custom_policy: The user's own policy, which wins.
+        hooks: As for `policy_for`.
+    """
+    if custom_policy is not None or hooks is None:
+        return custom_policy
+    found = hooks.sharding_policy(model_class=type(without_adapters(compiled_module(model) or model)))
+    return found if isinstance(found, ShardingPolicy) else None
 
 
 def _layer_names(model: nn.Module) -> str:

@@ -4,7 +4,7 @@ from booster_hybrid.policy.base import ModuleRule, Style
 
 LAYERS = ("vision_encoder.layers",)
 WHOLE = LAYERS
-"""Its positions lie in a plane and are cut into windows, which is not how sequences are split."""
+"""Its positions form a plane and are cut into windows, which is not how sequences are split."""
 _DECODER = ("self_attn", "cross_attn_token_to_image", "cross_attn_image_to_token", "final_attn_token_to_image")
 RULES = (
     ModuleRule(

@@ -16,7 +16,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
-from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention, place_attention
+from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention, set_attention_context
 from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.mask import make_mask
 from booster_hybrid.sequence_parallel.positions import LogitsOfPositions, head_of
@@ -46,7 +46,7 @@ def split_sequences(
         lists: Names of the lists of its layers; those that it lacks are passed over.
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
-        tensor_size: Ranks over which attention heads are split besides.
+        tensor_size: Tensor parallel ranks, over which attention heads are split as well.
         parallel_output: Leave the logits of causal language models that are given labels split by positions.
 
     Raises:
@@ -138,7 +138,7 @@ def _install_attention(model: nn.Module, stacks: Sequence[tuple[Stack, Sequence[
     stack_of = {module: stack for stack, layers in stacks for layer in layers for module in layer.modules()}
     memo: dict[int, Any] = {}
     for module in model.modules():
-        place_attention(module, stack_of.get(module))
+        set_attention_context(module, stack_of.get(module))
         for name, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig):
                 own = copy.deepcopy(value, memo)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "booster_sequence_parallel"
 """What models that are split here have as ``config._attn_implementation``."""
-_PLACE = "_booster_sequence"
+_CONTEXT = "_booster_sequence"
 _REFUSED = ("output_attentions", "cache")
 
 
@@ -39,7 +39,7 @@ class _Options(TypedDict):
     dropout: float
 
 
-class AttentionPlace:
+class AttentionContext:
     """Where in a split model a module is that may attend, and what its running call is about.
 
     Layers may be computed again in backward without what is done before them, when other sequences have been underway.
@@ -68,8 +68,8 @@ class AttentionPlace:
         self.stack.note_masks(given.values())
 
 
-def place_attention(module: nn.Module, stack: Stack | None) -> None:
-    """Tell a module where it is, in place.
+def set_attention_context(module: nn.Module, stack: Stack | None) -> None:
+    """Tell a module which layers it is in; see `AttentionContext`.
 
     Args:
         module: Any module of a model that is split.
@@ -78,10 +78,10 @@ def place_attention(module: nn.Module, stack: Stack | None) -> None:
     Collective: none.
     """
     names = argument_names(module)
-    place = AttentionPlace(stack, names)
-    vars(module)[_PLACE] = place
+    context = AttentionContext(stack, names)
+    vars(module)[_CONTEXT] = context
     if stack is not None and not {*OTHER_STATES, "attention_mask", "mask"}.isdisjoint(names):
-        module.register_forward_pre_hook(place.note, with_kwargs=True)
+        module.register_forward_pre_hook(context.note, with_kwargs=True)
 
 
 @outside_of_graphs
@@ -106,14 +106,14 @@ def attention(
 
     Collective: the sequence parallel ranks, also in backward.
     """
-    place: AttentionPlace | None = vars(module).get(_PLACE)
-    if place is None:
+    context: AttentionContext | None = vars(module).get(_CONTEXT)
+    if context is None:
         msg = (
             f"A {type(module).__name__} has `_attn_implementation='{ATTENTION_NAME}'` but is in no model that was "
             "boosted with sequence parallelism. Set `config._attn_implementation = 'sdpa'`."
         )
         raise ConfigError(msg)
-    if place.stack is None:
+    if context.stack is None:
         return _alone(
             module,
             query,
@@ -125,20 +125,20 @@ def attention(
             is_causal=is_causal,
             **more,
         )
-    stack = place.stack
+    stack = context.stack
     asked = [name for name in _REFUSED if more.get(name) is not None and more[name] is not False]
     if asked:
         _refuse(f"asks its attention for '{asked[0]}'", stack)
     stack.num_attentions += 1
-    layout, key_layout = _layouts(query, key, attention_mask, place)
+    layout, key_layout = _layouts(query, key, attention_mask, context)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    causal = causal and not place.is_across
+    causal = causal and not context.is_across
     if torch.is_autocast_enabled(query.device.type):
         # As torch's own attention would, but before anything travels.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     bias = own_bias(more.get("position_bias"), stack, query.shape[1], query.shape[2], key_layout.length)
-    if bias is None and more.get("position_bias") is not None and not place.is_across:
+    if bias is None and more.get("position_bias") is not None and not context.is_across:
         # Between two sequences, models that have biases make zeros of them.
         _refuse("makes its attention's `position_bias` itself, for the positions of one rank,", stack)
     options = _Options(
@@ -158,13 +158,13 @@ def attention(
     return outputs.transpose(1, 2).contiguous(), None
 
 
-def _layouts(query: Tensor, key: Tensor, mask: Any, place: AttentionPlace) -> tuple[SequenceLayout, SequenceLayout]:
+def _layouts(query: Tensor, key: Tensor, mask: Any, context: AttentionContext) -> tuple[SequenceLayout, SequenceLayout]:
     """Return how the sequences are split of the queries and of the keys."""
-    stack = place.stack
+    stack = context.stack
     assert stack is not None, "modules outside of the layers attend alone"
     stack.resume(query.shape[2], [mask])
     layout = stack.layout(stack.length)
-    if not place.is_across:
+    if not context.is_across:
         key_layout = layout
     else:
         key_layout = stack.layout(mask.key_length if isinstance(mask, SequenceMask) else stack.key_length)

@@ -146,7 +146,7 @@ def gathered(local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tenso
     bounds, shapes = _parts(local.shape, layout)
     buffer = local.new_empty(bounds[-1])
     buffer[bounds[group.rank] : bounds[group.rank + 1]].view(shapes[group.rank]).copy_(local)
-    collectives.all_gather(buffer, bounds, group.group).wait()
+    group.all_gather(buffer, bounds).wait()
     parts = [buffer[bounds[rank] : bounds[rank + 1]].view(shape) for rank, shape in enumerate(shapes)]
     return layout.put_together(parts, 1)
 
@@ -166,7 +166,7 @@ def reduce_scattered(whole: Tensor, layout: SequenceLayout, group: TensorGroup) 
     for rank, shape in enumerate(shapes):
         source[bounds[rank] : bounds[rank + 1]].view(shape).copy_(layout.take(whole, 1, rank))
     own = whole.new_empty(shapes[group.rank])
-    collectives.reduce_scatter(source, bounds, own.view(-1), group.group).wait()
+    group.reduce_scatter(source, bounds, own.view(-1)).wait()
     return own
 
 
@@ -175,7 +175,7 @@ def _taken(whole: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
 
 
 def _parts(shape: Sequence[int], layout: SequenceLayout) -> tuple[list[int], list[torch.Size]]:
-    """Return where each rank's part lies in a flat buffer, and its shape."""
+    """Return the bounds of each rank's part in a flat buffer, and its shape."""
     shapes = [torch.Size((shape[0], length, *shape[2:])) for length in layout.lengths]
     return [0, *accumulate(each.numel() for each in shapes)], shapes
 
@@ -188,5 +188,5 @@ def _exchanged(source: Tensor, sent: Sequence[int], received: Sequence[int], gro
 
 def _summed(tensor: Tensor, group: TensorGroup) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
-    collectives.all_reduce(total, group=group.group).wait()
+    group.all_reduce(total).wait()
     return total

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.trace import is_plain_output, shown_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +40,23 @@ def lists_of_layers(model: nn.Module, lists: Sequence[str], mode: str) -> list[l
             msg = f"`{name}={dropped}` skips layers at random, also the first, where sequences are split. Set it to 0."
             raise ConfigError(msg)
     return [list(layers) for layers in found]
+
+
+def check_layer_output(layer: nn.Module, output: Any) -> None:
+    """Raise if a layer's hidden states can't be found in what it returned.
+
+    Raises:
+        ConfigError: If it is no tensor, or plain tuple that begins with one.
+
+    Collective: none.
+    """
+    if not is_plain_output(output):
+        msg = (
+            f"A layer of class `{type(layer).__name__}` returns a {shown_output(output)}. Where sequences are split, "
+            "layers must return a tensor, or a plain tuple of which the first entry is one. Return one of these, or "
+            "leave `sequence_parallelism_mode` out."
+        )
+        raise ConfigError(msg)
 
 
 def refuse_outputs_of_layers(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which positions of a sequence lie on which rank: arithmetic that needs no ranks.
+"""Which rank has which positions of a sequence: arithmetic that needs no ranks.
 
 Any length is split without padding: the first ranks have a position more. Under a causal mask late positions look at
 more than early ones do, so ring attention cuts a sequence into twice as many chunks as there are ranks, and a rank
@@ -40,7 +40,7 @@ class SequenceLayout:
 
     @cached_property
     def ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each rank the half-open ranges of positions that lie there, in increasing order."""
+        """For each rank the half-open ranges of its positions, in increasing order."""
         if not self.zigzag:
             return tuple((span,) for span in cut_units(self.length, self.size))
         chunks = cut_units(self.length, 2 * self.size)

@@ -1,6 +1,6 @@
 """`SequenceMask`: who may attend to whom in the whole sequence, as transformers' models say it, before it is a tensor.
 
-transformers' models make their masks through one interface, by the name of the attention that is to use them. Ours
+transformers' models make their masks through one interface, by the name of the attention that uses them. Ours
 keeps the rule (causal, sliding, packed, padded, ...) instead of a tensor, so that each rank makes what it needs.
 """
 
@@ -52,7 +52,7 @@ class SequenceMask:
         self.is_causal = self.rule is causal
         """Whether no query sees a later key; ``False`` may mean that it is not known."""
         self.is_plain = self.padding is None and self.rule in plain
-        """Whether that is all that there is to it."""
+        """Whether nothing else masks anything."""
 
     def whole(self) -> Tensor | None:
         """Return the mask of the whole sequences, shape ``(batch, 1, length, key length)``.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What both passes need besides tensors.
+    """What both passes need in addition to tensors.
 
     Args:
         layout: How the queries' sequence is split.

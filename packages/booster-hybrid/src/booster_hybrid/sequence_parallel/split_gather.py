@@ -15,16 +15,21 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.state import NamedTensors, compiled_module
+from booster_core.state import NamedTensors, compiled_module, named_modules
+from booster_hybrid.random_streams import SequenceStream
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
-from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.layers import (
+    check_layer_output,
+    lists_of_layers,
+    refuse_outputs_of_layers,
+)
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
-from booster_hybrid.sequence_parallel.random import RankStream
+from booster_hybrid.sequence_parallel.pointwise import PointwiseProbe
 from booster_hybrid.tensor_parallel.collectives import summed
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
-from booster_hybrid.tensor_parallel.names import ModelNames
+from booster_hybrid.tensor_parallel.module_names import ModuleNames
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
     from booster_hybrid.tensor_parallel.apply import TensorParallelModel
 
 
-class _Lengths:
+class SequenceLengths:
     """How long the sequences are of which a rank has a number of positions, also when a layer runs again later."""
 
     def __init__(self, size: int, rank: int) -> None:
@@ -50,6 +55,10 @@ class _Lengths:
         layout = SequenceLayout(length, self._size)
         self._length_of[layout.lengths[self._rank]] = self._length = length
         return layout
+
+    def here(self) -> int:
+        """Return the number of positions that layers have on this rank now."""
+        return SequenceLayout(self._length, self._size).lengths[self._rank]
 
     def in_backward_of(self, output: Any) -> None:
         """See to it that what is computed again of a layer knows how long its sequences are."""
@@ -114,11 +123,41 @@ def split_between_blocks(
     """
     model = compiled_module(model) or model
     stacks = lists_of_layers(model, lists, "split_gather")
+    model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
+    names = {module: name for name, _, module in named_modules(model)}
+    for layers, lengths in split_layers(model, stacks, group, alone, split):
+        for leaf in (block for layer in layers for block in _blocks(layer) if _is_leaf(block)):
+            what = f"'{names[leaf]}' of {type(model).__name__} ({type(leaf).__name__})"
+            PointwiseProbe(leaf, what, lengths.here, group)
+
+
+def split_layers(
+    model: nn.Module,
+    stacks: Sequence[Sequence[nn.Module]],
+    group: TensorGroup,
+    alone: ProcessGroup,
+    split: TensorParallelModel,
+) -> list[tuple[Sequence[nn.Module], SequenceLengths]]:
+    """Split the sequences of some layers, in place.
+
+    Args:
+        model: The user's model, its layers split already.
+        stacks: Lists of layers that run one after the other.
+        group: As for `split_between_blocks`.
+        alone: As for `split_between_blocks`.
+        split: As for `split_between_blocks`.
+
+    Returns:
+        The stacks, each with how long its sequences are.
+
+    Collective: none.
+    """
     names = NamedTensors.of(model).name_of
     done = split.splits.keys() | split.summed
-    model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
+    found = []
     for layers in stacks:
-        lengths, stream = _Lengths(group.size, group.rank), RankStream(group.rank)
+        lengths, stream = SequenceLengths(group.size, group.rank), SequenceStream(group.rank)
+        found.append((layers, lengths))
         kept: set[int] = set()
         for layer in layers:
             for block in _blocks(layer):
@@ -130,6 +169,12 @@ def split_between_blocks(
             hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after, always_call=True)
+    return found
+
+
+def _is_leaf(block: nn.Module) -> bool:
+    """Return whether a block was left as it is: it has no submodules, and no forward of ours."""
+    return "forward" not in vars(block) and not any(True for _ in block.children())
 
 
 def _blocks(layer: nn.Module) -> list[nn.Module]:
@@ -143,16 +188,16 @@ def _blocks(layer: nn.Module) -> list[nn.Module]:
 def _split_block(
     layer: nn.Module,
     block: nn.Module,
-    lengths: _Lengths,
-    stream: RankStream,
+    lengths: SequenceLengths,
+    stream: SequenceStream,
     group: TensorGroup,
     alone: ProcessGroup,
     adapters: Sequence[AdapterSum],
 ) -> set[int]:
     """Put a block's communication at its borders; return the parameters whose gradients come whole, by identity."""
     patched = {module: vars(module)["forward"] for module in block.modules() if "forward" in vars(module)}
-    if not patched and not any(True for _ in block.children()):
-        return set()  # a norm, a dropout: each position by itself
+    if _is_leaf(block):
+        return set()  # a norm, a dropout: each position by itself, which is checked in the first forward
     if not patched or not all(map(_is_plain, patched.values())):
         return _leave_as_it_is(block, lengths, stream, group)
     kept = set()
@@ -183,7 +228,7 @@ def _split_block(
     return kept
 
 
-def _leave_as_it_is(block: nn.Module, lengths: _Lengths, stream: RankStream, group: TensorGroup) -> set[int]:
+def _leave_as_it_is(block: nn.Module, lengths: SequenceLengths, stream: SequenceStream, group: TensorGroup) -> set[int]:
     """Give a block whole sequences, alike on all ranks; return its parameters, by identity."""
     block.register_forward_pre_hook(lambda *_: stream.draw_alike())  # or each would work on something else
     block.register_forward_hook(lambda *_: stream.draw_apart())
@@ -210,25 +255,25 @@ def _is_plain(forward: Any) -> bool:
 
 def _parent(layer: nn.Module, module: nn.Module) -> nn.Module:
     """Return the module whose forward calls a part of a layer, not counting adapters around it."""
-    names = ModelNames(layer)
+    names = ModuleNames(layer)
     return names.parent(_name(names, module))
 
 
 def _entry(layer: nn.Module, module: nn.Module) -> nn.Module:
     """Return what is given the input of a column-parallel layer: the block that it is in, or what is around it."""
-    names = ModelNames(layer)
+    names = ModuleNames(layer)
     name = _name(names, module)
     parent = names.parent(name)
     return names.outermost[name] if parent is layer else parent
 
 
-def _name(names: ModelNames, module: nn.Module) -> str:
+def _name(names: ModuleNames, module: nn.Module) -> str:
     return next(name for name, each in names.modules.items() if each is module)
 
 
 class _LayerHooks:
     def __init__(
-        self, lengths: _Lengths, stream: RankStream, group: TensorGroup, *, is_first: bool, is_last: bool
+        self, lengths: SequenceLengths, stream: SequenceStream, group: TensorGroup, *, is_first: bool, is_last: bool
     ) -> None:
         self._lengths, self._stream, self._group = lengths, stream, group
         self._is_first, self._is_last = is_first, is_last
@@ -249,10 +294,10 @@ class _LayerHooks:
     @outside_of_graphs
     def after(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Put the parts together after the last layer."""
-        del module
         self._stream.leave()
         if output is None:  # the layer has raised
             return output
+        check_layer_output(module, output)
         self._lengths.in_backward_of(output)
         if not self._is_last:
             return output
@@ -262,7 +307,7 @@ class _LayerHooks:
 class _Gathering:
     """Gives a block whole sequences in place of this rank's positions."""
 
-    def __init__(self, lengths: _Lengths, group: TensorGroup, *, is_replica: bool) -> None:
+    def __init__(self, lengths: SequenceLengths, group: TensorGroup, *, is_replica: bool) -> None:
         self._lengths, self._group, self._is_replica = lengths, group, is_replica
 
     @outside_of_graphs
@@ -279,7 +324,7 @@ class _Gathering:
 class _Scattering:
     """Leaves of a row-parallel layer's partial sums this rank's positions, summed."""
 
-    def __init__(self, lengths: _Lengths, group: TensorGroup) -> None:
+    def __init__(self, lengths: SequenceLengths, group: TensorGroup) -> None:
         self._lengths, self._group = lengths, group
 
     @outside_of_graphs
@@ -292,7 +337,7 @@ class _Scattering:
 class _Cutting:
     """Leaves of what all ranks have computed alike this rank's positions."""
 
-    def __init__(self, lengths: _Lengths, group: TensorGroup) -> None:
+    def __init__(self, lengths: SequenceLengths, group: TensorGroup) -> None:
         self._lengths, self._group = lengths, group
 
     @outside_of_graphs

@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
+from booster_hybrid.random_streams import SequenceStream
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
+from booster_hybrid.sequence_parallel.layers import check_layer_output
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import SequenceMask
-from booster_hybrid.sequence_parallel.random import RankStream
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Stack:
         self.mode, self.group, self.model_name = mode, group, model_name
         self.length, self.key_length = 0, 0
         self.num_attentions = 0
-        self.stream = RankStream(group.rank)
+        self.stream = SequenceStream(group.rank)
         self._length_of: dict[int, int] = {}
         self._cut: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
 
@@ -177,6 +178,7 @@ class LayerHooks:
         stack.stream.leave()
         if output is None:  # the layer has raised
             return None
+        check_layer_output(module, output)
         first = output[0] if isinstance(output, tuple) else output
         is_passed_through = bool(args) and first is args[0]  # a layer of another stage of a pipeline
         if not stack.num_attentions and not is_passed_through:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_hybrid.tensor_parallel.group import TensorGroup
-    from booster_hybrid.tensor_parallel.names import ModelNames
+    from booster_hybrid.tensor_parallel.module_names import ModuleNames
     from booster_hybrid.tensor_parallel.split import Split
 
 
@@ -70,12 +70,12 @@ class _VocabularyLookup:
         return looked_up(tokens, self._first, weight.shape[0], embed, self._group)
 
 
-def check_wrappers(names: ModelNames, targets: Iterable[str], size: int) -> None:
-    """Refuse what peft has put in the place of a layer that is to be split, with the layer somewhere inside of it.
+def check_wrappers(names: ModuleNames, targets: Iterable[str], size: int) -> None:
+    """Refuse what peft put in the place of a layer that the policy splits, with the layer somewhere inside.
 
     Args:
         names: The model's modules.
-        targets: Names of those that are to be split.
+        targets: Names of those that the policy splits.
         size: Number of tensor parallel ranks.
 
     Raises:
@@ -90,7 +90,7 @@ def check_wrappers(names: ModelNames, targets: Iterable[str], size: int) -> None
 
 
 def split_adapters(
-    names: ModelNames,
+    names: ModuleNames,
     splits: Mapping[str, Split],
     summed_names: set[str],
     group: TensorGroup,
@@ -183,7 +183,7 @@ def _like(split: Split, parameter: nn.Parameter, dim: int, name: str) -> Split:
 
 
 def _sum_gradients(
-    layer: nn.Module, base: nn.Module, names: ModelNames, summed_names: set[str], group: TensorGroup
+    layer: nn.Module, base: nn.Module, names: ModuleNames, summed_names: set[str], group: TensorGroup
 ) -> None:
     """Sum the gradients of adapters of a layer that is whole and works on split activations."""
     inside = {id(parameter) for parameter in base.parameters()}

@@ -16,17 +16,16 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module, without_adapters
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
+from booster_hybrid.random_streams import TensorStreams, draws
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
-from booster_hybrid.tensor_parallel.arguments import cut_arguments
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave, summed
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
-from booster_hybrid.tensor_parallel.heads import LocalCount
-from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_linear, is_transposed
+from booster_hybrid.tensor_parallel.heads import LocalCount, cut_arguments
+from booster_hybrid.tensor_parallel.kinds import is_linear, is_transposed
+from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward
 from booster_hybrid.tensor_parallel.logits import split_logits
-from booster_hybrid.tensor_parallel.names import ModelNames
+from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
-from booster_hybrid.tensor_parallel.streams import RandomStreams, draws
-from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +82,7 @@ class _Applier:
     def __init__(self, model: nn.Module, policy: ShardingPolicy, group: TensorGroup, *, parallel_output: bool) -> None:
         self._model, self._policy, self._group = model, policy, group
         self._parallel_output = parallel_output
-        self._names = ModelNames(model)
+        self._names = ModuleNames(model)
         self._modules, self._parameters = self._names.modules, self._names.parameters
         self._names_of = self._names.names_of
         self._done: dict[int, Split] = {}
@@ -139,7 +138,7 @@ class _Applier:
             if name in self._modules:
                 by_style[rule.style].append(self._names.outermost[name])
         device = next(iter(self._parameters.values())).device
-        RandomStreams(self._group, device).watch(self._model, by_style[Style.COLUMN], by_style[Style.ROW])
+        TensorStreams(self._group, device).watch(self._model, by_style[Style.COLUMN], by_style[Style.ROW])
 
     def _targets(self, rule: ModuleRule) -> list[str]:
         names = [*self._modules, *self._parameters]
@@ -368,7 +367,7 @@ def _summed_shares(gradient: Tensor, split: Split, group: TensorGroup) -> Tensor
     Collective: the group.
     """
     total = split.spread(gradient, owned_only=False)
-    collectives.all_reduce(total, group=group.group).wait()
+    group.all_reduce(total).wait()
     return split.take(total)
 
 

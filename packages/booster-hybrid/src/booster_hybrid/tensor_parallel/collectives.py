@@ -13,7 +13,6 @@ import torch
 
 from booster_core.errors import GradientError
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
-from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,7 +154,7 @@ def summed(tensor: Tensor, group: TensorGroup) -> Tensor:
     if total is tensor:
         # Autograd may hand one gradient to several nodes, and a saved output must stay what it was.
         total = tensor.clone()
-    collectives.all_reduce(total, group=group.group).wait()
+    group.all_reduce(total).wait()
     return total
 
 
@@ -173,7 +172,7 @@ def gathered_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> T
         own = rows[start : start + step]
         bounds = [0, *(own.shape[0] * end for end in itertools.accumulate(sizes))]
         buffer[bounds[group.rank] : bounds[group.rank + 1]].view(own.shape).copy_(own)
-        collectives.all_gather(buffer[: bounds[-1]], bounds, group.group).wait()
+        group.all_gather(buffer[: bounds[-1]], bounds).wait()
         parts = [
             buffer[first:last].view(-1, size) for first, last, size in zip(bounds, bounds[1:], sizes, strict=False)
         ]
@@ -202,7 +201,7 @@ def _summed_together(tensors: Sequence[Tensor], group: TensorGroup) -> list[Tens
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
         flat = torch.cat([tensors[index].reshape(-1) for index in places])
-        collectives.all_reduce(flat, group=group.group).wait()
+        group.all_reduce(flat).wait()
         for index, part in zip(places, torch.split(flat, [tensors[index].numel() for index in places]), strict=True):
             sums[index] = part.view(tensors[index].shape)
     return [sums[index] for index in range(len(tensors))]

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, NoReturn
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 
@@ -34,6 +38,27 @@ class TensorGroup:
         Collective: none.
         """
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def all_reduce(self, tensor: Tensor) -> collectives.Pending:
+        """Start summing a tensor over the ranks, in place; see `booster_runtime.collectives.all_reduce`.
+
+        Collective: the group.
+        """
+        return collectives.all_reduce(tensor, group=self.group)
+
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> collectives.Pending:
+        """Start filling a flat buffer with the ranks' slices; see `booster_runtime.collectives.all_gather`.
+
+        Collective: the group.
+        """
+        return collectives.all_gather(buffer, bounds, self.group)
+
+    def reduce_scatter(self, source: Tensor, bounds: Sequence[int], out: Tensor) -> collectives.Pending:
+        """Start summing flat buffers into a slice for each rank; see `booster_runtime.collectives.reduce_scatter`.
+
+        Collective: the group.
+        """
+        return collectives.reduce_scatter(source, bounds, out, self.group)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse to copy what is part of a model: a copy would not sum what its parts of layers give.

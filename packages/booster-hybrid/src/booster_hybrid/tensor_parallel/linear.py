@@ -22,7 +22,7 @@ from booster_hybrid.tensor_parallel.collectives import (
     scatter_last,
 )
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
-from booster_runtime import collectives
+from booster_hybrid.tensor_parallel.kinds import is_transposed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,20 +31,6 @@ if TYPE_CHECKING:
 
     from booster_hybrid.pipeline.weight_gradients import SplitBackward, Waiting
     from booster_hybrid.tensor_parallel.group import TensorGroup
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a linear layer keeps its weight as (inputs, outputs), as transformers' ``Conv1D`` does."""
-    return not isinstance(module, nn.Linear)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes a plain linear map, in either storage order."""
-    kind = type(module)
-    if kind.forward is nn.Linear.forward:
-        return isinstance(module, nn.Linear)
-    # Both compute the plain map, in code of their own.
-    return kind.__name__ in ("Conv1D", "FalconLinear") and kind.__module__.startswith("transformers.")
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -71,7 +57,7 @@ def _waits(waiting: Waiting | None, index: int) -> bool:
 def _now_or_later(
     product: Callable[[], Tensor], waiting: Waiting | None, index: int, *, is_wanted: bool
 ) -> Tensor | None:
-    """Return a parameter's gradient where autograd is to have it now; leave it for later where that waits."""
+    """Return a parameter's gradient for autograd, or defer it where it waits."""
     if waiting is not None and waiting.defer(index, product):
         return None
     return product() if is_wanted else None
@@ -130,7 +116,7 @@ class _Columns(torch.autograd.Function):
                     factor = weight.t() if siblings.is_transposed else weight
                     total = row @ factor if total is None else total.addmm_(row, factor)
         if total is not None:
-            pending = collectives.all_reduce(total, group=siblings.group.group)
+            pending = siblings.group.all_reduce(total)
         flat = None if source is None else source.reshape(-1, source.shape[-1])
         half = len(rows)
         products = [
@@ -262,7 +248,7 @@ class ColumnForward:
     Args:
         module: The layer, with its local weight.
         siblings: The layers that read its input, itself among them.
-        gathers: Lengths of the ranks' outputs where they are to be put together; ``None`` leaves them split.
+        gathers: Lengths of the ranks' outputs, to put them together; ``None`` leaves them split.
         group: The tensor parallel ranks.
 
     Attributes:
@@ -311,7 +297,7 @@ class _Row(torch.autograd.Function):
             outputs = nn.functional.linear(
                 source, weight.t() if transposed else weight, bias if group.rank == 0 else None
             ).contiguous()
-        collectives.all_reduce(outputs, group=group.group).wait()
+        group.all_reduce(outputs).wait()
         return not_a_view(outputs)
 
     @staticmethod

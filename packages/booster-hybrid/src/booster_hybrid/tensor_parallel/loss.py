@@ -26,7 +26,7 @@ _BLOCK_BYTES, _DEVICE_BLOCK_BYTES = 1 << 20, 1 << 26
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits and two numbers per token; the softmax is taken anew in backward, block by block."""
+    """Keeps the logits and two numbers per token; the softmax is recomputed in backward, block by block."""
 
     @staticmethod
     def forward(
@@ -58,7 +58,7 @@ class _CrossEntropy(torch.autograd.Function):
         own[2] = own[2].add_(of_label, alpha=1 - spread) if spread else of_label
         bounds = [rank * 3 * num_tokens for rank in range(group.size + 1)]
         collectives.all_gather(terms.view(-1), bounds, group.group).wait()
-        # Kept apart from the largest logit: beside a large one, their sum would lose the small differences.
+        # Kept apart from the largest logit: added to a large one they would lose the small differences.
         largest = terms[:, 0].amax(0)
         normalizer = (terms[:, 1] * (terms[:, 0] - largest).exp_()).sum(0).log_()
         ctx.spread, ctx.num_classes = spread, num_classes

@@ -1,9 +1,9 @@
-"""Which indices of a dimension lie on which tensor parallel rank: pure arithmetic.
+"""Which tensor parallel rank holds which indices of a dimension: pure arithmetic.
 
 A dimension consists of one or more blocks (a fused q/k/v projection has three), each of which is cut between units that
 must stay whole (attention heads). Units come in groups (the queries that use one key/value head): where there are at
 least as many groups as ranks, groups stay whole; where there are fewer, the ranks are shared out among the groups, the
-units of a group among its ranks, and blocks that are shared (keys and values) lie on each of these. What does not
+units of a group among its ranks, and blocks that are shared (keys and values) are on each of these. What does not
 divide goes to the first.
 """
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.state import NamedTensors, is_adapted, own_class
+from booster_core.state import NamedTensors, own_class
+from booster_runtime.adapted import is_adapted
 from booster_runtime.checkpoint.naming import SAFETENSORS, TORCH, FileNames
 from booster_runtime.checkpoint.parts import ModelPart
 from booster_runtime.checkpoint.view import ModelView

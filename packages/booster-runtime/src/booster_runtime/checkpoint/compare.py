@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from booster_core.checkpoint_io import LoadReport
-from booster_core.state import TensorMeta, tensor_references
+from booster_core.state import TensorMeta
+from booster_runtime.state.jsonable import tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -28,12 +28,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state import box_shape, pack, regions_of
+from booster_core.state import box_shape
 from booster_runtime.checkpoint.dcp_file import GROUPS, SHAPES, STATE
 from booster_runtime.checkpoint.dcp_table import read_table
 from booster_runtime.checkpoint.job import local_specs, merge_specs, sync_folder
 from booster_runtime.checkpoint.naming import MODEL, OPTIMIZER, FileNames
 from booster_runtime.checkpoint.parts import ModelPart, OptimizerInfo, OptimizerPart, Part
+from booster_runtime.state.regions import pack, regions_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,21 +17,12 @@ import torch
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state import (
-    Box,
-    TensorMeta,
-    box_numel,
-    box_shape,
-    encode,
-    intersect,
-    is_contiguous,
-    regions_of,
-    slices_of,
-    span_of,
-)
+from booster_core.state import Box, TensorMeta, box_numel, box_shape
 from booster_runtime.checkpoint.dcp_table import Slice, read_table
 from booster_runtime.checkpoint.formats import TensorFile
 from booster_runtime.checkpoint.raw import as_bytes, pread_into, read_strided
+from booster_runtime.state.jsonable import encode_json
+from booster_runtime.state.regions import intersect, is_contiguous, regions_of, slices_of, span_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -254,7 +245,7 @@ def _relative(box: Box, origin: Box) -> Box:
 def _encoded(others: dict[tuple[Any, ...], Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return a model's values that are not tensors, and put the tensors inside of them into ``tensors``."""
     named = {".".join(map(str, parts)): value for parts, value in others.items()}
-    return {name: encode(value, name, tensors) for name, value in named.items()}
+    return {name: encode_json(value, name, tensors) for name, value in named.items()}
 
 
 def _optimizer_info(others: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
@@ -265,10 +256,10 @@ def _optimizer_info(others: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
     for parts, value in others.items():
         if parts[0] == GROUPS and len(parts) == 3:
             groups.setdefault(int(parts[1]), {})[str(parts[2])] = (
-                value if parts[2] == "params" else encode(value, str(parts[2]))
+                value if parts[2] == "params" else encode_json(value, str(parts[2]))
             )
         elif parts[0] == STATE and len(parts) == 3:
-            scalars.setdefault(str(parts[1]), {})[str(parts[2])] = encode(value, str(parts[2]))
+            scalars.setdefault(str(parts[1]), {})[str(parts[2])] = encode_json(value, str(parts[2]))
         elif parts[0] == SHAPES:
             shapes = value
     ordered = [groups[index] for index in sorted(groups)]

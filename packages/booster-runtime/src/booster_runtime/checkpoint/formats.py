@@ -33,7 +33,7 @@ class Container(ABC):
         Args:
             path: The file; replaced if it exists.
             specs: The tensors, in the order of their values.
-            values: Other values to be kept: encoded JSON (`booster_core.state.jsonable`) by name.
+            values: Other values to be kept: encoded JSON (`booster_runtime.state.jsonable`) by name.
         """
 
     @abstractmethod

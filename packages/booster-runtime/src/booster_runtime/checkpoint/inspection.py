@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
-from booster_core.state import tensor_references
 from booster_runtime.checkpoint.convert import kinds_at
 from booster_runtime.checkpoint.index import read_index, read_json
 from booster_runtime.checkpoint.manifest import MANIFEST, Manifest
@@ -16,6 +15,7 @@ from booster_runtime.checkpoint.optimizer_check import read_optimizer_info
 from booster_runtime.checkpoint.source import Source
 from booster_runtime.checkpoint.steps import LATEST, LocalSteps, parse_name
 from booster_runtime.checkpoint.training_part import TENSORS, VALUES
+from booster_runtime.state.jsonable import tensor_references
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state import ParamGroup, TensorShard, decode, encode, full_box
+from booster_core.state import ParamGroup, TensorShard, full_box
 from booster_runtime.checkpoint.plan import natural_order
+from booster_runtime.state.jsonable import decode_json, encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -146,7 +147,7 @@ class ModelPart(Part):
         encoded = {}
         for name, value in self._adapter.extra_state().items():
             tensors: dict[str, torch.Tensor] = {}
-            encoded[name] = encode(value, name, tensors)
+            encoded[name] = encode_json(value, name, tensors)
             self._extra_tensors[name] = tensors
         shapes = {
             name: [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
@@ -215,12 +216,12 @@ class OptimizerInfo:
             "param_groups": [
                 {
                     "params": sorted(group.params, key=natural_order),
-                    **{key: encode(group.options[key], key) for key in sorted(group.options)},
+                    **{key: encode_json(group.options[key], key) for key in sorted(group.options)},
                 }
                 for group in self.groups
             ],
             "scalars": {
-                name: {state: encode(states[state], f"{name}/{state}") for state in sorted(states)}
+                name: {state: encode_json(states[state], f"{name}/{state}") for state in sorted(states)}
                 for name, states in sorted(self.scalars.items(), key=lambda item: natural_order(item[0]))
             },
             "param_shapes": {name: list(self.shapes[name]) for name in sorted(self.shapes, key=natural_order)},
@@ -243,12 +244,12 @@ class OptimizerInfo:
             groups = tuple(
                 ParamGroup(
                     params=tuple(group["params"]),
-                    options={key: decode(item) for key, item in group.items() if key != "params"},
+                    options={key: decode_json(item) for key, item in group.items() if key != "params"},
                 )
                 for group in content["param_groups"]
             )
             scalars = {
-                name: {state: decode(value) for state, value in states.items()}
+                name: {state: decode_json(value) for state, value in states.items()}
                 for name, states in content["scalars"].items()
             }
             shapes = {name: tuple(shape) for name, shape in content["param_shapes"].items()}
@@ -281,7 +282,7 @@ class OptimizerInfo:
             params = tuple(dict.fromkeys(name for group in present for name in group.params))
             options = present[0].options
             for group in present[1:]:
-                if group.options != options and encode(dict(group.options), "") != encode(dict(options), ""):
+                if group.options != options and encode_json(dict(group.options), "") != encode_json(dict(options), ""):
                     msg = f"Ranks disagree about parameter group {index}: {dict(options)} and {dict(group.options)}."
                     raise CheckpointError(msg)
             groups.append(ParamGroup(params=params, options=options))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.state import pack
+from booster_runtime.state.regions import pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

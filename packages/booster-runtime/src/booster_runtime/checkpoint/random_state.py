@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state import decode, encode
+from booster_runtime.state.jsonable import decode_json, encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ def capture_random_state(device: torch.device, name: str, tensors: dict[str, tor
     }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    return encode(states, name, tensors)
+    return encode_json(states, name, tensors)
 
 
 def restore_random_state(device: torch.device, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -46,7 +46,7 @@ def restore_random_state(device: torch.device, state: Any, tensors: Mapping[str,
 
     Collective: none.
     """
-    states = decode(state, tensors)
+    states = decode_json(state, tensors)
     try:
         python = states["python"]
         random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss_next"]))

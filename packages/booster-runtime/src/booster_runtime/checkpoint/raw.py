@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state import box_numel, box_shape, runs_of, slices_of
+from booster_core.state import box_numel, box_shape
+from booster_runtime.state.regions import runs_of, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from booster_core.state import Region, regions_of, unpack
+from booster_runtime.state.regions import Region, regions_of, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

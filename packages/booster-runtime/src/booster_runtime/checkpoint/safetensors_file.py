@@ -18,10 +18,11 @@ import torch
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state import TensorMeta, is_contiguous, span_of
+from booster_core.state import TensorMeta
 from booster_runtime.checkpoint.formats import Container, TensorFile
 from booster_runtime.checkpoint.naming import SAFETENSORS
 from booster_runtime.checkpoint.raw import as_bytes, pread_into, pwrite_from, read_strided
+from booster_runtime.state.regions import is_contiguous, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

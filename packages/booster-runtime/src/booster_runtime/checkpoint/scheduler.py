@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
-from booster_core.state import decode, encode
+from booster_runtime.state.jsonable import decode_json, encode_json
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -18,7 +18,7 @@ def scheduler_to_json(scheduler: LRScheduler) -> dict[str, Any]:
         CheckpointError: If something in its state has no JSON form.
     """
     state = _without_code(scheduler.state_dict())
-    return {"scheduler": type(scheduler).__name__, "state": encode(state, type(scheduler).__name__)}
+    return {"scheduler": type(scheduler).__name__, "state": encode_json(state, type(scheduler).__name__)}
 
 
 def scheduler_from_json(scheduler: LRScheduler, content: Any, where: str) -> None:
@@ -33,7 +33,7 @@ def scheduler_from_json(scheduler: LRScheduler, content: Any, where: str) -> Non
     if content["scheduler"] != type(scheduler).__name__:
         msg = f"'{where}' holds the state of a {content['scheduler']}; this scheduler is a {type(scheduler).__name__}."
         raise CheckpointError(msg)
-    scheduler.load_state_dict(_with_code_of(scheduler.state_dict(), decode(content["state"])))
+    scheduler.load_state_dict(_with_code_of(scheduler.state_dict(), decode_json(content["state"])))
 
 
 def _without_code(value: Any) -> Any:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, shorten
-from booster_core.state import decode, full_box, tensor_references
+from booster_core.state import full_box
 from booster_runtime.checkpoint.formats import TensorFile, open_tensor_file
 from booster_runtime.checkpoint.index import read_index
 from booster_runtime.checkpoint.naming import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
+from booster_runtime.state.jsonable import decode_json, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -260,7 +261,7 @@ class Source:
         for name in names:
             if name in self.values:
                 value = self.values[name]
-                found[name] = decode(value, {key: self.read_whole(key) for key in tensor_references(value)})
+                found[name] = decode_json(value, {key: self.read_whole(key) for key in tensor_references(value)})
             elif name in self.tensors:
                 found[name] = self.read_whole(name)
         return found

@@ -13,8 +13,9 @@ import torch
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state import Box, StateAdapter, TensorShard, box_numel, box_shape, decode, full_box, tensor_references
+from booster_core.state import Box, StateAdapter, TensorShard, box_numel, box_shape, full_box
 from booster_runtime.checkpoint.optimizer_check import read_optimizer_info
+from booster_runtime.state.jsonable import decode_json, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -109,7 +110,7 @@ class SourceAdapter(StateAdapter):
         if self._info is not None:
             return {}
         return {
-            name: decode(value, {key: self._source.read_whole(key) for key in tensor_references(value)})
+            name: decode_json(value, {key: self._source.read_whole(key) for key in tensor_references(value)})
             for name, value in self._source.values.items()
         }
 

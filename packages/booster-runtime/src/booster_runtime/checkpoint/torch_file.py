@@ -17,19 +17,12 @@ import torch
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state import (
-    TensorMeta,
-    box_shape,
-    decode,
-    encode,
-    is_contiguous,
-    slices_of,
-    span_of,
-    tensor_references,
-)
+from booster_core.state import TensorMeta, box_shape
 from booster_runtime.checkpoint.formats import Container, TensorFile
 from booster_runtime.checkpoint.naming import SAFETENSORS, TORCH
 from booster_runtime.checkpoint.raw import as_bytes, pread_into, read_strided
+from booster_runtime.state.jsonable import decode_json, encode_json, tensor_references
+from booster_runtime.state.regions import is_contiguous, slices_of, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,14 +55,14 @@ class TorchContainer(Container):
             content = torch.load(path, weights_only=True)
         tensors: dict[str, torch.Tensor] = {}
         for name, value in content.items():
-            encode(value, name, tensors)
+            encode_json(value, name, tensors)
         del values
         return {spec.key: _offset_of(tensors[spec.key]) for spec in specs}
 
 
 def _content(tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dict to save: tensors that belong to a value are inside of it."""
-    decoded = {name: decode(value, tensors) for name, value in values.items()}
+    decoded = {name: decode_json(value, tensors) for name, value in values.items()}
     inside = {key for value in values.values() for key in tensor_references(value)}
     return {**{key: tensor for key, tensor in tensors.items() if key not in inside}, **decoded}
 
@@ -131,7 +124,7 @@ class TorchFile(TensorFile):
         self._tensors = {}
         self.values = {}
         for name, value in content.items():
-            encoded = encode(value, str(name), self._tensors)
+            encoded = encode_json(value, str(name), self._tensors)
             if not isinstance(value, torch.Tensor):
                 self.values[str(name)] = encoded
         for name, tensor in self._tensors.items():

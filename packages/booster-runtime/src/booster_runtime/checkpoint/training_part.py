@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state import decode, encode, full_box, tensor_references
+from booster_core.state import full_box
 from booster_runtime.checkpoint.formats import open_tensor_file
 from booster_runtime.checkpoint.index import read_json
 from booster_runtime.checkpoint.naming import FileNames
 from booster_runtime.checkpoint.parts import Part, whole_shards
 from booster_runtime.checkpoint.random_state import capture_random_state, restore_random_state
 from booster_runtime.checkpoint.scheduler import scheduler_from_json, scheduler_to_json
+from booster_runtime.state.jsonable import decode_json, encode_json, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ class TrainingPart(Part):
         self._tensors: dict[str, torch.Tensor] = {}
         self._random = capture_random_state(objects.device, f"random/{rank}", self._tensors)
         extra_tensors: dict[str, torch.Tensor] = {}
-        self._extra = encode(extra, "extra", extra_tensors)
+        self._extra = encode_json(extra, "extra", extra_tensors)
         for name, tensor in extra_tensors.items():
             if type(tensor).__name__ == "DTensor" or tensor.layout != torch.strided or tensor.is_meta:
                 kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
@@ -65,7 +66,7 @@ class TrainingPart(Part):
         self._shared = {
             "lr_schedulers": [scheduler_to_json(scheduler) for scheduler in objects.schedulers],
             "loss_scaler": None if scaler is None else scaler.state_dict(),
-            "dataloader": None if loader is None else encode(_state_method(loader, "state_dict")(), "dataloader"),
+            "dataloader": None if loader is None else encode_json(_state_method(loader, "state_dict")(), "dataloader"),
         }
         self._step = step
         self._content: dict[str, Any] = {}
@@ -155,7 +156,7 @@ class SavedTraining:
         if objects.loss_scaler is not None and self._content["loss_scaler"] is not None:
             objects.loss_scaler.load_state_dict(self._content["loss_scaler"])
         if objects.dataloader is not None:
-            _state_method(objects.dataloader, "load_state_dict")(decode(self._content["dataloader"]))
+            _state_method(objects.dataloader, "load_state_dict")(decode_json(self._content["dataloader"]))
 
     def restore_random_state(self, device: torch.device, rank: int) -> None:
         """Put back this rank's random states; with another number of ranks, those of rank ``rank % saved``.
@@ -172,7 +173,7 @@ class SavedTraining:
         Collective: none.
         """
         value = self._content["extra"]
-        return decode(value, self._read(tensor_references(value)))
+        return decode_json(value, self._read(tensor_references(value)))
 
     def _read(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
         if not keys:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state import is_contiguous, regions_of, span_of
 from booster_runtime.checkpoint.formats import container_for
 from booster_runtime.checkpoint.naming import SAFETENSORS
 from booster_runtime.checkpoint.pieces import Bucket, Piece, fill_buckets, synchronize
 from booster_runtime.checkpoint.raw import as_bytes, pwrite_from, reserve, write_runs, write_strided
+from booster_runtime.state.regions import is_contiguous, regions_of, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""`Pending`: a collective that has been started and has to be waited for."""
+"""`Pending`: a collective that was started and must be waited for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ if TYPE_CHECKING:
 
 
 class Pending:
-    """A collective that has been started. `wait` ends it, and may be called again.
+    """A collective that was started. Call `wait` to complete it; further calls do nothing.
 
     Args:
-        works: What has to end.
+        works: Objects whose ``wait`` must return first.
         finish: Called once after that, on the waiting thread.
+        keep: Kept alive until `wait` has returned.
 
-    Buffers that take part must be left alone until `wait` has returned; the object keeps them alive.
+    Leave the buffers of the collective alone until `wait` has returned.
     """
 
     def __init__(self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None, keep: Any = None) -> None:
@@ -26,7 +27,7 @@ class Pending:
     def wait(self) -> None:
         """Return once the result is there.
 
-        Collective: none; the collective itself was entered when it was started.
+        Collective: none; the collective was entered when it was started.
         """
         works, self._works = self._works, []
         for work in works:

@@ -1,10 +1,11 @@
-"""Sums of what ranks have sent, in rank order, and in fp32 where the format is narrow."""
+"""Reductions of tensors from several ranks: in rank order, and in fp32 where the dtype is narrow."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from booster_core.precision import NARROW
 
@@ -14,20 +15,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK_NUMEL = 1 << 16
-"""Sums are taken in blocks of this many elements, so that what follows the first pass finds them in the cache."""
+"""Sums are computed in blocks of this many elements, which stay in the cache between passes."""
+
+SUMMED = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+COMBINED = (*SUMMED, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 
 
 def sum_into(out: Tensor, parts: Sequence[Tensor], *, scale: float, accumulate: bool) -> None:
-    """Write or add ``scale`` times the sum of parts, taken in their order.
+    """Write or add ``scale`` times the sum of the parts, added in their order.
 
     Args:
-        out: Receives the sum, any floating format.
-        parts: The terms, of ``out``'s shape and of one format.
+        out: Receives the sum. If its dtype is narrow, the sum is computed in fp32 and rounded once. May be one of the
+            parts, unless ``accumulate`` is set.
+        parts: The terms, of ``out``'s shape and of one dtype. Only one that is ``out`` is written.
         scale: Multiplies the sum.
         accumulate: Add to ``out`` instead of replacing it.
     """
     if out.dtype in NARROW:
-        total = parts[0].float()
+        total = parts[0].to(torch.float32, copy=True)
         for part in parts[1:]:
             total.add_(part)
         if scale != 1.0:
@@ -40,13 +45,36 @@ def sum_into(out: Tensor, parts: Sequence[Tensor], *, scale: float, accumulate: 
         for part in parts:
             out.add_(part, alpha=scale)
         return
-    if len(parts) > 1 and all(part.dtype == out.dtype for part in parts[:2]):
+    # The first two terms replace `out`, so a later term that is `out` is copied.
+    later = [part.clone() if part.data_ptr() == out.data_ptr() else part for part in parts[2:]]
+    if len(parts) > 1 and parts[0].dtype == parts[1].dtype == out.dtype:
         torch.add(parts[0], parts[1], out=out)
-        rest = parts[2:]
     else:
         out.copy_(parts[0])
-        rest = parts[1:]
-    for part in rest:
+        later = [*parts[1:2], *later]
+    for part in later:
         out.add_(part)
     if scale != 1.0:
         out.mul_(scale)
+
+
+def combine_into(out: Tensor, terms: Sequence[Tensor], op: Any) -> None:
+    """Write the reduction of all ranks' terms, which is the same bits on whichever rank computes it.
+
+    Args:
+        out: Receives the result; may be one of the terms.
+        terms: One tensor per rank, of ``out``'s shape and dtype.
+        op: ``SUM``, ``AVG``, ``MAX`` or ``MIN``.
+    """
+    if op in SUMMED:
+        sum_into(out, terms, scale=scale_of(op, len(terms)), accumulate=False)
+        return
+    total = terms[0].clone()
+    for term in terms[1:]:
+        torch.maximum(total, term, out=total) if op == dist.ReduceOp.MAX else torch.minimum(total, term, out=total)
+    out.copy_(total)
+
+
+def scale_of(op: Any, size: int) -> float:
+    """Return the factor that turns a sum over ``size`` ranks into the result of ``op``."""
+    return 1.0 / size if op == dist.ReduceOp.AVG else 1.0

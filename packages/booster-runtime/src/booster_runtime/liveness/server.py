@@ -2,66 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
-import selectors
 import socket
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from booster_runtime.liveness.verdicts import HOLD_SECONDS, Verdicts
-from booster_runtime.liveness.wire import (
-    FROM_MEMBERS,
-    MAX_HELLO_BYTES,
-    MAX_LINE_BYTES,
-    Lines,
-    Message,
-    encode,
-    is_unreachable,
-    keep_from_children,
-    outlast_interruptions,
-    say,
-)
+from booster_runtime.liveness.links import Link, RefusedError
+from booster_runtime.liveness.records import Record, parse_call
+from booster_runtime.liveness.sockets import describe_loss, keep_from_children, outlast_interruptions
+from booster_runtime.liveness.verdicts import Verdicts
+from booster_runtime.liveness.wire import MAX_LINE_BYTES, Message, encode, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from booster_runtime.liveness.records import Call
+
 _ANSWER_SECONDS = 2.0
+"""How long ranks may take to say where they are."""
+_NEWS_SECONDS = 1.0
+"""The same, where a rank has failed and the others are to hear of it."""
 _CLOSE_SECONDS = 1.0
+_TICK_SECONDS = 1.0
 _HELLO_SECONDS = 10.0
-"""How long somebody who has connected may take to say who it is."""
+"""How long a new connection may take to say who it is."""
 _MAX_UNKNOWN = 256
-"""Connections of which nobody knows whose they are; beyond that, the oldest is closed."""
-_MAX_OUTGOING_BYTES = 1 << 24
+"""New connections that have not said who they are, but at least two per rank; beyond that, the oldest is closed."""
 _MAX_SAID = 10
 _BACKLOG = 4096
-_READ = selectors.EVENT_READ
 
 
-class _Link:
-    """One connection, and the rank behind it once it has said hello."""
+class _Round:
+    """One question to all ranks where they are, shared by all that ask meanwhile."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.lines = Lines(FROM_MEMBERS, MAX_HELLO_BYTES)
-        self.rank: int | None = None
-        self.since = time.monotonic()
-        self.outgoing = bytearray()
-
-
-class _RefusedError(Exception):
-    """Somebody without the token, or a rank that is here already."""
-
-
-class _Question:
-    """A rank's question for everyone's progress, and the answers so far."""
-
-    def __init__(self, asker: int, deadline: float) -> None:
-        self.asker = asker
-        self.deadline = deadline
-        self.answers: dict[int, Message] = {}
+    def __init__(self, ranks: set[int]) -> None:
+        self.silent = ranks
+        self.askers: list[tuple[int, Call, tuple[int, ...] | None]] = []
+        self.lines: list[str] = []
+        self.tells_failure = False
 
 
 class Server:
@@ -70,34 +52,31 @@ class Server:
     Args:
         hosts: Host of each rank.
         token: What a member must know to be let in.
-        speakers_end_first: As for `Verdicts`.
+        addresses: Addresses of this host; the server listens at the first that can be bound.
         timeout_seconds: How long a rank that can't be reached is waited for.
 
     Raises:
-        OSError: If no port can be opened.
+        OSError: If no port can be opened at any of them.
     """
 
     def __init__(
-        self, hosts: Sequence[str], token: str, *, speakers_end_first: bool, timeout_seconds: float = 600.0
+        self, hosts: Sequence[str], token: str, addresses: Sequence[str], *, timeout_seconds: float = 600.0
     ) -> None:
         self._world_size = len(hosts)
         self._token = token.encode()
         self._timeout_seconds = timeout_seconds
-        self._unknown: dict[_Link, None] = {}
+        self._verdicts = Verdicts(hosts, timeout_seconds)
+        self._unknown: dict[Link, None] = {}
+        self._links: dict[int, Link] = {}
+        self._round: _Round | None = None
+        self._is_told = self._is_over = False
         self._num_said = 0
-        self._verdicts = Verdicts(hosts, speakers_end_first=speakers_end_first)
-        self._links: dict[int, _Link] = {}
-        self._questions: dict[int, _Question] = {}
-        self._num_questions = 0
-        is_one_host = len(set(hosts)) == 1
-        self._listener = socket.create_server(("127.0.0.1" if is_one_host else "", 0), backlog=_BACKLOG)
-        self._listener.setblocking(False)  # noqa: FBT003 - the socket module's only form
-        self.port: int = self._listener.getsockname()[1]
+        self._cause: str | None = None
+        self._listener = _listen(addresses)
+        self.address, self.port = self._listener.getsockname()[:2]
         keep_from_children(self._listener)
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._give_up)
         self._thread = threading.Thread(target=self._serve, name="booster monitor server", daemon=True)
 
     @property
@@ -111,205 +90,210 @@ class Server:
 
     def close(self) -> None:
         """Tell the members that the server ends normally, and end it."""
-        with contextlib.suppress(OSError):  # it may have ended already
-            self._wake_write.send(b"x")
+        with contextlib.suppress(RuntimeError):  # it may have ended already
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
 
-    def _serve(self) -> None:
-        cause = None
-        try:
-            while self._serve_once():
-                pass
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on, and is told that nobody watches it
-            cause = f"{type(error).__name__}: {error}"
-            say(
-                "Booster: the monitor has stopped; from now on a rank that dies is waited for until the time limit of "
-                f"{self._timeout_seconds:g} s. The cause:\n{traceback.format_exc()}"
-            )
-        finally:
-            gone = {str(rank): how for rank, how in self._verdicts.gone.items()}
-            for link in list(self._links.values()):
-                with contextlib.suppress(OSError, ValueError):
-                    link.connection.settimeout(_CLOSE_SECONDS)
-                    link.connection.sendall(
-                        bytes(link.outgoing) + encode({"type": "closing", "cause": cause, "gone": gone})
-                    )
-            for key in list(self._selector.get_map().values()):
-                with contextlib.suppress(OSError):
-                    key.fileobj.close()  # type: ignore[union-attr]
-            self._selector.close()
-            self._wake_write.close()
-
-    def _serve_once(self) -> bool:
-        """Handle what has come; return whether to go on."""
-        is_busy = self._verdicts.is_holding or self._questions
-        pause = HOLD_SECONDS / 10 if is_busy else _HELLO_SECONDS if self._unknown else None
-        for key, events in self._selector.select(pause):
-            if key.fileobj is self._wake_read:
-                return False
-            if key.fileobj is self._listener:
-                self._accept()
-                continue
-            if events & selectors.EVENT_WRITE:
-                self._flush(key.data)
-            if events & selectors.EVENT_READ:
-                self._read(key.data)
-        now = time.monotonic()
-        for link in [link for link in self._unknown if now - link.since >= _HELLO_SECONDS]:
-            self._drop(link, None)
-        self._send_all(self._verdicts.tick(now))
-        for number, question in list(self._questions.items()):
-            if now >= question.deadline or len(question.answers) == self._world_size:
-                self._answer(number)
-        return True
-
-    def _accept(self) -> None:
-        if len(self._unknown) >= _MAX_UNKNOWN:
-            self._drop(next(iter(self._unknown)), None)
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it has gone again, or there are no files left: not to be tried again without a pause
-            time.sleep(HOLD_SECONDS / 100)
-            return
-        link = _Link(connection)
-        try:
-            connection.setblocking(False)  # noqa: FBT003 - the socket module's only form
-            outlast_interruptions(connection, self._timeout_seconds)
-            keep_from_children(connection)
-        except OSError:  # it has gone again
-            connection.close()
-            return
-        self._selector.register(connection, selectors.EVENT_READ, link)
-        self._unknown[link] = None
-
-    def _read(self, link: _Link) -> None:
-        if link.connection.fileno() < 0:
-            return  # closed since the selector looked
-        try:
-            data = link.connection.recv(65536)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            self._drop(link, error)
-            return
-        try:
-            for message in link.lines.feed(data, lambda error: self._complain(link, error)):
-                if not self._handle(link, message):
-                    self._drop(link, None)
-                    return
-        except _RefusedError:
-            self._drop(link, None)
-            return
-        except Exception:  # noqa: BLE001 - an error of ours over one message must not end the watch over all
-            if link.rank is None:
-                self._drop(link, None)
-                return
-            self._complain(link, traceback.format_exc())
-        if not data:
-            self._drop(link, None)
-
-    def _complain(self, link: _Link, problem: object) -> None:
-        """Say that a rank has sent something that is left out of account: that is no reason to call it dead.
+    def _handle(self, link: Link, message: Message) -> None:
+        """Act on a message.
 
         Raises:
-            _RefusedError: If it was no rank.
+            RefusedError: If it comes from no rank of this run.
         """
-        if link.rank is None:
-            raise _RefusedError
+        kind, rank = message["type"], link.rank
+        if rank is None:
+            self._let_in(link, message)
+            return
+        if kind == "bye":
+            self._verdicts.left(rank)
+            link.close()
+        else:
+            record = Record.parse(message["record"])
+            if kind == "failed":
+                self._verdicts.failed(rank, message["text"], record)
+            elif kind == "ending":
+                self._verdicts.ending(rank, record)
+            else:
+                line = self._verdicts.here(rank, record, message.get("idle_seconds", 0.0), time.monotonic())
+                if line is not None:
+                    self._ask().lines.append(line)
+            if kind == "where":
+                self._question(rank, message)
+        self._heard(rank)
+
+    def _forget(self, link: Link, error: OSError | None) -> None:
+        """Forget a connection that has ended; a rank that said no goodbye is lost."""
+        self._unknown.pop(link, None)
+        if link.rank is not None:
+            self._links.pop(link.rank, None)
+            if not self._is_over:
+                self._verdicts.lost(link.rank, describe_loss(error, self._timeout_seconds))
+                self._heard(link.rank)
+
+    def _complain(self, text: str) -> None:
+        """Say what the monitor ignores, a few times at most."""
         self._num_said += 1
         if self._num_said <= _MAX_SAID:
-            say(f"Booster: the monitor ignores a message of rank {link.rank}: {problem}\n")
+            say(text)
 
-    def _drop(self, link: _Link, error: OSError | None) -> None:
-        """Forget a connection; if a rank was behind it that said no goodbye, it is lost."""
+    def _serve(self) -> None:
+        accepting = self._loop.create_task(self._accept())
+        accepting.add_done_callback(self._stop_accepting)
+        try:
+            self._tick()
+            self._loop.run_forever()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+            self._give_up(self._loop, {"exception": error})
+        self._is_over = True
+        accepting.cancel()
+        with contextlib.suppress(Exception):
+            self._loop.run_until_complete(self._say_goodbye())
+        self._listener.close()
+        self._loop.close()
+
+    async def _say_goodbye(self) -> None:
+        """Tell all members that nobody is watched any more."""
+        gone = {str(rank): how for rank, how in self._verdicts.gone.items()}
+        for link in [*self._links.values(), *self._unknown]:
+            if link.rank is not None:
+                link.send(encode({"type": "closing", "cause": self._cause, "gone": gone}))
+            link.close()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        await asyncio.sleep(0)
+        while self._links and time.monotonic() < deadline:  # noqa: ASYNC110 - until what is unsent has gone
+            await asyncio.sleep(0.01)
+
+    def _give_up(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say that nobody is watched any more, here and to all members."""
+        error = context.get("exception") or context.get("message")
+        self._cause = f"{type(error).__name__}: {error}"
+        trace = "".join(traceback.format_exception(error)) if isinstance(error, BaseException) else f"{error}\n"
+        say(
+            "Booster: the monitor has stopped; from now on a rank that dies is waited for until the time limit of "
+            f"{self._timeout_seconds:g} s. The cause:\n{trace}"
+        )
+        loop.stop()
+
+    async def _accept(self) -> None:
+        """Take connections in."""
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+                outlast_interruptions(connection, self._timeout_seconds)
+            except OSError:  # the other side has gone, or no more files can be opened: not again without a pause
+                await asyncio.sleep(0.01)
+                continue
+            keep_from_children(connection)
+            link = Link(connection, self._handle, self._forget, self._complain)
+            self._unknown[link] = None
+            await self._loop.connect_accepted_socket(link.itself, connection)
+            if len(self._unknown) > max(_MAX_UNKNOWN, 2 * self._world_size):
+                next(iter(self._unknown)).close()
+
+    def _stop_accepting(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._give_up(self._loop, {"exception": task.exception()})
+
+    def _tick(self) -> None:
+        """Do what is due without a message."""
+        now = time.monotonic()
+        for link in [link for link in self._unknown if now - link.since >= _HELLO_SECONDS]:
+            link.close()
+        self._verdicts.tick(now)
+        self._tell_failure()
+        self._loop.call_later(_TICK_SECONDS, self._tick)
+
+    def _let_in(self, link: Link, message: Message) -> None:
+        """Learn which rank a connection belongs to."""
+        if message["type"] != "hello" or not hmac.compare_digest(
+            message["token"].encode(errors="replace"), self._token
+        ):
+            raise RefusedError
+        rank = message["rank"]
+        if rank in self._links or not 0 <= rank < self._world_size:
+            raise RefusedError
+        link.rank = rank
+        link.lines.max_bytes = MAX_LINE_BYTES
         self._unknown.pop(link, None)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.connection)
-        link.connection.close()
-        if link.rank is not None and self._links.pop(link.rank, None) is not None:
-            how = "has died"
-            if error is not None and is_unreachable(error):
-                how = f"could not be reached for {self._timeout_seconds:g} s"
-            self._send_all(self._verdicts.lost(link.rank, how))
+        self._links[rank] = link
+        self._verdicts.joined(rank, message["pid"])
+        link.send(encode({"type": "welcome", "speaks": self._verdicts.speaks_without_server(rank)}))
+        if self._is_told:
+            link.send(encode({**self._verdicts.news(())[rank], "speaks": False}))
 
-    def _handle(self, link: _Link, message: Message) -> bool:
-        """Act on a message; return whether more may come.
+    def _question(self, rank: int, message: Message) -> None:
+        """Answer a rank that asks who has not come to a call, once all have said where they are."""
+        call = parse_call(message["call"])
+        assert call is not None, "a list"
+        ranks = message["ranks"]
+        members = None if ranks is None else tuple(sorted({int(r) for r in ranks} & set(range(self._world_size))))
+        self._ask(rank).askers.append((rank, call, members))
 
-        Raises:
-            _RefusedError: If it comes from no rank of this run.
-        """
-        kind = message["type"]
-        if link.rank is None:
-            if kind != "hello" or not hmac.compare_digest(message["token"].encode(errors="replace"), self._token):
-                raise _RefusedError
-            rank = message["rank"]
-            if rank in self._links or not 0 <= rank < self._world_size:
-                raise _RefusedError
-            link.rank = rank
-            link.lines.max_bytes = MAX_LINE_BYTES
-            del self._unknown[link]
-            self._links[rank] = link
-            self._send_all(self._verdicts.joined(rank, message["pid"]))
-        elif kind == "failed":
-            self._send_all(
-                self._verdicts.failed(link.rank, message["text"], time.monotonic(), is_derived=message["is_derived"])
-            )
-        elif kind == "bye":
-            self._links.pop(link.rank, None)
-            self._send_all(self._verdicts.left(link.rank))
-            return False
-        elif kind == "ending":
-            self._send_all(self._verdicts.ending(link.rank, message["record"]))
-        elif kind == "waiting":
-            self._send_all(self._verdicts.waits(link.rank, message["record"], message["seconds"], time.monotonic()))
-        elif kind == "where":
-            self._ask(link.rank)
-        elif kind == "here" and message["question"] in self._questions:
-            self._questions[message["question"]].answers.setdefault(link.rank, message["record"])
-        return True
+    def _ask(self, asker: int | None = None) -> _Round:
+        """Ask every rank but one where it is, unless that is being done."""
+        if self._round is None:
+            self._round = _Round((self._verdicts.present & self._links.keys()) - {asker})
+            for rank in self._round.silent:
+                self._links[rank].send(_WHERE)
+            self._loop.call_later(_ANSWER_SECONDS, self._answer, self._round)
+        return self._round
 
-    def _ask(self, asker: int) -> None:
-        """Ask every rank how far it has come."""
-        self._num_questions += 1
-        question = _Question(asker, time.monotonic() + _ANSWER_SECONDS)
-        self._questions[self._num_questions] = question
-        for rank in range(self._world_size):
-            if rank not in self._links:
-                question.answers[rank] = {"gone": self._verdicts.gone.get(rank, "has not connected")}
-            elif rank in self._verdicts.gone:  # it waits for the others to end, too
-                question.answers[rank] = {"gone": self._verdicts.gone[rank]}
-            if rank in self._verdicts.final_counts:
-                question.answers[rank]["counts"] = self._verdicts.final_counts[rank]
-        for link in list(self._links.values()):
-            self._send(link, {"type": "where", "question": self._num_questions})
+    def _heard(self, rank: int) -> None:
+        """Note that a rank has said where it is, or is gone."""
+        self._tell_failure()
+        if self._round is not None:
+            self._round.silent.discard(rank)
+            if not self._round.silent:
+                self._loop.call_soon(self._answer, self._round)
 
-    def _answer(self, number: int) -> None:
-        question = self._questions.pop(number)
-        for rank in range(self._world_size):
-            question.answers.setdefault(rank, {"gone": "does not answer"})
-        if question.asker in self._links:
-            records = {str(rank): record for rank, record in question.answers.items()}
-            self._send(self._links[question.asker], {"type": "progress", "records": records})
+    def _tell_failure(self) -> None:
+        """Tell everybody of a failure, once all have said where they are."""
+        if self._verdicts.failure is None or self._is_told or self._ask().tells_failure:
+            return
+        asked = self._ask()
+        asked.tells_failure = True
+        self._loop.call_later(_NEWS_SECONDS if asked.silent else 0.0, self._answer, asked)
 
-    def _send_all(self, messages: Sequence[tuple[int, Message]]) -> None:
-        for rank, message in messages:
+    def _answer(self, asked: _Round) -> None:
+        """End a round: tell those that asked, and everybody where a rank has failed."""
+        if self._round is not asked:
+            return  # it has been answered
+        self._round = None
+        texts: dict[tuple[Call, tuple[int, ...] | None], str] = {}
+        for rank, call, members in asked.askers:
+            if (call, members) not in texts:
+                texts[call, members] = self._verdicts.missing(call, members, asked.silent)
+            ended = self._verdicts.ended(rank, call, members)
+            answer = {"type": "missing", "call": call, "missing": texts[call, members], "ended": ended}
             if rank in self._links:
-                self._send(self._links[rank], message)
+                self._links[rank].send(encode(answer))
+        if asked.lines:
+            say("\n".join([*asked.lines, f"Booster: last calls: {self._verdicts.places(asked.silent)}.\n"]))
+        if asked.tells_failure:
+            self._is_told = True
+            for rank, news in self._verdicts.news(asked.silent).items():
+                if rank in self._links:
+                    self._links[rank].send(encode(news))
 
-    def _send(self, link: _Link, message: Message) -> None:
-        """Send what the connection takes now; the rest follows when it takes more."""
-        link.outgoing += encode(message)
-        self._flush(link)
 
-    def _flush(self, link: _Link) -> None:
-        had_more = link.connection.fileno() >= 0 and self._selector.get_key(link.connection).events != _READ
-        # A connection that is broken is noticed where it is read.
-        with contextlib.suppress(OSError):
-            while link.outgoing:
-                del link.outgoing[: link.connection.send(link.outgoing)]
-        if len(link.outgoing) > _MAX_OUTGOING_BYTES:
-            self._complain(link, f"it has not read the last {len(link.outgoing)} bytes that it was sent")
-            link.outgoing.clear()
-        if link.connection.fileno() >= 0 and had_more != bool(link.outgoing):
-            events = _READ | selectors.EVENT_WRITE if link.outgoing else _READ
-            self._selector.modify(link.connection, events, link)
+_WHERE = encode({"type": "where"})
+
+
+def _listen(addresses: Sequence[str]) -> socket.socket:
+    """Return a socket that listens at the first of the addresses that is this host's.
+
+    Raises:
+        OSError: If none is.
+    """
+    problems = []
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            problems.append(f"{address}: {error}")
+            continue
+        listener.setblocking(False)  # noqa: FBT003 - the socket module's only form
+        return listener
+    msg = f"no port could be opened: {'; '.join(problems) or 'no address is known by which other hosts reach this one'}"
+    raise OSError(msg)

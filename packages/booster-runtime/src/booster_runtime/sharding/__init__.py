@@ -22,6 +22,7 @@ from booster_runtime.sharding.hosting import (
     piece_shard,
     whole_shard,
 )
+from booster_runtime.sharding.narrow import kept_as_they_are, working_dtypes
 from booster_runtime.sharding.ranks import RanksOfWorld, ShardingRanks, make_ranks, sharding_groups
 from booster_runtime.sharding.unreduced import raise_for_unused, refuse_all_gradients, refuse_gradient
 
@@ -41,6 +42,7 @@ __all__ = [
     "distinct_groups",
     "dtensor_shards",
     "is_cut",
+    "kept_as_they_are",
     "local_of",
     "make_ranks",
     "partition_for",
@@ -52,4 +54,5 @@ __all__ = [
     "send_first",
     "sharding_groups",
     "whole_shard",
+    "working_dtypes",
 ]

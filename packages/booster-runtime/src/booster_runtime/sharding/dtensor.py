@@ -1,7 +1,7 @@
 """State that lies in ``DTensor``s, of any placement on any mesh, as shards; and the adapter for plugins built on them.
 
 Parameters, gradients and optimizer state may be DTensors or plain tensors side by side: a plain one is held whole by
-every rank, and shares its ownership out as in `booster_core.state.replicated`.
+every rank, and shares its ownership out as in `booster_runtime.state.replicated`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state import NamedTensors, ReplicatedStateAdapter, TensorShard, balanced_shards
+from booster_core.state import NamedTensors, TensorShard
 from booster_runtime.sharding.placements import Split, local_boxes
+from booster_runtime.state.replicated import ReplicatedStateAdapter, balanced_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -10,7 +10,8 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import check_no_masters
-from booster_core.precision import NARROW, working_dtypes
+from booster_core.precision import NARROW
+from booster_runtime.sharding import working_dtypes
 from booster_zero.engine.shard import Format
 
 if TYPE_CHECKING:

@@ -5,18 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointError
-from booster_core.state import (
-    MASTER,
-    HolderRank,
-    JSONValue,
-    ParamGroup,
-    ReplicatedStateAdapter,
-    StateAdapter,
-    TensorMeta,
-    TensorShard,
-    flatten_state,
-)
+from booster_core.state import JSONValue, ParamGroup, StateAdapter, TensorMeta, TensorShard
 from booster_runtime.sharding import piece_shard, whole_shard
+from booster_runtime.state import MASTER, Replica, ReplicatedStateAdapter, flatten_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +30,7 @@ class ZeroStateAdapter(StateAdapter):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: ZeroOptimizer | None, coordinator: DistCoordinator | HolderRank
+        self, model: nn.Module, optimizer: ZeroOptimizer | None, coordinator: DistCoordinator | Replica
     ) -> None:
         self.replicated = ReplicatedStateAdapter(model, None, coordinator)
         self.optimizer = optimizer

@@ -1,0 +1,324 @@
+"""What `Booster.boost` returns in place of the user's optimizer.
+
+An `OptimizerWrapper` behaves as the optimizer inside: attributes are forwarded, and ``unwrap()`` returns the user's own
+object. A strategy subclasses it where its backward or step differs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from booster_core.errors import GradientError
+from booster_core.gradients.clip import clip_by_norm, clip_by_value
+from booster_core.gradients.norm import check_norm_arguments
+from booster_core.plugin.originals import guard_step
+from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
+from booster_core.ranks.progress import naming_missing_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor, nn
+
+    from booster_core.plugin.frozen import FrozenParameters
+    from booster_core.precision.policy import PrecisionPolicy
+
+
+def _shared(name: str) -> Any:
+    """Return a property that is an attribute of the optimizer inside, not a copy."""
+
+    def get(wrapper: OptimizerWrapper) -> Any:
+        return getattr(wrapper.optim, name)
+
+    def change(wrapper: OptimizerWrapper, value: Any) -> None:
+        setattr(wrapper.optim, name, value)
+
+    return property(get, change, doc=f"The ``{name}`` of the optimizer inside, not a copy.")
+
+
+class OptimizerWrapper(Optimizer):
+    """A boosted optimizer: a ``torch.optim.Optimizer`` to schedulers and to ``torch.amp``, that scales and clips.
+
+    It shares ``param_groups``, ``state`` and ``defaults`` with the optimizer inside, so that a scheduler made before
+    ``boost`` keeps steering it. Strategies with sharded state override `gradients`, `clip_gradients` and
+    `overflow_anywhere`.
+
+    Args:
+        optim: The optimizer inside.
+        precision: Precision of the run; decides on loss scaling.
+        after_step: Called with this optimizer and the metrics of each step (``skipped``, ``grad_norm`` where it was
+            computed, and ``loss_scale`` under fp16), where a hook asks for them.
+    """
+
+    frozen: FrozenParameters | None = None
+    """The parameters that a step would leave out if they were unfrozen; set by `Booster.boost`."""
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        *,
+        precision: PrecisionPolicy | None = None,
+        after_step: Callable[[Optimizer, dict[str, Any]], None] | None = None,
+    ) -> None:
+        # Optimizer.__init__ is not called: it would make groups and state of its own.
+        self.optim = optim
+        self._door = guard_step(optim)
+        scaled = precision is not None and precision.loss_scale is not None
+        self.loss_scaler = DynamicLossScaler(precision.loss_scale) if precision is not None and scaled else None
+        self._after_step = after_step
+        # Whether the gradients that are there have been divided by the loss scale.
+        self.is_unscaled = False
+        self._found_overflow = False
+        self._grad_norm: Tensor | None = None
+
+    def unwrap(self) -> Optimizer:
+        """Return the optimizer inside.
+
+        Collective: none.
+        """
+        return self.optim.unwrap() if isinstance(self.optim, OptimizerWrapper) else self.optim
+
+    # Read and set by schedulers, torch.amp and users.
+    param_groups: list[dict[str, Any]] = _shared("param_groups")
+    state: Any = _shared("state")
+    defaults: dict[str, Any] = _shared("defaults")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # while copying or unpickling
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the optimizer inside.
+
+        Collective: as the strategy's; none for replicated ones.
+        """
+        self.optim.add_param_group(param_group)
+
+    def listed_parameters(self) -> set[int]:
+        """Return the ids of the model's parameters that the groups list; strategies that step on others say which.
+
+        Collective: none.
+        """
+        return {id(parameter) for group in self.param_groups for parameter in group["params"]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer inside as this rank holds it; see `Booster.save_optimizer` for files."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the optimizer inside as this rank holds it; see `Booster.load_optimizer` for files."""
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Drop (or zero) all gradients.
+
+        Collective: none.
+        """
+        self.is_unscaled = False
+        self._found_overflow = False
+        self.optim.zero_grad(set_to_none)
+
+    def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
+        """Run backward from a loss, scaled where the precision asks for it.
+
+        Args:
+            loss: A scalar with a gradient.
+            inputs: As for ``Tensor.backward``: gradients go to these tensors only.
+            retain_graph: Keep the graph for another backward.
+
+        Raises:
+            TypeError: If ``loss`` is not a tensor.
+            GradientError: If ``loss`` is not a scalar or has no gradient.
+
+        Collective: every data parallel rank, in step, outside of ``no_sync``.
+        """
+        check_loss(loss)
+        if self.loss_scaler is not None:
+            self._rescale_gradients()
+            loss = loss.float() * self.loss_scaler.scale
+        with naming_missing_ranks("backward"):
+            loss.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that this rank holds and steps with."""
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def gradients_in_parts(self) -> Iterator[list[Tensor]]:
+        """Yield the gradients that this rank steps with; some at a time, for strategies that don't hold all at once."""
+        yield self.gradients()
+
+    def clip_grad_by_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - positional in the tutorials
+    ) -> Tensor:
+        """Scale all gradients so that their global norm is at most ``max_norm``, and return the norm before that.
+
+        Args:
+            max_norm: Largest global norm; 0 or more.
+            norm_type: Order of the norm; ``inf`` for the largest magnitude.
+            error_if_nonfinite: Raise where the norm is infinite or NaN. An overflow under a dynamic loss scale is not
+                an error: that step is skipped.
+
+        Returns:
+            A scalar tensor, the same on every rank: the norm over all parameters of the model, each counted once.
+
+        Raises:
+            ConfigError: If ``max_norm`` is negative or ``norm_type`` is not positive.
+            GradientError: If the norm is not finite and ``error_if_nonfinite`` is set.
+
+        Collective: every rank of the strategy's mesh, in step; none for replicated strategies.
+        """
+        check_norm_arguments(max_norm, norm_type)
+        with naming_missing_ranks("clip_grad_by_norm"):
+            self.unscale_gradients()
+            forbids = error_if_nonfinite and not self._found_overflow
+            self._grad_norm = self.clip_gradients(max_norm, norm_type, error_if_nonfinite=forbids)
+        return self._grad_norm
+
+    def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip the unscaled gradients by their global norm; sharded strategies name their groups here."""
+        return clip_by_norm(self.gradients(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clamp every element of the gradients to ``[-clip_value, clip_value]``.
+
+        Raises:
+            ConfigError: If ``clip_value`` is negative.
+
+        Collective: as `unscale_gradients`.
+        """
+        self.unscale_gradients()
+        for gradients in self.gradients_in_parts():
+            clip_by_value(gradients, clip_value)
+
+    def unscale_gradients(self) -> None:
+        """Divide the gradients by the loss scale, once a step, and note whether one overflowed on any rank.
+
+        Collective: every rank of the strategy's mesh for sharded strategies; none for replicated ones.
+        """
+        if self.loss_scaler is None or self.is_unscaled:
+            return
+        overflows = []
+        for gradients in self.gradients_in_parts():
+            overflows.append(any_nonfinite(gradients))
+            for gradient in gradients:
+                gradient.div_(self.loss_scaler.scale)
+        self._found_overflow = self.overflow_anywhere(any(overflows))
+        self.is_unscaled = True
+
+    def _rescale_gradients(self) -> None:
+        """Multiply unscaled gradients that are still there by the loss scale, so that backward may add to them."""
+        if self.loss_scaler is not None and self.is_unscaled:
+            for gradients in self.gradients_in_parts():
+                for gradient in gradients:
+                    gradient.mul_(self.loss_scaler.scale)
+        self.is_unscaled = False
+        self._found_overflow = False
+
+    def overflow_anywhere(self, overflow: bool) -> bool:  # noqa: FBT001 - a flag is all there is to pass
+        """Return whether a gradient overflowed on any rank; replicated gradients are equal everywhere."""
+        return overflow
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Update the parameters; under a dynamic loss scale, skip the update where a gradient overflowed.
+
+        Args:
+            closure: Re-evaluates the model, for optimizers that need it; not possible under a loss scale.
+
+        Returns:
+            What the optimizer inside returned.
+
+        Raises:
+            GradientError: If a closure is passed under a dynamic loss scale, or a parameter that was frozen at
+                ``boost`` would not be trained.
+
+        Collective: every rank of the strategy's mesh, in step.
+        """
+        if self.frozen is not None:
+            self.frozen.check(self)
+        if closure is not None and self.loss_scaler is not None:
+            msg = "An optimizer that needs a closure can't run under fp16's dynamic loss scale. Use 'bf16' or 'fp32'."
+            raise GradientError(msg)
+        with naming_missing_ranks("step"):
+            self.unscale_gradients()
+            result = None if self._found_overflow else self._update(closure)
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(overflow=self._found_overflow)
+        if self._after_step is not None:
+            self._after_step(self, self._metrics())
+        self._grad_norm = None
+        return result
+
+    def _update(self, closure: Callable[[], float] | None) -> Any:
+        """Update the parameters; only meanwhile may the optimizer inside step."""
+        before = self._door.is_open
+        self._door.is_open = True
+        try:
+            return self.update_parameters(closure)
+        finally:
+            self._door.is_open = before
+
+    def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step the optimizer inside; sharded strategies make gradients ready before and share parameters after."""
+        return self.optim.step(closure) if closure is not None else self.optim.step()
+
+    def _metrics(self) -> dict[str, Any]:
+        metrics: dict[str, Any] = {"skipped": self._found_overflow}
+        if self._grad_norm is not None:
+            metrics["grad_norm"] = self._grad_norm
+        if self.loss_scaler is not None:
+            metrics["loss_scale"] = self.loss_scaler.scale
+        return metrics
+
+
+def check_loss(loss: Any) -> None:
+    """Check that a loss can be run backward from.
+
+    Raises:
+        TypeError: If it is not a tensor.
+        GradientError: If it is not a scalar, or has no gradient.
+
+    Collective: none.
+    """
+    if not isinstance(loss, torch.Tensor):
+        msg = f"`backward` needs a scalar tensor; got `{type(loss).__name__}`. With transformers, pass `outputs.loss`."
+        raise TypeError(msg)
+    if loss.numel() != 1:
+        msg = (
+            f"`backward` needs a scalar loss; this one has shape {tuple(loss.shape)}. "
+            "Reduce it in the criterion, for example with `.mean()`."
+        )
+        raise GradientError(msg)
+    if not loss.requires_grad:
+        msg = (
+            "The loss has no gradient: nothing that it was computed from requires one. Compute it from the boosted "
+            "model's output, outside of `torch.no_grad()`, without `.detach()` or `.item()`."
+        )
+        raise GradientError(msg)
+
+
+def unscaled_gradient(parameter: nn.Parameter, optimizer: Optimizer | None) -> Tensor | None:
+    """Return a copy of a parameter's gradient with the optimizer's loss scale taken out; ``None`` where it has none.
+
+    Collective: none.
+    """
+    if parameter.grad is None:
+        return None
+    if isinstance(optimizer, OptimizerWrapper) and optimizer.loss_scaler is not None and not optimizer.is_unscaled:
+        return parameter.grad.detach() / optimizer.loss_scaler.scale
+    return parameter.grad.detach().clone()

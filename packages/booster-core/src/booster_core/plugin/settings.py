@@ -1,0 +1,103 @@
+"""The device and the precision of a run, from what `Booster` and its plugin were asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from booster_core.errors import ConfigError
+from booster_core.plugin.discovery import names_of_plugins
+from booster_core.plugin.interface import Plugin
+from booster_core.precision import PrecisionPolicy
+from booster_core.ranks.environments import detect
+
+
+def resolve_precision(asked: PrecisionPolicy | str | None, plugin: Plugin) -> PrecisionPolicy:
+    """Return the precision of a run.
+
+    Args:
+        asked: What Booster was asked for.
+        plugin: Its plugin, which may have been asked as well.
+
+    Raises:
+        ConfigError: If the two answers differ, or the plugin does not support the precision.
+
+    Collective: none.
+    """
+    own = None if plugin.precision is None else PrecisionPolicy.parse(plugin.precision)
+    given = None if asked is None else PrecisionPolicy.parse(asked)
+    if own is not None and given is not None and own != given:
+        msg = (
+            f"Precision was asked for twice with two answers: `mixed_precision={asked!r}` of Booster and "
+            f"`precision={plugin.precision!r}` of plugin '{plugin.name}'. Give it in one place."
+        )
+        raise ConfigError(msg)
+    policy = own or given or PrecisionPolicy(param_dtype=None)
+    supported = sorted({"fp32", "bf16", "fp16"} & {capability.value for capability in plugin.capabilities})
+    if policy.name not in supported:
+        msg = f"Plugin '{plugin.name}' does not support precision '{policy.name}'. It supports: {', '.join(supported)}."
+        raise ConfigError(msg)
+    return plugin.resolve_precision(policy)
+
+
+def check_device(asked: object, plugin: Plugin) -> torch.device | None:
+    """Return the device that was asked for; ``None`` where none was.
+
+    Raises:
+        TypeError: If it is no device.
+        ConfigError: If torch does not know it or does not have it, or the plugin does not run there.
+
+    Collective: none.
+    """
+    if asked is None:
+        return None
+    is_class = isinstance(asked, type) and issubclass(asked, Plugin)
+    if is_class or isinstance(asked, Plugin):
+        kind = asked.__name__ if isinstance(asked, type) else type(asked).__name__
+        what = f"the class `{kind}`, a plugin" if is_class else f"a `{kind}`, a plugin"
+        msg = f"`device` is {what}. Did you mean `Booster(plugin={kind}(...))`? The device is the first argument."
+        raise TypeError(msg)
+    if not isinstance(asked, (str, int, torch.device)):
+        msg = f"`device` is a device or its name, such as 'cpu'; got `{type(asked).__name__}`."
+        raise TypeError(msg)
+    try:
+        device = torch.device(asked)
+    except RuntimeError as cause:
+        if asked in names_of_plugins():
+            msg = f"`device={asked!r}` is the name of a plugin, not a device. Did you mean `Booster(plugin={asked!r})`?"
+        else:
+            msg = f"`device={asked!r}` is not a device that torch knows. Use for example 'cpu' or 'cuda'."
+        raise ConfigError(msg) from cause
+    if device.type == "cuda" and not torch.cuda.is_available():
+        msg = (
+            f"`device={asked!r}` needs a CUDA device, and torch {torch.__version__} sees none here. Use `device='cpu'`."
+        )
+        raise ConfigError(msg)
+    if not plugin.supports_device(device.type):
+        msg = f"Plugin '{plugin.name}' does not run on device type '{device.type}'."
+        raise ConfigError(msg)
+    return device
+
+
+def own_device(asked: torch.device | None, plugin: Plugin) -> torch.device:
+    """Return the device of this process; of several CUDA devices that of its local rank, current since the launch.
+
+    Raises:
+        ConfigError: If that is not known yet, or the plugin does not run on the CPU and there is no other device.
+
+    Collective: none.
+    """
+    if asked is None:
+        asked = torch.device("cuda" if torch.cuda.is_available() and plugin.supports_device("cuda") else "cpu")
+        if not plugin.supports_device(asked.type):
+            msg = f"Plugin '{plugin.name}' does not run on device type '{asked.type}'."
+            raise ConfigError(msg)
+    if asked.type != "cuda" or asked.index is not None:
+        return asked
+    num_started = 1 if torch.distributed.is_initialized() else detect().world_size
+    if num_started > 1:
+        msg = (
+            f"A launcher started {num_started} processes, and which CUDA device is this one's is not known yet. Call "
+            "`booster_core.launch()` before the device is used."
+        )
+        raise ConfigError(msg)
+    return torch.device("cuda", torch.cuda.current_device())

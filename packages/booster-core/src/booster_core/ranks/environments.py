@@ -1,0 +1,213 @@
+"""What launchers tell a process by environment variables: its rank, and where to meet the others.
+
+One reader per launcher; `detect` chooses among them. No other module of this distribution reads environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from booster_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MAX_PORT = 65535
+
+
+def check_integer(name: str, value: int, low: int, high: int | None, of: str = "") -> None:
+    """Check an argument.
+
+    Raises:
+        TypeError: If it is not an int.
+        ConfigError: If it is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        msg = f"`{name}` must be an int, not {type(value).__name__}."
+        raise TypeError(msg)
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        msg = f"`{name}={value}` is out of range{' ' + of if of else ''}: it must be {bounds}."
+        raise ConfigError(msg)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A process's place in a run.
+
+    Args:
+        rank: This process's rank, ``0 <= rank < world_size``.
+        world_size: Number of processes.
+        local_rank: This process's index on its host; ``None`` to count it by host.
+        address: Host on which rank 0 runs.
+        port: A free port there, or the port of the store that torchrun's agent serves.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ConfigError: If a value is out of range.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    address: str
+    port: int
+
+    def __post_init__(self) -> None:
+        check_integer("world_size", self.world_size, 1, None)
+        check_integer("rank", self.rank, 0, self.world_size - 1, "of the world")
+        check_integer("port", self.port, 1, _MAX_PORT)
+        if self.local_rank is not None:
+            check_integer("local_rank", self.local_rank, 0, None)
+        if not isinstance(self.address, str):
+            msg = f"The address of rank 0's host must be a str, not {type(self.address).__name__}."
+            raise TypeError(msg)
+        if not self.address:
+            msg = "The address of rank 0's host is empty."
+            raise ConfigError(msg)
+
+
+ALONE = Environment(rank=0, world_size=1, local_rank=0, address="localhost", port=29500)
+"""Of a process that no launcher started as one of several; it opens no port."""
+
+
+def detect() -> Environment:
+    """Return what the launcher of this process says, or `ALONE`.
+
+    torchrun comes first, because each of the others may start it. A task of ``srun`` counts as SLURM's, also where
+    SLURM speaks PMI to it.
+
+    Raises:
+        ConfigError: If a launcher's variables are incomplete or wrong.
+
+    Collective: none.
+    """
+    if _read("RANK") or _count("WORLD_SIZE") > 1 or _count("LOCAL_RANK") > 0:
+        return from_torchrun() if _read("LOCAL_RANK") else from_kubeflow()
+    if _count("OMPI_COMM_WORLD_SIZE") > 1:
+        return from_openmpi()
+    if _count("PMI_SIZE") > 1 and _read("PMI_SIZE") != _read("SLURM_STEP_NUM_TASKS"):
+        return from_pmi()
+    return from_slurm() if _count("SLURM_STEP_NUM_TASKS") > 1 else ALONE
+
+
+def from_torchrun() -> Environment:
+    """Read torchrun's variables."""
+    return _environment("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def from_kubeflow() -> Environment:
+    """Read what Kubeflow's training operator sets, and many scripts: torchrun's variables without LOCAL_RANK."""
+    return _environment("torchrun", "RANK", "WORLD_SIZE", None)
+
+
+def from_openmpi(host: str | None = None, port: int | None = None) -> Environment:
+    """Read the variables of Open MPI's ``mpirun``, and MASTER_ADDR and MASTER_PORT unless they are passed."""
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return _environment("mpirun", *names, host=host, port=port)
+
+
+def from_pmi(host: str | None = None, port: int | None = None) -> Environment:
+    """Read the variables of the ``mpiexec`` of MPICH and Intel MPI, and MASTER_ADDR and MASTER_PORT unless passed."""
+    local_rank = "MPI_LOCALRANKID" if _read("MPI_LOCALRANKID") else None
+    return _environment("mpiexec", "PMI_RANK", "PMI_SIZE", local_rank, host=host, port=port)
+
+
+def from_slurm(host: str | None = None, port: int | None = None) -> Environment:
+    """Read the variables of SLURM's ``srun``.
+
+    Without MASTER_ADDR, rank 0 is on the step's first node; without MASTER_PORT, the port follows from the last digits
+    of the job's id, as in Lightning Fabric.
+    """
+    if host is None and not _read("MASTER_ADDR"):
+        host = _first_node(_read("SLURM_STEP_NODELIST") or _read("SLURM_NODELIST")) or None
+    if port is None and not _read("MASTER_PORT") and _read("SLURM_JOB_ID"):
+        port = 15000 + _integer("SLURM_JOB_ID") % 10000
+    # Only srun sets SLURM_STEP_NUM_TASKS: in a batch script, SLURM_NTASKS counts tasks that do not run.
+    return _environment("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", host=host, port=port)
+
+
+def has_agent_store(environment: Environment) -> bool:
+    """Return whether torchrun's agent serves a store at the environment's address."""
+    is_served = _read("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return is_served and (_read("MASTER_ADDR"), _read("MASTER_PORT")) == (environment.address, str(environment.port))
+
+
+def agent_error_file() -> str | None:
+    """Return the file in which torchrun's agent expects the reason of a failure, where there is an agent."""
+    return _read("TORCHELASTIC_ERROR_FILE") or None
+
+
+def local_rank_of_launcher() -> int | None:
+    """Return the local rank that torchrun or a script set, if any."""
+    return _integer("LOCAL_RANK") if _read("LOCAL_RANK") else None
+
+
+def is_switched_on(name: str, effect: str) -> bool:
+    """Return whether a feature is on: it is, unless its environment variable is 0.
+
+    Raises:
+        ConfigError: If the variable is neither 0 nor 1; the message says which ``effect`` 1 has.
+    """
+    text = _read(name) or "1"
+    if text not in ("0", "1"):
+        msg = f"{name}={text!r} must be 1 ({effect}) or 0."
+        raise ConfigError(msg)
+    return text == "1"
+
+
+def variables(*names: str) -> dict[str, str]:
+    """Return those of some environment variables that are set, for a report."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _environment(
+    launcher: str, rank: str, world_size: str, local_rank: str | None, host: str | None = None, port: int | None = None
+) -> Environment:
+    """Read the named variables, and MASTER_ADDR and MASTER_PORT where host and port are not known."""
+    names = [rank, world_size, local_rank, host is None and "MASTER_ADDR", port is None and "MASTER_PORT"]
+    missing = [name for name in names if name and not _read(name)]
+    found = [name for name in names if name and _read(name)]
+    if missing:
+        msg = (
+            f"Of {launcher}'s environment variables, {_listed(found) if found else 'none is'} set and "
+            f"{_listed(missing)} not. Start the script by `{launcher}`, set all of them, or none to run as a single "
+            "process, or pass rank, world size, host and port to `launch`."
+        )
+        raise ConfigError(msg)
+    return Environment(
+        rank=_integer(rank),
+        world_size=_integer(world_size),
+        local_rank=_integer(local_rank) if local_rank else None,
+        address=_read("MASTER_ADDR") if host is None else host,
+        port=_integer("MASTER_PORT") if port is None else port,
+    )
+
+
+def _read(name: str) -> str:
+    return os.environ.get(name, "").strip()
+
+
+def _integer(name: str) -> int:
+    try:
+        return int(_read(name))
+    except ValueError:
+        msg = f"The environment variable {name}={_read(name)!r} is not an integer."
+        raise ConfigError(msg) from None
+
+
+def _count(name: str) -> int:
+    return _integer(name) if _read(name) else 0
+
+
+def _first_node(nodes: str) -> str:
+    """Return the first host of a SLURM node list such as ``gpu[003-006,9],login``."""
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).replace(",", " ").partition(" ")[0]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return "A is", "A and B are" or "A, B and C are"."""
+    return f"{names[0]} is" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} are"

@@ -1,0 +1,176 @@
+"""The names of a model's tensors in the user's own model, without the wrappers that were put around it later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+from torch import nn
+
+from booster_core.errors import ConfigError
+from booster_core.state.adapted import peft_wrappers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+_EXTRA_STATE = "_extra_state"
+_COMPILED = "_orig_mod"
+_BASE_LAYER = "base_layer"
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+
+
+def named_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield each module of a user's model, each time it is used, under its name without wrappers.
+
+    Wrappers are ``torch.compile``'s ``_orig_mod``, torch's checkpoint wrapper, and those of peft around a model and its
+    layers, so that a base model keeps its names when it gets adapters. An adapter's own modules are named
+    by the layer that they are attached to: ``layers.0.q_proj.lora_A.default``. Where peft wraps a layer twice, as for
+    two parameters of fused experts, what the inner wrapper adds keeps its ``base_layer``: both add a ``lora_A``.
+
+    Yields:
+        The name; the path by which the module is found in ``module``; the module. Parents come before children.
+
+    Collective: none.
+    """
+    yield from _named_modules(module, "", "", peft_wrappers())
+
+
+def _named_modules(
+    module: nn.Module, name: str, path: str, wrappers: tuple[tuple[type, str], ...], added: str | None = None
+) -> Iterator[tuple[str, str, nn.Module]]:
+    yield name, path, module
+    inner = _inner_attribute(module, wrappers)
+    for attribute, child in module._modules.items():  # noqa: SLF001 - `named_children` leaves out repeated ones
+        if child is None:
+            continue
+        path_below = _join(path, attribute)
+        if attribute not in (inner, _COMPILED, _CHECKPOINTED):
+            yield from _named_modules(child, _join(added or name, attribute), path_below, wrappers)
+        elif attribute == _BASE_LAYER and _inner_attribute(child, wrappers) == _BASE_LAYER:
+            yield from _named_modules(child, name, path_below, wrappers, _join(added or name, attribute))
+        else:
+            yield from _named_modules(child, name, path_below, wrappers)
+
+
+def _inner_attribute(module: nn.Module, wrappers: tuple[tuple[type, str], ...]) -> str | None:
+    return next((attribute for kind, attribute in wrappers if isinstance(module, kind)), None)
+
+
+def compiled_module(model: nn.Module) -> nn.Module | None:
+    """Return the module inside a compiled one; ``None`` where ``torch.compile`` did not make ``model``.
+
+    Collective: none.
+    """
+    # Not by attribute: a module may forward unknown attributes to one inside of it.
+    return model._modules.get(_COMPILED)  # noqa: SLF001 - torch's class costs the import of its compiler
+
+
+def own_class(model: nn.Module) -> type[nn.Module]:
+    """Return the class of a user's model; ``fully_shard`` gives modules a class of its own that extends theirs.
+
+    Collective: none.
+    """
+    kind = type(model)
+    while len(kind.__bases__) > 1 and kind.__bases__[0].__name__ == "FSDPModule":
+        kind = kind.__bases__[1]
+    return kind
+
+
+def _join(name: str, attribute: str) -> str:
+    return f"{name}.{attribute}" if name else attribute
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedTensors:
+    """A model's parameters and persistent buffers under the names that they have in the user's own model.
+
+    These are the names in its ``state_dict``, without those of wrappers around modules; see `named_modules`.
+
+    Args:
+        tensors: Each tensor once, under its first name, in the order of ``state_dict``.
+        aliases: For each further name of a tied tensor, its first name.
+        name_of: The first name of each tensor object of the model, by ``id``. Valid while the model keeps them.
+        paths: For each name, first or not, the path to the tensor through all that is around modules, as for
+            ``get_parameter``.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    name_of: dict[int, str] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> NamedTensors:
+        """Return the tensors of the user's own module.
+
+        Raises:
+            ConfigError: If two tensors would have one name.
+        """
+        named = cls()
+        first_names: dict[object, str] = {}
+        identities: dict[str, object] = {}
+        for name, path, tensor in _walk(module):
+            identity = _identity(tensor)
+            if identities.setdefault(name, identity) != identity:
+                _refuse(name, named.paths[name], path)
+            named.paths[name] = path
+            first = first_names.setdefault(identity, name)
+            named.name_of[id(tensor)] = first
+            if first == name:
+                named.tensors[name] = tensor
+            else:
+                named.aliases[name] = first
+        return named
+
+    @property
+    def buffers(self) -> set[str]:
+        """The names of those that are buffers."""
+        return {name for name, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
+
+
+def _refuse(name: str, *paths: str) -> NoReturn:
+    both = " and ".join(map(repr, paths))
+    msg = (
+        f"Two tensors of the model would have the name '{name}' in files: {both}, without what was put around modules. "
+        "Rename one of the modules, or take one of the wrappers away."
+    )
+    raise ConfigError(msg)
+
+
+def _walk(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    for prefix, path, child in named_modules(module):
+        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+            yield _join(prefix, name), _join(path, name), parameter
+        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in child._non_persistent_buffers_set:  # noqa: SLF001 - torch has no public name for it
+                yield _join(prefix, name), _join(path, name), buffer
+
+
+def _identity(tensor: Tensor) -> object:
+    """Return what tied tensors have in common: they are one object, or all of the same memory."""
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # fake tensors and the like have none
+        address = 0
+    if address == 0 or tensor.numel() == 0:
+        return id(tensor)
+    return address, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def extra_state_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have extra state, by its name in ``state_dict``.
+
+    Raises:
+        ConfigError: If two of them would have one name.
+    """
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for prefix, path, child in named_modules(module):
+        has_state = type(child).get_extra_state is not nn.Module.get_extra_state
+        if has_state and id(child) not in seen:
+            seen.add(id(child))
+            if found.setdefault(_join(prefix, _EXTRA_STATE), child) is not child:
+                _refuse(_join(prefix, _EXTRA_STATE), prefix, path)
+    return found

@@ -1,0 +1,340 @@
+"""`HybridSetup`: the steps by which `HybridParallelPlugin.configure` splits a model, each to be called once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from booster_core.plugin import place_model
+from booster_core.ranks import make_axes
+from booster_core.state import named_modules, without_adapters
+from booster_hybrid.local_model import LocalModel
+from booster_hybrid.pipeline.engine import PipelineEngine
+from booster_hybrid.pipeline.example import check_entries, example_batch, to_device
+from booster_hybrid.pipeline.p2p import Link
+from booster_hybrid.pipeline.record import PipelineRecord
+from booster_hybrid.pipeline.skipped_layers import check_no_layer_is_skipped, kept_generators
+from booster_hybrid.pipeline.stages import StagePlan, find_crossings
+from booster_hybrid.pipeline.trace import trace_flow
+from booster_hybrid.pipeline.weight_gradients import SplitBackward
+from booster_hybrid.policy.check import check_policy
+from booster_hybrid.policy.registry import given_policy, policy_for
+from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
+from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
+from booster_runtime.lazy import hollow_objects, is_lazy
+from booster_runtime.sharding import ShardingRanks, agree_on_values, check_distinct_memory, working_dtypes
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+    from booster_core.plugin import BoostContext, Boosted
+    from booster_core.ranks import Axis, MeshShape
+    from booster_hybrid.config import HybridConfig
+    from booster_hybrid.model import HybridModel
+    from booster_hybrid.pipeline.cut import StagedModel
+    from booster_hybrid.policy.base import ShardingPolicy
+    from booster_runtime.lazy import Recording
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetupOptions:
+    """Options of the plugin that decide how a model is split; see `HybridParallelPlugin`.
+
+    Args:
+        config: The mesh.
+        custom_policy: How the model is split, where the user says so.
+        example_batch: A batch for the dry run that finds a pipeline's layers.
+        parallel_output: Leave logits split.
+        pipeline_record: Where each rank of a pipeline writes down when it did what.
+    """
+
+    config: HybridConfig
+    custom_policy: ShardingPolicy | None
+    example_batch: Any
+    parallel_output: bool
+    pipeline_record: str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model that is cut into pipeline stages.
+
+    Args:
+        staged: Runs this rank's stages.
+        split_backward: Lets weight gradients wait; ``None`` where the schedule does not split backward.
+        copies: The positions in the pipeline that hold a parameter, by ``id``, of those with more than one.
+    """
+
+    staged: StagedModel
+    split_backward: SplitBackward | None
+    copies: Mapping[int, tuple[int, ...]]
+
+
+class HybridSetup:
+    """Splits one model over a mesh, in place.
+
+    Args:
+        options: The plugin's options.
+        objects: What the user gave to `boost`.
+        context: Device, precision and ranks of the run.
+        axes: This rank's groups.
+        shape: The mesh.
+    """
+
+    def __init__(
+        self,
+        options: SetupOptions,
+        objects: Boosted,
+        context: BoostContext,
+        axes: Mapping[tuple[str, ...], Axis],
+        shape: MeshShape,
+    ) -> None:
+        self._options, self._config = options, options.config
+        self._objects, self._context = objects, context
+        self._model: nn.Module = objects.model
+        self._axes, self._shape = axes, shape
+        tensor, sequence = axes["tp",], axes["sp",]
+        self._tensor_group = TensorGroup(tensor.group, tensor.index, tensor.size)
+        self._sequence_group = TensorGroup(sequence.group, sequence.index, sequence.size)
+
+    def place_values(self) -> Recording | None:
+        """Bring the model to its device with the same values on every rank; a lazy one's are left for later.
+
+        Returns:
+            How a lazy model's values are made; ``None`` for others.
+
+        Raises:
+            ConfigError: If ranks built different models, or parameters overlap in memory.
+
+        Collective: every rank of the world.
+        """
+        check_distinct_memory(self._model)
+        unchanged = replace(self._context.precision, param_dtype=None)
+        if is_lazy(self._model):
+            return hollow_objects(self._model, self._objects.optimizer, self._context.device, unchanged)
+        place_model(self._model, self._objects.optimizer, self._context.device, unchanged)
+        agree_on_values(self._model)
+        return None
+
+    def check(self, *, is_lazy: bool) -> dict[str, str]:
+        """Check that the model's layers and its optimizer can be split as asked.
+
+        Args:
+            is_lazy: Whether the model has no values yet.
+
+        Returns:
+            The layers whose policy could not be checked, with the reasons.
+
+        Raises:
+            ConfigError: If the optimizer needs whole matrices and layers are split, or a policy that the user or a
+                third party wrote changes what a layer computes.
+
+        Collective: every rank of the world.
+        """
+        size = self._config.tensor.size
+        check_elementwise(self._objects.optimizer, size)
+        policy = given_policy(self._model, self._options.custom_policy, self._context.hooks)
+        if policy is None or size == 1:  # Booster's own policies are pinned by its tests
+            return {}
+        unchecked: dict[str, str] = {}
+        error: Exception | None = None
+        try:
+            unchecked = check_policy(
+                self._model,
+                policy,
+                size,
+                self._context.device,
+                batch=None if is_lazy else self._example_batch,
+                split_sequence=self._split_sequence if self._config.sequence.mode == "split_gather" else None,
+            )
+        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+            error = caught
+        self._context.coordinator.raise_together(error, name="boost")
+        return unchecked
+
+    def plan_stages(self) -> StagePlan | None:
+        """Return how the model is cut into stages, found by a dry run on the first rank; ``None`` without a pipeline.
+
+        The dry run needs the whole model, and communicates nothing.
+
+        Raises:
+            ConfigError: If the model can't be cut.
+
+        Collective: every rank of the world.
+        """
+        config = self._config.pipeline
+        if config.size == 1:
+            return None
+        policy = self._policy()
+        error, found = None, None
+        if self._context.coordinator.rank == 0:
+            try:
+                found = self._run_dry(policy)
+            except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+                error = caught
+        self._context.coordinator.raise_together(error, name="boost")
+        trace, crossings = self._context.coordinator.broadcast_object(found, name="boost")
+        return StagePlan.of(self._model, trace, crossings, config)
+
+    def split_layers(self) -> TensorParallelModel:
+        """Split the layers over the tensor parallel ranks, and sequences over theirs.
+
+        Raises:
+            ConfigError: If the model has no policy, or sizes that can't be split.
+
+        Collective: none.
+        """
+        split = TensorParallelModel()
+        if self._config.tensor.size > 1:
+            parallel_output = self._options.parallel_output
+            split = parallelize(self._model, self._policy(), self._tensor_group, parallel_output=parallel_output)
+            cut_state(self._model, self._objects.optimizer, split)
+        if self._config.sequence.mode is not None:
+            self._split_sequences(split)
+        return split
+
+    def local_model(self, split: TensorParallelModel, plan: StagePlan | None) -> LocalModel:
+        """Return which part of the model this rank holds.
+
+        Args:
+            split: Which part of each parameter.
+            plan: Which layers; ``None`` for all.
+
+        Collective: every rank of the world.
+        """
+        local = LocalModel(tensor_group=self._tensor_group, splits=split.splits)
+        if plan is None:
+            return local
+        stage = self._axes["pp",].index
+        groups = {}
+        for holders in plan.stages.shared():
+            for ranks in self._shape.groups(("pp",)):  # every rank makes every group, in the same order
+                members = [ranks[holder] for holder in holders]
+                group = dist.new_group(members)
+                if dist.get_rank() in members:
+                    groups[holders] = group
+        return replace(
+            local,
+            stage=stage,
+            pipeline=self._axes["pp",].group,
+            is_owner=lambda name: plan.stages.owner(name) == stage,
+            copy_groups=groups,
+        )
+
+    def cut(self, plan: StagePlan) -> CutModel:
+        """Cut the model into stages, of which this rank keeps its own.
+
+        Args:
+            plan: How it is cut.
+
+        Collective: none.
+        """
+        copies = plan.copies(self._model)
+        # Layers' forwards that split their backward are called by those that stages put around layers.
+        split_backward = SplitBackward(self._model) if self._config.pipeline.style == "zbv" else None
+        plan.checkpoint(self._model, self._config.pipeline.checkpoint_ratios)
+        # Parameters of other stages still tell their format: models make tables in that of their embedding.
+        dtypes = working_dtypes(self._model, self._context.precision.param_dtype)
+        staged = plan.cut(self._model, self._axes["pp",].index, dtypes)
+        leave_out(self._model, self._objects.optimizer)
+        return CutModel(staged, split_backward, copies)
+
+    def engine(self, model: HybridModel, plan: StagePlan, cut: CutModel) -> PipelineEngine:
+        """Return what takes batches through the pipeline.
+
+        Args:
+            model: The boosted model.
+            plan: How it is cut.
+            cut: Its stages.
+
+        Collective: every rank of the world.
+        """
+        up, device = self._axes["pp",], self._context.device
+        down = make_axes(self._shape, [("pp",)])["pp",]
+        cut.staged.forward = model.run_stage
+        return PipelineEngine(
+            cut.staged,
+            self._config.pipeline,
+            up.index,
+            Link(plan.sent_names, up.ranks, up.index, up.group, down.group, device),
+            replica=self._axes["pp", "sp", "tp"],
+            data=self._axes["dp",],
+            coordinator=self._context.coordinator,
+            device=device,
+            run_options={"split": cut.split_backward, "record": self._record()},
+        )
+
+    def sharding_ranks(self) -> ShardingRanks:
+        """Return who shares the optimizer's state: the data parallel ranks; none do where each has all of it."""
+        data = self._axes["dp", "sp"]
+        if self._config.zero is None:
+            return ShardingRanks(
+                shard_group=self._axes[()].group,
+                shard_rank=0,
+                shard_size=1,
+                replica_group=data.group if data.size > 1 else None,
+                replica_rank=data.index,
+                holders=data.group,
+            )
+        return ShardingRanks(shard_group=data.group, shard_rank=data.index, shard_size=data.size, holders=data.group)
+
+    def _policy(self) -> ShardingPolicy:
+        return policy_for(self._model, self._options.custom_policy, self._context.hooks)
+
+    def _example_batch(self) -> Any:
+        batch = example_batch(self._model, self._objects.dataloader, self._options.example_batch)
+        return to_device(batch, self._context.device)
+
+    def _run_dry(self, policy: ShardingPolicy) -> Any:
+        """Return the trace of the model, and what stages send each other."""
+        model, batch = self._model, self._example_batch()
+        check_entries(self._objects.dataloader)
+        paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
+        lists = [paths.get(name, name) for name in policy.layers]
+        with kept_generators():
+            trace, flow = trace_flow(model, lists, batch)
+            if self._objects.optimizer is not None:
+                check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
+            return trace, find_crossings(model, trace, flow, self._config.pipeline, batch)
+
+    def _split_sequences(self, split: TensorParallelModel) -> None:
+        from booster_hybrid.sequence_parallel.apply import split_sequences
+        from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
+
+        model, policy = without_adapters(self._model), self._policy()
+        lists = [name for name in policy.layers if name not in policy.whole_sequences]
+        mode = str(self._config.sequence.mode)
+        if mode == "split_gather":
+            split_between_blocks(model, lists, self._tensor_group, self._axes[()].group, split)
+            return
+        split_sequences(
+            model,
+            lists,
+            mode,
+            self._sequence_group,
+            tensor_size=self._config.tensor.size,
+            parallel_output=self._options.parallel_output,
+        )
+
+    @property
+    def _split_sequence(self) -> Callable[..., None]:
+        """What splits the sequences of one layer between its blocks; see `check_policy`."""
+        from booster_hybrid.sequence_parallel.split_gather import split_layers
+
+        def split(model: nn.Module, layer: nn.Module, rank: TensorGroup, result: TensorParallelModel) -> None:
+            split_layers(model, [[layer]], rank, self._axes[()].group, result)
+
+        return split
+
+    def _record(self) -> PipelineRecord | None:
+        folder, pipeline = self._options.pipeline_record, self._axes["pp",]
+        if folder is None:
+            return None
+        rank = self._context.coordinator.rank
+        return PipelineRecord(folder, rank, pipeline.index, min(pipeline.ranks), self._context.device)

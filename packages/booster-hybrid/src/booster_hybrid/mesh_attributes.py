@@ -1,0 +1,203 @@
+"""This rank's place in the mesh, as a plugin's attributes: sizes, process groups, and the place in the pipeline.
+
+Scripts ask for these under Colossal-AI's names, which this keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from booster_core.errors import ConfigError
+from booster_hybrid.mesh import mesh_shape
+from booster_hybrid.pipeline.schedule import make_schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import ProcessGroup
+
+    from booster_core.ranks import Axis, MeshShape
+    from booster_hybrid.config import HybridConfig
+
+
+@dataclass(frozen=True)
+class PipelinePosition:
+    """A rank's place in the pipeline, under the names of Colossal-AI's stage manager.
+
+    Args:
+        stage: The rank's position, counted from 0.
+        num_stages: Ranks of the pipeline.
+        first: Position of the rank that holds the model's first stage.
+        last: Position of the rank that holds the last one, and so has outputs and loss; under ``"zbv"`` the first.
+    """
+
+    stage: int
+    num_stages: int
+    first: int
+    last: int
+
+    def is_first_stage(self, *, ignore_chunk: bool = True) -> bool:
+        """Return whether this rank holds the model's first stage, where batches enter.
+
+        Args:
+            ignore_chunk: Must be ``True``: of a rank's several stages any may be it.
+
+        Raises:
+            ConfigError: If it is not.
+
+        Collective: none.
+        """
+        _check_chunk(ignore_chunk=ignore_chunk)
+        return self.stage == self.first
+
+    def is_last_stage(self, *, ignore_chunk: bool = True) -> bool:
+        """Return whether this rank holds the model's last stage, and gets losses and outputs of `execute_pipeline`.
+
+        Args:
+            ignore_chunk: Must be ``True``: of a rank's several stages any may be it.
+
+        Raises:
+            ConfigError: If it is not.
+
+        Collective: none.
+        """
+        _check_chunk(ignore_chunk=ignore_chunk)
+        return self.stage == self.last
+
+
+def _check_chunk(*, ignore_chunk: bool) -> None:
+    if not ignore_chunk:
+        msg = (
+            "`ignore_chunk=False` asks about the chunk that runs at the moment, which a script can't see. Leave it "
+            "out: the answer is about all stages of this rank."
+        )
+        raise ConfigError(msg)
+
+
+class MeshAttributes:
+    """Attributes of a plugin that tell a rank's place in the mesh.
+
+    Attributes:
+        config: The sizes of the axes.
+    """
+
+    config: HybridConfig
+    _axes: tuple[Any, dict[tuple[str, ...], Axis]] | None = None
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks over which each layer is split."""
+        return self.config.tensor.size
+
+    @property
+    def pp_size(self) -> int:
+        """Ranks over which the layers are spread."""
+        return self.config.pipeline.size
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks over which sequences are split; 1 under ``"split_gather"``, which uses the tensor parallel ranks."""
+        return self.config.sequence.size
+
+    @property
+    def zero_stage(self) -> int:
+        """Stage of ZeRO; 0 where the state is replicated."""
+        return 0 if self.config.zero is None else self.config.zero.stage
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that get different batches: what the other sizes leave of the world.
+
+        Raises:
+            ConfigError: If there is no process group yet.
+        """
+        return self._mesh("dp_size").sizes["dp"]
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the world.
+
+        Raises:
+            ConfigError: If there is no process group yet.
+        """
+        self._mesh("global_rank")
+        return dist.get_rank()
+
+    @property
+    def coordinates(self) -> Mapping[str, int]:
+        """This rank's index along each of the axes ``"dp"``, ``"pp"``, ``"sp"`` and ``"tp"``.
+
+        Raises:
+            ConfigError: If there is no process group yet.
+        """
+        return self._mesh("coordinates").coordinates(dist.get_rank())
+
+    @property
+    def stage_manager(self) -> PipelinePosition | None:
+        """This rank's place in the pipeline; ``None`` where ``pp_size=1`` makes none.
+
+        Raises:
+            ConfigError: If there is no process group yet.
+        """
+        pipeline = self.config.pipeline
+        if pipeline.size == 1:
+            return None
+        placement = make_schedule(pipeline.style, pipeline.size, 1, pipeline.num_chunks).placement
+        index = self._mesh("stage_manager").coordinates(dist.get_rank())["pp"]
+        last = placement.rank_of(placement.num_stages - 1)
+        return PipelinePosition(index, pipeline.size, first=placement.rank_of(0), last=last)
+
+    @property
+    def dp_group(self) -> ProcessGroup:
+        """The ranks that get different batches and hold the same part of the model; made by `boost`, as the others.
+
+        Raises:
+            ConfigError: If no model was boosted yet.
+        """
+        return self._group("dp")
+
+    @property
+    def tp_group(self) -> ProcessGroup:
+        """The ranks over which this rank's layers are split.
+
+        Raises:
+            ConfigError: If no model was boosted yet.
+        """
+        return self._group("tp")
+
+    @property
+    def pp_group(self) -> ProcessGroup:
+        """The ranks of this rank's pipeline, in the order of their positions.
+
+        Raises:
+            ConfigError: If no model was boosted yet.
+        """
+        return self._group("pp")
+
+    @property
+    def sp_group(self) -> ProcessGroup:
+        """The ranks over which this rank's sequences are split; under ``"split_gather"`` they are those of `tp_group`.
+
+        Raises:
+            ConfigError: If no model was boosted yet.
+        """
+        return self._group("tp" if self.config.sequence.mode == "split_gather" else "sp")
+
+    def _mesh(self, asked: str) -> MeshShape:
+        if not dist.is_initialized():
+            msg = f"`plugin.{asked}` needs the process group. Ask for it after `launch_from_torch()`."
+            raise ConfigError(msg)
+        return self._shape(dist.get_world_size())
+
+    def _shape(self, world_size: int) -> MeshShape:
+        return mesh_shape(self.config.sizes, self.config.mesh_order, world_size)
+
+    def _group(self, axis: str) -> ProcessGroup:
+        # Making groups takes every rank, and a script may ask on one of them.
+        if not dist.is_initialized() or self._axes is None or self._axes[0] is not dist.group.WORLD:
+            msg = f"`plugin.{axis}_group` is made when a model is boosted. Ask for it after `booster.boost(...)`."
+            raise ConfigError(msg)
+        return self._axes[1][axis,].group

@@ -1,0 +1,72 @@
+"""Tensors in the containers that batches and outputs come in: those that torch's pytree opens, and dataclasses.
+
+A class that neither opens hides its tensors: they would not be cut, sent or joined, without an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """Return the fields of a dataclass's instance by name; ``None`` for anything else.
+
+    Collective: none.
+    """
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+
+
+def with_fields(value: Any, fields: Mapping[str, Any]) -> Any:
+    """Return a copy of a dataclass's instance with other fields; it may be frozen.
+
+    Collective: none.
+    """
+    copied = copy.copy(value)
+    for name, each in fields.items():
+        object.__setattr__(copied, name, each)
+    return copied
+
+
+def tensors_of(value: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors in a nest of containers and dataclasses, each with its path.
+
+    An object of another class is opened where it is all there is.
+
+    Collective: none.
+    """
+    found = []
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        where = pytree.keystr(path)
+        fields = fields_of(leaf)
+        if fields is None and leaf is value:
+            fields = getattr(leaf, "__dict__", None)
+        if isinstance(leaf, torch.Tensor):
+            found.append((where, leaf))
+        elif fields is not None:
+            found += [
+                (f"{where}.{name}{below}", each) for name, inner in fields.items() for below, each in tensors_of(inner)
+            ]
+    return found
+
+
+def hides_tensors(leaf: Any) -> bool:
+    """Return whether something that pytree takes for a leaf holds tensors.
+
+    Collective: none.
+    """
+    if isinstance(leaf, torch.Tensor):
+        return False
+    fields = fields_of(leaf) or getattr(leaf, "__dict__", {})
+    return any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(dict(fields)))

@@ -1,0 +1,85 @@
+"""What a policy calls the modules of a model that may have adapters: the names that they have without them.
+
+peft puts its own layers around those that it adapts, and copies next to those that are trained whole
+(``modules_to_save``). A rule means the layer inside, and each of its copies.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from booster_core.state import named_modules
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class ModuleNames:
+    """A model's modules and parameters by the user's names.
+
+    Args:
+        model: The user's model, without what is around the whole of it.
+
+    Attributes:
+        modules: Each module under its name, those of adapters left out; of several around each other the innermost.
+        outermost: The same, but the outermost.
+        parameters: The parameters of these modules.
+        names_of: The names of each parameter of the model, adapters' included, by ``id``.
+        adapted: peft's layers around some of these modules, by name; the outermost of several.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.outermost: dict[str, nn.Module] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.names_of: dict[int, list[str]] = defaultdict(list)
+        self.adapted: dict[str, Any] = {}
+        self._stands_for: dict[str, str] = {}
+        layers, copies = _peft_classes()
+        adapters: set[str] = set()
+        module: Any
+        for name, _, module in named_modules(model):
+            if isinstance(module, layers):
+                self.adapted.setdefault(name, module)
+                adapters |= {f"{name}.{child}" for child in module._modules if child != "base_layer"}  # noqa: SLF001
+            if isinstance(module, copies):
+                for adapter in module.modules_to_save:
+                    self._stands_for[f"{name}.modules_to_save.{adapter}"] = name
+            is_adapters = not adapters.isdisjoint(_prefixes(name))
+            if not is_adapters:
+                self.modules[name] = module
+                self.outermost.setdefault(name, module)
+            for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                own = f"{name}.{attribute}" if name else attribute
+                self.names_of[id(parameter)].append(own)
+                if not is_adapters:
+                    self.parameters[own] = parameter
+
+    def in_rules(self, name: str) -> str:
+        """Return what rules call a module or parameter: a copy is called as what it stands for."""
+        for prefix in _prefixes(name):
+            if prefix in self._stands_for:
+                return self.in_rules(self._stands_for[prefix] + name[len(prefix) :])
+        return name
+
+    def parent(self, name: str) -> nn.Module:
+        """Return the module whose forward calls the one of a name, or what that stands for."""
+        return self.modules[self._stands_for.get(name, name).rpartition(".")[0]]
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the names of a module and all those above it, but for the root."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def _peft_classes() -> tuple[Any, Any]:
+    """Return peft's classes of layers with adapters, and of what holds copies; none where nobody has used peft."""
+    if "peft" not in sys.modules:
+        return (), ()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return (BaseTunerLayer,), (ModulesToSaveWrapper,)

@@ -1,0 +1,8 @@
+"""What boost does with data on several ranks: deals samples to ranks, compares batches, gathers values per sample."""
+
+from __future__ import annotations
+
+from booster_runtime.data.first_batch import show_first_batch
+from booster_runtime.data.loader import DistributedDataLoader
+
+__all__ = ["DistributedDataLoader", "show_first_batch"]

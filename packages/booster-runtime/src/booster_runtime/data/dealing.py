@@ -1,0 +1,127 @@
+"""Dealing a user's data loader to data parallel ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from booster_core.errors import ConfigError
+from booster_core.ranks import name_ranks
+from booster_runtime.data.loader import DistributedDataLoader
+from booster_runtime.data.loader_classes import iterates_itself, maker_like
+from booster_runtime.data.pass_watch import watch_passes
+from booster_runtime.data.prepare import deal_dataset
+from booster_runtime.data.user_order import UserOrder
+
+if TYPE_CHECKING:
+    from booster_core.plugin import Plugin
+    from booster_core.ranks import DistCoordinator
+
+
+def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, seed: int) -> DataLoader[Any]:
+    """Return a loader like the given one whose samples are split between ranks, or the loader itself where they are.
+
+    A plain loader would show every rank the same samples. Its batch size counts samples per rank from here on. The
+    order is that of ``torch.utils.data.DistributedSampler`` where the loader shuffles or does not, and what its sampler
+    draws where that is the user's, or has a generator. Batches of a batch sampler are dealt whole, one to each rank in
+    turn; where some ranks would have none at the end, they get batches of the epoch's start again.
+
+    Args:
+        loader: The user's loader.
+        rank: Index of this rank among the ranks that see different samples.
+        world_size: Number of these ranks.
+        seed: Seed of the order; equal on all ranks.
+
+    Raises:
+        ConfigError: If the loader can't be split: its class iterates in a way of its own, or batches may come in
+            another order than they were asked for.
+
+    Collective: none.
+    """
+    batch_sampler = loader.batch_sampler
+    samplers = (loader.sampler, getattr(batch_sampler, "sampler", None))
+    if isinstance(loader, DistributedDataLoader) or any(isinstance(each, DistributedSampler) for each in samplers):
+        return loader
+    if world_size == 1 and iterates_itself(loader):
+        return loader
+    make = maker_like(loader)
+    if not loader.in_order:
+        msg = "`in_order=False` of the data loader leaves open which samples a batch has. Leave it out."
+        raise ConfigError(msg)
+    settings = {
+        "rank": rank,
+        "world_size": world_size,
+        "seed": seed,
+        "pin_memory": loader.pin_memory,
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": seed}
+    if loader.batch_size is None and batch_sampler is not None:
+        order = UserOrder(batch_sampler, drop_last=getattr(batch_sampler, "drop_last", False) is True, **place)
+        return make(loader.dataset, batch_sampler=order, **settings)
+    settings |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    shuffles = _is_plain_shuffle(loader)
+    if isinstance(loader.dataset, IterableDataset) or type(loader.sampler) is SequentialSampler or shuffles:
+        return deal_dataset(loader.dataset, make=make, shuffle=shuffles, **settings)
+    order = UserOrder(loader.sampler, drop_last=loader.drop_last, **place)
+    return make(loader.dataset, sampler=order, **settings)
+
+
+def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator) -> DataLoader[Any]:
+    """Split a user's loader between data parallel ranks, and check that all ranks draw the same order of samples.
+
+    Args:
+        loader: The user's loader.
+        plugin: Tells which ranks see different samples.
+        coordinator: Lets ranks agree on a seed, and compare.
+
+    Raises:
+        ConfigError: If the loader can't be split, or its sampler draws another order on some ranks.
+
+    Collective: every rank of the world.
+    """
+    # Ranks that seeded themselves apart would shuffle apart, and see some samples twice and others never.
+    seed = coordinator.broadcast_object(torch.initial_seed())
+    error: Exception | None = None
+    digest: str | None = None
+    try:
+        rank, world_size = plugin.data_parallel_coordinates(coordinator)
+        loader = split_dataloader(loader, rank=rank, world_size=world_size, seed=seed)
+        digest = loader.order_digest() if isinstance(loader, DistributedDataLoader) else None
+    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+        error = caught
+    coordinator.raise_together(error)
+    digests = coordinator.all_gather_object(digest)
+    apart = [other for other, theirs in enumerate(digests) if theirs != digests[0]]
+    if apart:
+        msg = (
+            f"The data loader's sampler draws another order on {name_ranks(apart)} than on rank 0, so that samples "
+            "can't be dealt to ranks: some would be seen twice, others never. Make it alike on every rank, and seed "
+            "random numbers of its own alike. If it splits samples by rank itself, leave the loader out of `boost`, or "
+            "make it a `torch.utils.data.DistributedSampler`."
+        )
+        raise ConfigError(msg)
+    if isinstance(loader, DistributedDataLoader):
+        watch = watch_passes(coordinator.world_size)
+        loader.on_batch = None if watch is None else watch.at_batch
+    return loader
+
+
+def _is_plain_shuffle(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader draws each sample once, in an order that no generator of the user's decides on."""
+    sampler = loader.sampler
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.generator in (None, torch.default_generator)
+        and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__
+    )

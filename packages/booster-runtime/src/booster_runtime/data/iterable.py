@@ -1,0 +1,96 @@
+"""Dealing the items of an iterable data set to ranks, and telling in the loader which of them are padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@dataclass(frozen=True)
+class Padding:
+    """An item that another rank has seen, given to a rank for which the end of a stream left none."""
+
+    item: Any
+
+
+class ShardedIterable(IterableDataset[Any]):
+    """Deals the items of an iterable data set to ranks, which all get equally many.
+
+    Of an incomplete group at the end, ranks without an item of their own repeat its last one, as `Padding`.
+
+    Args:
+        dataset: The whole stream, the same on every rank.
+        rank: Index of this rank among the ranks that see different samples.
+        world_size: Number of these ranks.
+        drop_last: Leave out an incomplete group instead.
+
+    A data set that splits itself between data loader workers keeps doing so: each worker's stream is dealt to ranks.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], *, rank: int, world_size: int, drop_last: bool = False) -> None:
+        self.dataset = dataset
+        self.rank = rank
+        self.world_size = world_size
+        self.drop_last = drop_last
+        self.start = 0
+        self.epoch = 0
+        self.is_epoch_chosen = False
+        self.num_samples = None  # as an order without a length has none
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, and tell the data set where it has a ``set_epoch`` of its own.
+
+        Collective: none, but every rank must choose the same.
+        """
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.start = 0
+        self.is_epoch_chosen = True
+        inner = getattr(self.dataset, "set_epoch", None)
+        if callable(inner):
+            inner(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        own = item = None
+        start = self.start  # fixed now: the loader sets it back for the next pass while this one goes on
+        seen = 0
+        for index, item in enumerate(self.dataset):
+            if index < start:
+                continue
+            seen += 1
+            turn = (seen - 1) % self.world_size
+            if turn == self.rank:
+                own = item
+            # Handed out by full groups: a rank with one batch more than the others would wait forever.
+            if turn == self.world_size - 1:
+                yield own
+        left = seen % self.world_size
+        if left and not self.drop_last:
+            yield own if self.rank < left else Padding(item)
+
+
+class CountedCollate:
+    """A ``collate_fn`` that returns with each batch how many samples it has, and how many of them are padding.
+
+    What knows of padding may run in a worker process; the counts travel with the batch.
+
+    Args:
+        collate: The user's function.
+        is_batched: Whether it is given a list of samples; else one item.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], *, is_batched: bool) -> None:
+        self._collate = collate
+        self._is_batched = is_batched
+
+    def __call__(self, given: Any) -> tuple[int | None, int, Any]:
+        if not self._is_batched:  # the item may be a batch of any number of samples
+            is_padding = isinstance(given, Padding)
+            return None, int(is_padding), self._collate(given.item if is_padding else given)
+        samples = [sample.item if isinstance(sample, Padding) else sample for sample in given]
+        return len(samples), sum(isinstance(sample, Padding) for sample in given), self._collate(samples)

@@ -1,0 +1,292 @@
+"""A data loader that splits its samples between ranks and knows how far it has come in their global order."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from booster_core.errors import CheckpointError, ConfigError
+from booster_runtime.data.iterable import CountedCollate, ShardedIterable
+from booster_runtime.data.sampler import DealtOrder, wrap_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch.utils.data import Dataset
+
+
+class DistributedDataLoader(DataLoader[Any]):
+    """A ``DataLoader`` whose position is counted in samples of the global order, as batches are handed out.
+
+    Batches that workers have prefetched don't count until they are handed out. The epoch moves on by itself: at the end
+    of a pass, and where a new pass begins although the one before was left early. `set_epoch` chooses another one.
+
+    All ranks get equally many batches, so samples at the end of an epoch are repeated where they don't divide by the
+    number of ranks. `without_padding` leaves the repeated ones out, for metrics in which each sample counts once.
+
+    Args:
+        dataset: A data set, or a `ShardedIterable`.
+        world_size: Number of ranks that see different samples.
+        seed: Seeds the workers (per rank and epoch).
+        rank: Index of this rank among them.
+        **kwargs: The arguments of ``DataLoader``. A ``generator`` decides on the workers' seeds in place of ``seed``.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, rank: int, world_size: int, seed: int, **kwargs: Any) -> None:
+        generator = kwargs.pop("generator", None)
+        self._user_generator = None if generator is torch.default_generator else generator
+        super().__init__(dataset, generator=torch.Generator(), **kwargs)
+        if isinstance(dataset, ShardedIterable):
+            self.collate_fn = CountedCollate(self.collate_fn, is_batched=self.batch_size is not None)
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._position = 0
+        self._epoch = 0
+        # Whether a pass has handed out batches and not come to its end.
+        self._is_inside = False
+        self._generator_states: list[torch.Tensor] = []
+        # Samples of the batch handed out last, and how many of them, at its end, are padding; None where not known.
+        self._num_in_batch: int | None = None
+        self._num_padded = 0
+        # Called with the number of each batch and its epoch, where the loader is boosted on several ranks.
+        self.on_batch: Callable[[int, int], None] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being, or is about to be, iterated."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration follows.
+
+        Collective: none, but every rank must choose the same.
+        """
+        if epoch != self._epoch:
+            self._position = 0
+        self._epoch = epoch
+        self._is_inside = False
+        for target in (self.sampler, self.batch_sampler, self.dataset):
+            set_epoch = getattr(target, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator class
+        source = self._source()
+        self.set_epoch(self._next_epoch())
+        if source is not None:
+            source.is_epoch_chosen = False
+        self._generator_states = [generator.get_state() for generator in self._generators()]
+        seed = (self._seed * 1_000_003 + self._epoch) if self._user_generator is None else self._draw_seed()
+        # Workers draw their seeds from here: another on every rank and in every epoch, the same in a resumed run.
+        self.generator.manual_seed(wrap_seed(seed * 65_537 + self._rank))
+        self._position = start = source.start if source is not None else 0
+        per_rank = self.batch_size or 1
+        for number, batch in enumerate(super().__iter__(), start=1):
+            if source is not None:
+                source.start = 0  # the next iteration begins a pass of its own
+            end = source.num_entries if isinstance(source, DealtOrder) else None
+            position = start + number * per_rank * self._world_size
+            self._position = position if end is None else min(position, end)
+            self._is_inside = True
+            if self.on_batch is not None:
+                self.on_batch(number, self._epoch)
+            if isinstance(source, ShardedIterable):
+                self._num_in_batch, self._num_padded, batch = batch  # noqa: PLW2901 - as `CountedCollate` returned it
+            else:
+                self._count_batch(source, start, number)
+            yield batch
+        self.set_epoch(self._epoch + 1)
+        if source is not None:
+            source.is_epoch_chosen = False
+
+    @property
+    def num_samples(self) -> int | None:
+        """Entries of the global order: samples, or batches of a batch sampler; ``None`` where that is not known."""
+        source = self._source()
+        return None if source is None else source.num_samples
+
+    @property
+    def deals_batches(self) -> bool:
+        """Whether whole batches, as a batch sampler or the data set makes them, are dealt to ranks in turn."""
+        return self.batch_size is None
+
+    def without_padding(self, values: Any) -> Any:
+        """Return values computed from the batch handed out last, without those of repeated samples.
+
+        Only batches at an epoch's end have such samples, and only on some ranks, where nothing may be left.
+
+        Args:
+            values: Tensors in any nest of dicts, lists and tuples, each with one value per sample of this rank's batch
+                along its first dimension.
+
+        Raises:
+            TypeError: If a value is no tensor.
+            ConfigError: If a tensor has not one value per sample.
+
+        Collective: none.
+        """
+        return pytree.tree_map(self._real_part, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and the position in samples of the global order; the same on every rank.
+
+        Where the data loader was given generators, their states are part of it.
+
+        Raises:
+            CheckpointError: If the loader has a sampler of the user's, whose position is unknown.
+        """
+        source = self._positioned_source("saved")
+        state: dict[str, Any] = {
+            "epoch": self._epoch,
+            "position": self._position,
+            "num_samples": self.num_samples,
+            "seed": source.seed if isinstance(source, DealtOrder) else self._seed,
+        }
+        if isinstance(source, DealtOrder) and source.digest is not None and self._position:
+            state["order"] = source.digest
+        generators = self._generators()
+        if generators:
+            # Inside of an epoch, what drew its order; else what will draw the next one.
+            inside = self._generator_states if self._position and self._generator_states else None
+            states = inside or [generator.get_state() for generator in generators]
+            state["generators"] = [_packed(values) for values in states]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a run with any number of ranks stood: the next iteration yields what it had not seen.
+
+        Raises:
+            CheckpointError: If the position was saved for a data set of another size, can't be restored with this
+                loader's settings, or belongs to an order that the user's sampler does not draw a second time.
+        """
+        source = self._positioned_source("restored")
+        if state["num_samples"] != self.num_samples:
+            msg = (
+                f"The position was saved for a data set of {state['num_samples']} samples; this one has "
+                f"{self.num_samples}. Load it with the same data set, or start a new epoch."
+            )
+            raise CheckpointError(msg)
+        if isinstance(source, ShardedIterable) and (self.num_workers > 1 or self.persistent_workers):
+            msg = (
+                "The position of an iterable data set can't be restored with several or persistent workers, which keep "
+                f"streams of their own (`num_workers={self.num_workers}`). Use `num_workers` 0 or 1, not persistent."
+            )
+            raise CheckpointError(msg)
+        generators, states = self._generators(), state.get("generators", [])
+        if states and len(states) != len(generators):
+            msg = (
+                f"The position was saved for a data loader with {len(states)} generators; this one has "
+                f"{len(generators)}. Make the loader as in the run that saved it."
+            )
+            raise CheckpointError(msg)
+        for generator, packed in zip(generators, states, strict=False):
+            generator.set_state(_unpacked(packed))
+        if isinstance(source, DealtOrder) and state["seed"] is not None:
+            source.seed = int(state["seed"])
+        self.set_epoch(int(state["epoch"] or 0))
+        self._position = source.start = int(state["position"] or 0)
+        self._generator_states = [generator.get_state() for generator in generators]
+        if self._position and state.get("order") != self.order_digest():
+            msg = (
+                "The position can't be restored: the data loader's sampler draws another order than in the run that "
+                f"saved it, so that it is unknown which of epoch {self._epoch}'s samples were seen. Make the sampler "
+                "as in that run. One with random numbers of its own has to take them from a `torch.Generator`, or "
+                "seed them in `set_epoch`."
+            )
+            raise CheckpointError(msg)
+
+    def order_digest(self) -> str | None:
+        """Return a digest of the order that the user's sampler draws next; ``None`` without one.
+
+        Collective: none; the same on every rank if they draw the same.
+        """
+        source = self._source()
+        if not isinstance(source, DealtOrder):
+            return None
+        generators = self._generators()
+        states = [generator.get_state() for generator in generators]
+        if self._user_generator is not None:
+            self._draw_seed()  # as an iteration does before the sampler draws
+        digest = source.peek(keep=not generators)
+        for generator, values in zip(generators, states, strict=True):
+            generator.set_state(values)
+        return digest
+
+    def _source(self) -> DealtOrder | ShardedIterable | None:
+        for candidate in (self.sampler, self.batch_sampler, self.dataset):
+            if isinstance(candidate, (DealtOrder, ShardedIterable)):
+                return candidate
+        return None
+
+    def _positioned_source(self, verb: str) -> DealtOrder | ShardedIterable:
+        source = self._source()
+        if source is None:
+            msg = (
+                f"The position of this data loader can't be {verb}: its sampler is a `{type(self.sampler).__name__}`. "
+                "Leave `distributed_sampler_cls` out, or keep the position yourself in `extra`."
+            )
+            raise CheckpointError(msg)
+        return source
+
+    def _next_epoch(self) -> int:
+        """Return the epoch that a pass follows which begins now."""
+        source = self._source()
+        # Loops of torch's style set the epoch on the sampler.
+        chosen = getattr(self.sampler if source is None else source, "epoch", None)
+        if isinstance(chosen, int) and chosen != self._epoch:
+            return chosen
+        is_chosen = source is not None and source.is_epoch_chosen
+        return self._epoch + 1 if self._is_inside and not is_chosen else self._epoch
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the user's generators that decide on orders and workers' seeds, each once."""
+        source = self._source()
+        found = source.generators() if isinstance(source, DealtOrder) else []
+        if self._user_generator is not None:
+            found.insert(0, self._user_generator)
+        return list({id(generator): generator for generator in found}.values())
+
+    def _draw_seed(self) -> int:
+        """Draw from the user's generator what torch's own loader draws from it before the sampler does."""
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self._user_generator))
+
+    def _count_batch(self, source: DealtOrder | ShardedIterable | None, start: int, number: int) -> None:
+        """Note how many entries the batch of a number has, and how many are padding."""
+        if not isinstance(source, DealtOrder):
+            self._num_in_batch, self._num_padded = None, 0
+            return
+        per_rank = self.batch_size or 1
+        before, after = (number - 1) * per_rank, number * per_rank
+        shares = source.shares(start)
+        total, real = (after, after) if shares is None else shares
+        self._num_in_batch = None if self.batch_size is None else min(after, total) - before
+        self._num_padded = max(min(after, total) - max(real, before), 0)
+
+    def _real_part(self, values: Any) -> torch.Tensor:
+        if not isinstance(values, torch.Tensor):
+            msg = f"Values per sample are tensors; got `{type(values).__name__}`."
+            raise TypeError(msg)
+        if not values.dim() or self._num_in_batch not in (None, len(values)):
+            asked = "" if self._num_in_batch is None else f", {self._num_in_batch} here"
+            msg = (
+                f"A tensor of shape {tuple(values.shape)} has not one value per sample: its first dimension counts the "
+                f"samples of this rank's last batch{asked}. Reduce over other dimensions only."
+            )
+            raise ConfigError(msg)
+        if not self._num_padded:
+            return values
+        return values[:0] if self.deals_batches else values[: len(values) - self._num_padded]
+
+
+def _packed(state: torch.Tensor) -> str:
+    return base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
+
+
+def _unpacked(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)

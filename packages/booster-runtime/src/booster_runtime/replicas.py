@@ -1,0 +1,182 @@
+"""`ReplicaCheck`: whether ranks that hold the same values still hold the same bits.
+
+Each rank hashes its own copy of parameters, buffers and optimizer state, and one small all-gather compares the hashes.
+State that is put together for a checkpoint takes each value from the one rank that owns it, so a drift between replicas
+would not show there.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from booster_core.errors import ConfigError, GradientError
+from booster_core.plugin import hookimpl, register_hooks, unregister_hooks, unwrap_model
+from booster_runtime.checkpoint.raw import as_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torch.optim import Optimizer
+    from typing_extensions import Self
+
+    from booster_core import Booster
+
+_Key = tuple[str, ...]
+_MOST_LISTED = 10
+
+
+class ReplicaCheck:
+    """Compares replicas after every so many optimizer steps, and raises on every rank where they differ.
+
+    A step is counted whenever the optimizer steps, skipped steps included. Compared are, bit for bit:
+
+    - parameters that a rank holds whole, and every part of a parameter, buffer or optimizer state tensor that several
+      ranks hold, as the plugin's ``state_adapter`` lists them;
+    - torch's random state, among ranks that work on one batch together (tensor, pipeline and sequence parallel ranks).
+
+    Running statistics of ``BatchNorm`` are left out: each data parallel rank updates its own from its own samples.
+
+    Args:
+        booster: Has boosted the model.
+        model: The boosted model.
+        optimizer: Its boosted optimizer; ``None`` to call `check` by hand only.
+        every: Number of steps between two checks, at least 1. A check reads all state once.
+
+    Raises:
+        ConfigError: If ``every`` is not positive.
+
+    Collective: none; the checks are, on every rank of the world.
+    """
+
+    def __init__(self, booster: Booster, model: nn.Module, optimizer: Optimizer | None, every: int = 100) -> None:
+        if every < 1:
+            msg = f"`every={every}` is not a number of steps; use 1 or more."
+            raise ConfigError(msg)
+        self.every = every
+        self.steps = 0
+        self._booster = booster
+        self._model = model
+        self._optimizer = optimizer
+        self._coordinator = booster.context.coordinator
+        self._last_equal: int | None = None
+        self._known: dict[int, list[_Key]] = {}
+        register_hooks(self)
+
+    def __enter__(self) -> Self:
+        """Return the check, which ends with the context."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Check no more."""
+        self.close()
+
+    def close(self) -> None:
+        """Check no more.
+
+        Collective: none.
+        """
+        unregister_hooks(self)
+
+    @hookimpl
+    def after_step(self, optimizer: Optimizer, metrics: Mapping[str, Any]) -> None:
+        """Count a step of the model's optimizer, and check when its turn has come."""
+        del metrics
+        if optimizer is self._optimizer:
+            self.steps += 1
+            if self.steps % self.every == 0:
+                self.check()
+
+    def check(self) -> None:
+        """Compare the replicas now.
+
+        Raises:
+            GradientError: If values that several ranks hold differ; names tensors, ranks and steps.
+
+        Collective: every rank of the world.
+        """
+        seen: dict[_Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank, digests in enumerate(self._gather(dict(self._digests()))):
+            for key, digest in digests:
+                seen[key][digest].append(rank)
+        drifted = {key: list(ranks.values()) for key, ranks in seen.items() if len(ranks) > 1}
+        if not drifted:
+            self._last_equal = self.steps
+            return
+        since = (
+            "they were never equal" if self._last_equal is None else f"they were equal after step {self._last_equal}"
+        )
+        listed = [f"{_name(key)} ({_groups(groups)})" for key, groups in list(drifted.items())[:_MOST_LISTED]]
+        more = f" and {len(drifted) - _MOST_LISTED} more" if len(drifted) > _MOST_LISTED else ""
+        msg = (
+            f"Replicas of {len(drifted)} of {len(seen)} tensors differ after step {self.steps}; {since}: "
+            f"{', '.join(listed)}{more}. Ranks that hold the same values must update them by the same gradients: look "
+            "for code that changes parameters or buffers on some ranks only."
+        )
+        raise GradientError(msg)
+
+    def _gather(self, own: dict[_Key, int]) -> list[Iterable[tuple[_Key, int]]]:
+        """Return every rank's digests. Names travel once: afterwards a digest takes 8 bytes.
+
+        Collective: every rank of the world.
+        """
+        names = xxhash.xxh3_64_intdigest(repr(list(own)).encode())
+        gathered = self._coordinator.all_gather_object((names, array("Q", own.values()).tobytes()))
+        # What was gathered is the same on every rank, so all of them know or miss the same names.
+        if any(each not in self._known for each, _ in gathered):
+            self._known.update(self._coordinator.all_gather_object((names, list(own))))
+        return [zip(self._known[each], array("Q", digests), strict=True) for each, digests in gathered]
+
+    def _digests(self) -> Iterator[tuple[_Key, int]]:
+        """Yield a name and a hash of each value that another rank may hold too."""
+        adapter = self._booster.state_adapter(self._model)
+        module = unwrap_model(self._model)
+        statistics = set(_running_statistics(module))
+        shapes: dict[str, tuple[int, ...]] = {}
+        for shard in adapter.model_shards():
+            shapes[shard.name] = shard.global_shape
+            if shard.name not in statistics:
+                yield ("model", shard.name, str(shard.box), str(shard.flat_range)), _digest(shard.data)
+        for path, parameter in module.named_parameters():
+            # What strategies compute with may be another tensor than what they save.
+            is_whole = type(parameter.data) is Tensor and tuple(parameter.shape) == shapes.get(path)
+            if is_whole and not isinstance(parameter, DTensor):
+                yield ("parameter", path), _digest(parameter)
+        for shard in adapter.optimizer_shards():
+            place = (str(shard.box), str(shard.flat_range))
+            yield ("optimizer", shard.name, str(shard.state), *place), _digest(shard.data)
+        index, _ = self._booster.plugin.data_parallel_coordinates(self._coordinator)
+        yield ("random", str(index)), _digest(torch.get_rng_state())
+
+
+def _running_statistics(module: nn.Module) -> Iterator[str]:
+    for path, each in module.named_modules():
+        if isinstance(each, nn.modules.batchnorm._NormBase) and not isinstance(each, nn.SyncBatchNorm):  # noqa: SLF001 - the base of all
+            yield from (f"{path}.{name}" if path else name for name, _ in each.named_buffers(recurse=False))
+
+
+def _digest(tensor: Tensor) -> int:
+    """Return a hash of a tensor's dtype and bits."""
+    values = tensor.detach().cpu().contiguous()
+    digest = xxhash.xxh3_64(str(values.dtype).encode())
+    if values.numel():
+        digest.update(as_bytes(values))
+    return digest.intdigest()
+
+
+def _name(key: _Key) -> str:
+    kind, *rest = key
+    if kind == "random":
+        return "torch's random state"
+    return f"'{rest[0]}'" if kind != "optimizer" else f"'{rest[1]}' of '{rest[0]}'"
+
+
+def _groups(groups: list[list[int]]) -> str:
+    """Say which ranks agree with each other."""
+    return " against ".join("rank " + ", ".join(map(str, ranks)) for ranks in groups)

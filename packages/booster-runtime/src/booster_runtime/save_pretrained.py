@@ -1,0 +1,222 @@
+"""``save_pretrained`` of a boosted model: the last line of most scripts for Hugging Face models, made right.
+
+The libraries' own method writes what this process holds, which is a part of the model under strategies that shard. On
+the model that `boost` returned it becomes `Booster.save_model`, or `Booster.save_lora_as_pretrained` for adapters. On
+the user's own model it raises wherever that does not hold the values.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import ConfigError
+from booster_core.plugin import Plugin, unwrap_model
+from booster_core.state import own_class, without_adapters
+from booster_runtime.adapted import is_adapted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from booster_core import Booster
+    from booster_core.plugin import ModelWrapper
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_MIB = 2**20
+_UPLOAD = "Save into a folder, and upload that by `huggingface_hub.upload_folder` on one rank"
+_WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "state_dict": ((None,), "The values are taken from the model, wherever they are: leave `state_dict` out"),
+    "push_to_hub": ((False, None), _UPLOAD),
+    "repo_id": ((None,), _UPLOAD),
+    "token": ((None,), "Nothing is uploaded: leave `token` out"),
+    "save_function": ((None, torch.save), "Booster writes the files itself: leave `save_function` out"),
+    "save_peft_format": ((True,), "Adapters are written as peft reads them: leave `save_peft_format` out"),
+    "save_original_format": ((True,), "Tensors have the names of the model's modules: leave it out"),
+    "distributed_checkpoint": ((False,), "For that format call `booster.save_model(..., gather_dtensor=False)`"),
+    "save_embedding_layers": (
+        ("auto", False),
+        "Train embeddings through `modules_to_save` of the LoraConfig: these are written",
+    ),
+    "path_initial_model_for_weight_conversion": ((None,), "Convert adapters from a folder, by peft"),
+}
+"""Arguments of the libraries that have one meaning here: its values, and what to do instead of others."""
+
+
+def take_over(boosted: ModelWrapper, booster: Booster) -> None:
+    """Let ``save_pretrained`` of a boosted model, where it has one, save by a Booster.
+
+    On the user's own model, and the model inside of one with adapters, it raises where that does not hold the values.
+
+    Args:
+        boosted: The boosted model.
+        booster: The Booster that boosted it.
+
+    Collective: none; calling the method is, on every rank.
+    """
+    model = unwrap_model(boosted)
+    if not hasattr(model, "save_pretrained"):
+        return
+    holds_values = type(booster.plugin).state_adapter is Plugin.state_adapter
+    if is_adapted(model):
+        save: Callable[..., None] | None = _save_adapters
+    else:
+        save = _save_model if _is_of_transformers(model) else None
+    if not holds_values:
+        remedy = (
+            "Call `save_pretrained` of the model that `boost` returned, on every rank, or "
+            "`booster.save_model(model, folder, shard=True)`"
+        )
+        for module in (model, without_adapters(model)):
+            if callable(getattr(module, "save_pretrained", None)):
+                module.save_pretrained = _Refusal(module, booster.plugin.name, remedy)  # type: ignore[assignment]
+    if save is not None:
+        # Made when it is asked for: a method that the model kept would keep the model alive.
+        boosted.replace_method("save_pretrained", functools.partial(functools.partial, save, booster))
+    elif not holds_values:
+        remedy = "Call `booster.save_model(model, folder, shard=True)` on every rank"
+        refusal = _Refusal(model, booster.plugin.name, remedy)
+        boosted.replace_method("save_pretrained", lambda _: refusal)
+
+
+class _Refusal:
+    """A method ``save_pretrained`` that raises."""
+
+    def __init__(self, model: nn.Module, plugin: str, remedy: str) -> None:
+        self._text = (
+            f"`{own_class(model).__name__}.save_pretrained` would write what this rank holds under plugin '{plugin}', "
+            f"which is not the model. {remedy}."
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        raise ConfigError(self._text)
+
+
+def _save_model(
+    booster: Booster,
+    model: ModelWrapper,
+    save_directory: str | Path,
+    *,
+    is_main_process: bool = True,
+    max_shard_size: int | str | None = None,
+    variant: str | None = None,
+    safe_serialization: bool = True,
+    **others: Any,
+) -> None:
+    """Write the model as `Booster.save_model` does with ``shard=True``, so that ``from_pretrained`` loads it.
+
+    Args:
+        booster: The Booster.
+        model: The boosted model.
+        save_directory: The folder.
+        is_main_process: True on rank 0 at least; every rank takes part all the same.
+        max_shard_size: Largest size of a file: bytes, or ``"2GB"``; 1 MiB or more.
+        variant: Put into the file names.
+        safe_serialization: Write safetensors.
+        **others: Further arguments of the libraries, which raise unless they say what is done anyway.
+
+    Raises:
+        ConfigError: If an argument asks for what is not done.
+        CheckpointError: If the model can't be written.
+        MissingRanksError: If some ranks do not call this.
+
+    Collective: every rank of the world.
+    """
+    size_per_shard = 1024
+
+    def check() -> None:
+        nonlocal size_per_shard
+        _check_others(others)
+        if getattr(unwrap_model(model), "_hf_peft_config_loaded", False):
+            msg = (
+                "Adapters that were added by the model's `add_adapter` are not told apart here. Add them by "
+                "`booster.enable_lora`, or write the whole model by `booster.save_model(model, folder, shard=True)`."
+            )
+            raise ConfigError(msg)
+        if max_shard_size is not None:
+            size_per_shard = _mebibytes(max_shard_size)
+
+    _agree(booster, check, is_main_process=is_main_process)
+    booster.save_model(
+        model,
+        save_directory,
+        shard=True,
+        prefix=variant,
+        size_per_shard=size_per_shard,
+        use_safetensors=safe_serialization,
+    )
+
+
+def _save_adapters(
+    booster: Booster,
+    model: ModelWrapper,
+    save_directory: str | Path,
+    safe_serialization: bool = True,  # noqa: FBT001, FBT002 - positional in peft
+    selected_adapters: Sequence[str] | None = None,
+    *,
+    is_main_process: bool = True,
+    **others: Any,
+) -> None:
+    """Write the adapters as `Booster.save_lora_as_pretrained` does; see `_save_model`.
+
+    Collective: every rank of the world.
+    """
+    _agree(booster, lambda: _check_others(others), is_main_process=is_main_process)
+    booster.save_lora_as_pretrained(model, save_directory, safe_serialization, selected_adapters=selected_adapters)
+
+
+def _agree(booster: Booster, check: Callable[[], None], *, is_main_process: bool) -> None:
+    """Raise on every rank if arguments are wrong on one, and name the ranks that do not come."""
+    context = booster.context
+    error: Exception | None = None
+    try:
+        check()
+        if not is_main_process and context.coordinator.rank == 0:
+            msg = (
+                "`is_main_process=False` on rank 0: nothing would be written. Leave it out; every rank calls "
+                "`save_pretrained` and writes its part."
+            )
+            raise ConfigError(msg)
+    except (ConfigError, TypeError) as caught:
+        error = caught
+    context.coordinator.raise_together(error, name="save_pretrained", timeout_seconds=context.timeout_seconds)
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in _WITHOUT_EFFECT:
+            msg = f"`save_pretrained` of a boosted model got an unexpected keyword argument '{name}'."
+            raise TypeError(msg)
+        values, remedy = _WITHOUT_EFFECT[name]
+        if not any(value is each or value == each for each in values):
+            shown = "" if name == "state_dict" else f"={value!r}"
+            msg = f"`{name}{shown}` of `save_pretrained` can't be followed for a boosted model. {remedy}."
+            raise ConfigError(msg)
+
+
+def _mebibytes(size: int | str) -> int:
+    """Return a size such as ``"5GB"`` in whole MiB, not above it."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size), re.IGNORECASE)
+    unit = found[2].upper() if found else None
+    if found is None or unit not in _UNITS:
+        msg = f"`max_shard_size={size!r}` is not a size. Use bytes, or a string such as '5GB' or '500MB'."
+        raise ConfigError(msg)
+    mebibytes = int(float(found[1]) * _UNITS[unit]) // _MIB
+    if mebibytes < 1:
+        msg = f"`max_shard_size={size!r}` is below 1 MiB, the smallest size of a file here. Use a larger one."
+        raise ConfigError(msg)
+    return mebibytes
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is of transformers, told without importing it: FSDP gives models classes of its own."""
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(model).__mro__
+    )

@@ -1,0 +1,159 @@
+"""Python values that are not tensors, as JSON and back, exactly: never a pickle.
+
+Plain JSON values stay as they are, so files remain readable. What JSON lacks (tuples, dicts with other keys than
+strings, infinities, bytes, ...) becomes a dict with one key that starts with ``$``. Tensors are handed out to be
+stored as tensors, and leave a reference behind. Anything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_DTYPE_PREFIX = "torch."
+
+
+def encode_json(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
+    """Return a value as JSON.
+
+    Args:
+        value: Built of None, bool, int, float, str, bytes, list, tuple, set, dict, Counter, dtypes and tensors.
+        name: What the value is; names it in errors, and is the start of its tensors' keys.
+        tensors: Filled with the tensors found, under the key ``name`` for a tensor itself and ``name/path`` inside of
+            something. Where ``None``, tensors are written into the JSON as numbers.
+
+    Raises:
+        CheckpointError: If something in the value has no JSON form; the message says where.
+    """
+    try:
+        return _encode(value, name, tensors)
+    except RecursionError as error:
+        msg = f"'{name}' cannot be saved: it contains itself, or is nested too deeply."
+        raise CheckpointError(msg) from error
+
+
+def _encode(  # noqa: C901, PLR0911 - one line for each kind of value
+    value: Any, name: str, tensors: dict[str, torch.Tensor] | None
+) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, name, tensors)
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix(_DTYPE_PREFIX)}
+    if type(value) in (dict, OrderedDict, Counter):
+        return _encode_dict(value, name, tensors)
+    if type(value) in (list, tuple, set, torch.Size):
+        items = sorted(value) if isinstance(value, set) else value
+        encoded = [_encode(item, f"{name}/{index}", tensors) for index, item in enumerate(items)]
+        if isinstance(value, list):
+            return encoded
+        return {"$set" if isinstance(value, set) else "$tuple": encoded}
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return _encode(value.item(), name, tensors)
+    msg = (
+        f"'{name}' is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: checkpoints hold "
+        "tensors and JSON values, never pickled objects. Keep plain numbers, strings, lists, dicts or tensors there."
+    )
+    raise CheckpointError(msg)
+
+
+def _encode_dict(value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor] | None) -> Any:
+    pairs = [(key, _encode(item, f"{name}/{key}", tensors)) for key, item in value.items()]
+    if type(value) is not Counter and all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+        return dict(pairs)
+    tag = "$counter" if type(value) is Counter else "$dict"
+    return {tag: [[_encode(key, f"{name}/{key}", None), item] for key, item in pairs]}
+
+
+def _encode_tensor(value: torch.Tensor, name: str, tensors: dict[str, torch.Tensor] | None) -> Any:
+    if tensors is not None:
+        tensors[name] = value
+        return {"$tensor": name}
+    dtype = str(value.dtype).removeprefix(_DTYPE_PREFIX)
+    return {"$values": _encode(value.detach().cpu().tolist(), name, None), "$dtype": dtype}
+
+
+def decode_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """Return the value that `encode_json` made ``value`` of.
+
+    Args:
+        value: JSON.
+        tensors: The tensors that references name.
+
+    Raises:
+        CheckpointError: If a reference names no tensor, or a tag is unknown.
+    """
+    try:
+        return _decode(value, tensors)
+    except RecursionError as error:
+        msg = "A value in a checkpoint is nested too deeply: it is damaged or hostile."
+        raise CheckpointError(msg) from error
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: _decode(item, tensors) for key, item in value.items()}
+    return _decode_tagged(tag, value, tensors)
+
+
+def _decode_tagged(tag: str, value: dict[str, Any], tensors: Mapping[str, torch.Tensor] | None) -> Any:
+    inner = value[tag]
+    try:
+        if tag == "$tensor":
+            return (tensors or {})[inner]
+        if tag == "$values":
+            return torch.tensor(_decode(inner), dtype=_dtype(value["$dtype"]))
+        if tag in ("$dict", "$counter"):
+            pairs = {_decode(key): _decode(item, tensors) for key, item in inner}
+            return Counter(pairs) if tag == "$counter" else pairs
+        decoders: dict[str, Callable[[Any], Any]] = {
+            "$float": float,
+            "$bytes": base64.b64decode,
+            "$dtype": _dtype,
+            "$tuple": lambda items: tuple(_decode(items, tensors)),
+            "$set": lambda items: set(_decode(items, tensors)),
+        }
+        return decoders[tag](inner)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        msg = f"The value {str(value)[:200]} in a checkpoint cannot be read: {error}."
+        raise CheckpointError(msg) from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        msg = f"'{name}' is no dtype"
+        raise TypeError(msg)
+    return dtype
+
+
+def tensor_references(value: Any) -> list[str]:
+    """Return the keys of the tensors that an encoded value refers to."""
+    if isinstance(value, list):
+        return [key for item in value for key in tensor_references(item)]
+    if isinstance(value, dict):
+        if "$tensor" in value:
+            return [value["$tensor"]]
+        return [key for item in value.values() for key in tensor_references(item)]
+    return []

@@ -1,0 +1,136 @@
+"""A tensor parallel policy that would change what layers compute raises at `boost`, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_runtime.lazy import LazyInitContext
+from booster_testing import expect_on_ranks, run_on_ranks
+
+WIDTH, HEADS = 24, 4
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH, num_heads=HEADS):
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.gate_up, self.down = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        split = [each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in (q, k, v)]
+        attended = functional.scaled_dot_product_attention(*split, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return x + self.down(functional.silu(gate) * up)
+
+
+class Model(nn.Module):
+    def __init__(self, num_layers=2, width=WIDTH, num_heads=HEADS):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def policy(qkv=None, gate_up=None, out=None, layers=("blocks",)):
+    qkv = {"num_blocks": 3, "scaled": ("num_heads",)} if qkv is None else qkv
+    return ShardingPolicy(
+        rules=(
+            ModuleRule("blocks.*.qkv", Style.COLUMN, units="num_heads", **qkv),
+            ModuleRule("blocks.*.out", Style.ROW, units="num_heads"),
+            ModuleRule("blocks.*.gate_up", Style.COLUMN, **({"num_blocks": 2} if gate_up is None else gate_up)),
+            ModuleRule("blocks.*.down", Style.ROW),
+        ),
+        layers=layers,
+    )
+
+
+WRONG = {
+    "qkv": (policy(qkv={"scaled": ("num_heads",)}), r"layer 'blocks\.0'.*by up to.*'blocks\.0\.qkv'.*`num_blocks=3`"),
+    "glu": (policy(gate_up={}), r"layer 'blocks\.0'.*by up to.*'blocks\.0\.gate_up'.*`num_blocks=2`"),
+    "no layers": (policy(gate_up={}, layers=()), r"layer 'blocks\.0'.*'blocks\.0\.gate_up'.*`num_blocks=2`"),
+    "heads": (policy(qkv={"num_blocks": 3}), r"layer 'blocks\.0'.*by up to.*`scaled=`"),
+}
+
+
+def boost(model, sharding, **options):
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**{"tp_size": 2, "custom_policy": sharding, **options}))
+    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
+
+
+def boost_with(sharding, options):
+    torch.manual_seed(0)
+    boost(Model(), sharding, **options)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_policy_raises_on_every_rank(name):
+    expect_on_ranks(ConfigError, WRONG[name][1], boost_with, 2, WRONG[name][0], {})
+
+
+def test_heads_that_do_not_divide_raise_on_every_rank():
+    expect_on_ranks(ConfigError, WRONG["qkv"][1], boost_with, 3, WRONG["qkv"][0], {"tp_size": 3})
+
+
+def test_a_wrong_policy_raises_in_a_pipeline():
+    options = {"pp_size": 2, "example_batch": torch.zeros(2, 3, WIDTH)}
+    expect_on_ranks(ConfigError, WRONG["qkv"][1], boost_with, 4, WRONG["qkv"][0], options)
+
+
+def boost_zeros():
+    """Boost a model whose blocks begin as identities: with its own weights no difference would be seen."""
+    model = Model()
+    for block in model.blocks:
+        nn.init.zeros_(block.out.weight)
+        nn.init.zeros_(block.down.weight)
+    boost(model, WRONG["glu"][0])
+
+
+def test_zero_initialised_projections_do_not_hide_a_wrong_policy():
+    expect_on_ranks(ConfigError, WRONG["glu"][1], boost_zeros, 2)
+
+
+def boost_lazy():
+    with LazyInitContext():
+        model = Model()
+    boost(model, WRONG["glu"][0])
+
+
+def test_a_lazy_model_is_checked():
+    expect_on_ranks(ConfigError, WRONG["glu"][1], boost_lazy, 2)
+
+
+def train(sharding, options):
+    torch.manual_seed(0)
+    expected, model = Model(), Model()
+    model.load_state_dict(expected.state_dict())
+    drawn = torch.get_rng_state()
+    booster, model, optimizer = boost(model, sharding, **options)
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert model.training
+    x = torch.randn(2, 5, WIDTH)
+    torch.distributed.broadcast(x, 0)
+    expected(x).square().mean().backward()
+    booster.backward(model(x).square().mean(), optimizer)
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(booster.full_gradient(model, name), parameter.grad, msg=name)
+    return booster.describe()
+
+
+@pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (3, {"tp_size": 3})], ids=["tp2", "uneven-heads"])
+def test_a_right_policy_trains(num_ranks, options):
+    described = run_on_ranks(train, num_ranks, policy(), options)
+    assert all("unchecked_layers={}" in each for each in described)

@@ -1,0 +1,181 @@
+"""`split_gather` refuses layers whose unsplit parts look at several positions of a sequence."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_testing import expect_on_ranks, run_on_ranks
+
+WIDTH = 8
+
+
+class Feed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        return self.down(functional.gelu(self.up(x)))
+
+
+class Layer(nn.Module):
+    """A feed-forward block that is split, beside a part that looks at each position by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Feed()
+        self.part = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return x + self.mlp(self.mixed(x))
+
+    def mixed(self, x):
+        return self.part(x)
+
+
+class Convolution(Layer):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def mixed(self, x):
+        return self.part(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Attends in its own forward, and has no submodules."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        q, k, v = functional.linear(x, self.weight).chunk(3, -1)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Core(nn.Module):
+    def forward(self, q, k, v):
+        return functional.scaled_dot_product_attention(q, k, v)
+
+
+class LeafAttention(Layer):
+    def __init__(self):
+        super().__init__()
+        self.part = Attention()
+
+
+class LeafCore(Layer):
+    def __init__(self):
+        super().__init__()
+        self.part = Core()
+
+    def mixed(self, x):
+        return self.part(x, x, x)
+
+
+class OwnAttention(Layer):
+    """Attends in the layer's own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+
+    def mixed(self, x):
+        states = self.part(x)
+        return functional.scaled_dot_product_attention(states, states, states)
+
+
+class Dropping(Layer):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Dropout(0.5)
+
+
+class InDict(Layer):
+    """Returns its hidden states in a dict."""
+
+    def forward(self, x):
+        return {"hidden": super().forward(x)}
+
+
+class Model(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            x = x["hidden"] if isinstance(x, dict) else x
+        return x
+
+
+POLICY = ShardingPolicy(
+    rules=(ModuleRule("layers.*.mlp.up", Style.COLUMN), ModuleRule("layers.*.mlp.down", Style.ROW)), layers=("layers",)
+)
+
+
+def boosted(kind, *, is_known=False):
+    torch.manual_seed(0)
+    model = Model(kind)
+    whole = Model(kind)
+    whole.load_state_dict(model.state_dict())
+    plugin = HybridParallelPlugin(tp_size=2, sequence_parallelism_mode="split_gather", custom_policy=POLICY)
+    booster = Booster("cpu", plugin=plugin)
+    # Policies that Booster brings are not checked at `boost`.
+    checked = mock.patch("booster_hybrid.boosting.given_policy", return_value=None) if is_known else nullcontext()
+    with checked:
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return whole, booster, model, optimizer
+
+
+def run(kind, length, is_known):
+    *_, model, _ = boosted(kind, is_known=is_known)
+    model(torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("kind", [Convolution, LeafAttention, LeafCore, OwnAttention])
+def test_layers_that_mix_positions_are_refused_at_boost(kind):
+    expect_on_ranks(ConfigError, r"'split_gather'.*layer 'layers\.0'", boosted, 2, kind)
+
+
+@pytest.mark.parametrize("length", [3, 6], ids=["one-position-on-a-rank", "even"])
+@pytest.mark.parametrize(("kind", "name"), [(Convolution, "Conv1d"), (LeafAttention, "Attention"), (LeafCore, "Core")])
+def test_leaf_modules_that_mix_positions_are_refused_at_the_first_forward(kind, name, length):
+    message = rf"'layers\.0\.part' of Model \({name}\) mixes positions"
+    expect_on_ranks(ConfigError, message, run, 2, kind, length, True)
+
+
+def test_layers_that_return_containers_are_refused():
+    expect_on_ranks(ConfigError, "layer of class `InDict` returns a `dict`", run, 2, InDict, 6, True)
+
+
+def train(kind):
+    whole, booster, model, optimizer = boosted(kind)
+    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        whole.zero_grad()
+        optimizer.zero_grad()
+        whole(x).square().mean().backward()
+        booster.backward(model(x).square().mean(), optimizer)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(booster.full_gradient(model, name), parameter.grad, msg=name)
+
+
+def test_layers_whose_unsplit_parts_are_pointwise_train():
+    run_on_ranks(train, 2, Layer)
+
+
+@pytest.mark.parametrize("kind", [Dropping])
+def test_dropout_is_pointwise(kind):
+    run_on_ranks(run, 2, kind, 6, False)

@@ -1,0 +1,54 @@
+"""Under every plugin a boosted model's parameters and buffers have the names that they have in the user's model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from named_plugins import NAMES, plugin_named
+from torch import nn
+
+from booster_core import Booster
+from booster_testing import run_on_ranks
+from booster_testing.models import tiny_llama
+
+
+def make_model(plugin):
+    if plugin.startswith("hybrid-"):  # which layers to split and where to cut is known of models of transformers
+        return tiny_llama()
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def names(plugin, *, compiled=False):
+    """Return the names in the user's model, those in the boosted one, and those in its state."""
+    user = make_model(plugin)
+    plain = {name for name, _ in user.named_parameters()}, {name for name, _ in user.named_buffers()}
+    model = torch.compile(user, backend="eager") if compiled else user
+    boosted, *_ = Booster(plugin=plugin_named(plugin)).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    parameters, buffers = dict(boosted.named_parameters()), dict(boosted.named_buffers())
+    assert [id(each) for each in boosted.parameters()] == [id(each) for each in parameters.values()]
+    assert all(boosted.get_parameter(name) is parameter for name, parameter in parameters.items())
+    assert [name for name, _ in boosted.named_parameters("prefix")] == [f"prefix.{name}" for name in parameters]
+    return plain, (set(parameters), set(buffers)), set(boosted.state_dict())
+
+
+@pytest.mark.parametrize("plugin", NAMES)
+def test_parameters_and_buffers_are_named_as_in_the_users_model(plugin):
+    ranks = run_on_ranks(names, 1 if plugin == "single" else 2, plugin)
+    for (parameters, buffers), boosted, state in ranks:
+        if plugin == "hybrid-pp":  # each stage has its own layers
+            assert boosted[0] < parameters
+            assert boosted[1] <= buffers
+        else:
+            assert boosted == (parameters, buffers)
+            assert boosted[0] <= state
+    assert set.union(*(boosted[0] for _, boosted, _ in ranks)) == ranks[0][0][0]
+
+
+def compiled_names():
+    return names("ddp", compiled=True)
+
+
+def test_a_compiled_models_names_are_those_of_the_model_inside():
+    for plain, boosted, _ in run_on_ranks(compiled_names, 2):
+        assert boosted == plain

@@ -1,0 +1,57 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from booster_core.errors import ConfigError
+from booster_runtime.collectives.settings import checks_collectives, requested_transport
+from booster_runtime.collectives.sums import combine_into, sum_into
+from booster_runtime.hooks import before_launch
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("BOOSTER_TRANSPORT", "shm", "BOOSTER_TRANSPORT='shm' must be auto"),
+        ("BOOSTER_DEBUG", "collectives,memory", "lists 'memory'; the only mode is 'collectives'"),
+        ("BOOSTER_DIRECT_COLLECTIVES", "0", "Unset it, and set BOOSTER_TRANSPORT=torch"),
+        ("BOOSTER_DIRECT_COLLECTIVES", "1", "Unset it, and set BOOSTER_TRANSPORT=auto"),
+    ],
+)
+def test_a_launch_refuses_a_wrong_setting(monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        before_launch()
+
+
+@pytest.mark.parametrize(("value", "transport"), [("", "auto"), ("torch", "torch"), ("direct", "direct")])
+def test_the_requested_transport(monkeypatch, value, transport):
+    monkeypatch.setenv("BOOSTER_TRANSPORT", value)
+    assert requested_transport() == transport
+
+
+@pytest.mark.parametrize(("value", "checks"), [(None, False), ("", False), (" collectives ", True)])
+def test_whether_collectives_are_compared(monkeypatch, value, checks):
+    monkeypatch.delenv("BOOSTER_DEBUG", raising=False)
+    if value is not None:
+        monkeypatch.setenv("BOOSTER_DEBUG", value)
+    assert checks_collectives() is checks
+
+
+@pytest.mark.parametrize("own", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("op_name", ["SUM", "AVG", "MAX", "MIN"])
+def test_a_reduction_into_one_of_its_terms_is_that_into_fresh_memory(own, dtype, op_name):
+    op = getattr(dist.ReduceOp, op_name)
+    terms = [torch.randn(50, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(4)]
+    fresh = torch.empty(50, dtype=dtype)
+    combine_into(fresh, terms, op)
+    combine_into(terms[own], terms, op)
+    assert torch.equal(terms[own], fresh)
+
+
+def test_a_sum_into_a_narrower_dtype_keeps_its_terms():
+    terms = [torch.full((3,), float(rank)) for rank in range(1, 4)]
+    out = torch.empty(3, dtype=torch.bfloat16)
+    sum_into(out, terms, scale=0.5, accumulate=False)
+    assert out.tolist() == [3.0] * 3
+    assert [term[0].item() for term in terms] == [1.0, 2.0, 3.0]

@@ -1,0 +1,90 @@
+"""What is said of the ranks that others wait for, and the lines in which they tell it."""
+
+from __future__ import annotations
+
+import pytest
+
+from booster_runtime.liveness.records import Record
+from booster_runtime.liveness.verdicts import Verdicts
+from booster_runtime.liveness.wire import FROM_MEMBERS, FROM_SERVER, Lines, encode
+
+
+def at(name, count, *, finished, **counts):
+    message = {"counts": {name: count, **counts}, "last": [name, count], "finished": finished}
+    return Record.parse(message)
+
+
+def run_at(records):
+    run = Verdicts(["a"] * len(records))
+    for rank, record in enumerate(records):
+        run.joined(rank, 100 + rank)
+        if isinstance(record, Record):
+            run.here(rank, record, 0.0, 0.0)
+        elif record == "ended":
+            run.ending(rank, Record())
+        elif record == "died":
+            run.lost(rank)
+    return run
+
+
+HERE = at("step", 12, finished=False)
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (
+            [HERE, at("backward", 11, finished=True, step=11)],
+            "rank 1 has not reached it; it last finished `backward` #11.",
+        ),
+        ([HERE, at("save", 1, finished=False, step=11)], "rank 1 has not reached it; it entered `save` #1."),
+        ([HERE, "ended"], "rank 1 has not reached it; it ended normally."),
+        ([HERE, "died"], "rank 1 has not reached it; it died (it made no such call yet when last heard of)."),
+        (
+            [HERE, "ended", at("step", 11, finished=True)],
+            "ranks 1 and 2 have not reached it; rank 1 ended normally; rank 2 last finished `step` #11.",
+        ),
+        ([HERE, None], "rank 1 has not reached it; it made no such call yet."),
+        (
+            [HERE, at("step", 13, finished=False)],
+            "every rank has reached it, so ranks call different collectives in it",
+        ),
+    ],
+)
+def test_where_the_missing_ranks_are(records, words):
+    assert run_at(records).missing(("step", 12), None, silent=()).startswith(words)
+
+
+def test_ranks_that_take_no_part_in_a_call_are_not_missing_in_it():
+    run = run_at([HERE, "ended", "ended"])
+    assert run.missing(("step", 12), (0, 2), silent=()).startswith("rank 2 has not reached it; it ended normally")
+    assert run.ended(0, ("step", 12), (0, 1)).startswith("rank 1 ended normally while rank 0 waits in `step` #12")
+    assert run.ended(0, ("step", 12), None).startswith("ranks 1 and 2 ended normally while rank 0 waits in `step` #12")
+    assert run_at([HERE, "died"]).ended(0, ("step", 12), None) is None
+
+
+def test_a_rank_that_did_not_answer_is_said_not_to_have():
+    run = run_at([HERE, at("step", 11, finished=True)])
+    assert "it did not answer (it last finished `step` #11 when last heard of)." in run.missing(("step", 12), None, {1})
+
+
+def test_many_missing_ranks_are_counted():
+    text = run_at([at("step", 11, finished=True)] * 30).missing(("step", 12), None, silent=())
+    assert text.count("8, 9 and 20 others") == 2
+    assert "last finished `step` #11" in text
+
+
+def test_messages_survive_being_cut():
+    data = encode({"type": "failed", "text": "ä\n", "record": {}}) + encode({"type": "bye"})
+    lines = Lines(FROM_MEMBERS, pytest.fail)
+    messages = [message for byte in data for message in lines.feed(bytes([byte]))]
+    assert messages == [{"type": "failed", "text": "ä\n", "record": {}}, {"type": "bye"}]
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\n", b"[1]\n", b"\xff\xfe\n", b"x" * 101])
+def test_lines_that_are_no_messages_are_refused_and_skipped(data):
+    refused = []
+    lines = Lines(FROM_SERVER, refused.append, max_bytes=100)
+    assert list(lines.feed(data)) == []
+    assert refused
+    assert list(lines.feed(b"\n" + encode({"type": "where"}))) == [{"type": "where"}]
