@@ -57,7 +57,7 @@ def _train(options: argparse.Namespace) -> None:
 
     from booster_core import Booster, launch_from_torch
     from booster_gemini import GeminiPlugin
-    from booster_gemini.memory.room import give_back_freed
+    from booster_gemini.memory.buffers import give_back_freed
 
     launch_from_torch(verbose=False)
     before = _status("VmRSS")
@@ -101,7 +101,8 @@ class _Disk:
     """Measures the raw speed of the disk, with one gigabyte in each direction."""
 
     def __init__(self, folder: str) -> None:
-        from booster_gemini.memory.disk import DiskStore, aligned_buffer
+        from booster_gemini.memory.disk import DiskStore
+        from booster_runtime.memory import aligned_buffer
 
         self._store = DiskStore(folder)
         self._buffers = [aligned_buffer(64 << 20) for _ in range(8)]

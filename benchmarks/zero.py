@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SIZES = {
-    "2M": {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 344, "vocab_size": 4000},
+    "2M": {"hidden_size": 120, "num_hidden_layers": 4, "intermediate_size": 344, "vocab_size": 4000},
     "25M": {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1024, "vocab_size": 18000},
     "110M": {"hidden_size": 768, "num_hidden_layers": 8, "intermediate_size": 2048, "vocab_size": 32000},
 }

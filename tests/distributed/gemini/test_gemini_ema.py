@@ -1,4 +1,4 @@
-"""Averages of weights that lie in chunks equal torch's own, wherever the chunks lie, and leave no trace."""
+"""Averages of weights that are in chunks equal torch's own, wherever the chunks are, and leave no trace."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def copy_into(mirror, model):
 
 
 def averages(options, precision):
-    """Train and average beside torch's own average of what forward reads, kept in fp32."""
+    """Train and average next to torch's own average of what forward reads, kept in fp32."""
     booster = Booster("cpu", precision, GeminiPlugin(min_chunk_bytes=64, **options))
     net = make()
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))

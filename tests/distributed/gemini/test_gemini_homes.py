@@ -12,14 +12,16 @@ from booster_gemini import plugin as plugin_module
 from booster_runtime.collectives import Pending
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
+from booster_zero.engine import Home
 
 
-class RestlessHome:
+class RestlessHome(Home):
     """Takes every block out of memory as soon as nobody uses it, and brings it back to another address."""
 
     moves = True
 
     def __init__(self):
+        super().__init__()
         self.kept = {}
         self.rebinds = {}
         self.uses = {}
@@ -64,12 +66,6 @@ class RestlessHome:
     def free(self, num_bytes):
         self.reserved -= num_bytes
         assert self.reserved >= 0, "more was freed than reserved"
-
-    def moment(self, name):
-        pass
-
-    def problem(self):
-        return None
 
     def end_step(self):
         assert not any(self.uses.values()), "a block is in use between steps"
@@ -146,5 +142,5 @@ def test_other_optimizers_find_their_state_too(name):
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-def test_state_is_saved_and_loaded_from_where_it_lies(precision, tmp_path):
+def test_state_is_saved_and_loaded_from_where_it_is(precision, tmp_path):
     run_on_ranks(compare, 2, precision, "adamw", str(tmp_path))

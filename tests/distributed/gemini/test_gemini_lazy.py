@@ -1,4 +1,4 @@
-"""Lazy models go straight into chunks, wherever those lie: the same bits as eager ones, and memory for one chunk."""
+"""Lazy models go straight into chunks, wherever those are: the same bits as eager ones, and memory for one chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefetching follows the order of uses: recorded, expected again, and recorded anew where a run goes another way."""
+"""Prefetching follows the order of uses: recorded, expected again, and recorded again where a run goes another way."""
 
 import pytest
 import torch
@@ -8,11 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
-from booster_gemini.chunk.chunk import Chunk
 from booster_gemini.chunk.manager import ChunkManager
-from booster_gemini.chunk.state import ChunkState
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_zero.engine import Bucket, WholeState
 
 WIDTH, DEPTH = 16, 8
 
@@ -46,10 +45,10 @@ class Counts:
 
     def gather(self, chunk):
         self.gathers += 1
-        Chunk.start_gather(chunk)
+        Bucket.start_gather(chunk)
 
     def use(self, manager, chunk):
-        self.waits += chunk.state is ChunkState.SHARDED
+        self.waits += chunk.state is WholeState.SHARDED
         ChunkManager.use(manager, chunk)
 
     def take(self):
@@ -91,7 +90,7 @@ def run(events):
             optimizer.step()
             optimizer.zero_grad()
         if counts is None:
-            counts = Counts(model.manager)  # after the first step, which lays chunks out anew
+            counts = Counts(model.manager)  # after the first step, which lays chunks out again
         counted.append(counts.take())
     assert_same_tensors(model.state_dict(), plain.state_dict(), tolerance_for(torch.float32))
     return counted
@@ -112,13 +111,13 @@ EVENTS = {
 
 
 @pytest.mark.parametrize("name", EVENTS)
-def test_the_order_is_recorded_anew_and_results_equal_one_process(name):
+def test_the_order_is_recorded_again_and_results_equal_one_process(name):
     events = EVENTS[name]
     for counted in run_on_ranks(run, 2, events):
         before = {}
         for (what, order, _), (gathers, waits) in zip(events[1:], counted[1:], strict=True):
             uses = len(order) if what == "eval" else 2 * len(order)
-            assert gathers <= uses + 3, "what is gathered in vain is little, also where the order was another one"
+            assert gathers <= uses + 3, "few gathers are wasted, also where the order was another one"
             if before.get(what) == order:
                 assert waits <= 2, "forward and backward wait for their first chunk alone"
                 assert gathers <= uses

@@ -1,4 +1,4 @@
-"""Optimizers, formats and all kinds of parameters, wherever chunks lie: the bits of a run whose chunks stay.
+"""Optimizers, formats and all kinds of parameters, wherever chunks are: the bits of a run whose chunks stay.
 
 The model has frozen, unused and tied parameters and a repeated layer, and its optimizer two groups; that the run whose
 chunks stay equals one process is the conformance kit's business.

@@ -1,4 +1,4 @@
-"""Placement by somebody else: a policy that comes through the hook decides what lies where, and bits stay equal."""
+"""Placement by somebody else: a policy that comes through the hook decides what is where, and bits stay equal."""
 
 import pytest
 import torch

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_gemini import GeminiPlugin
-from booster_gemini.chunk.chunk import Chunk
 from booster_gemini.memory.make import max_ahead_bytes
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_zero.engine import Bucket
 
 LAYERS, WIDTH = 8, 64
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -26,20 +26,20 @@ def most_ahead(max_prefetch, folder=None, budget=None, chunk_bytes=LAYER_BYTES):
     model, optimizer, *_ = Booster("cpu", plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))
     manager = model.manager
     seen = [(0, 0)]
-    start = Chunk.start_gather
+    start = Bucket.start_gather
 
     def counted(chunk):
         start(chunk)
         seen.append((len(manager._ahead), sum(each.whole_bytes for each in manager._ahead.values())))
 
-    Chunk.start_gather = counted
+    Bucket.start_gather = counted
     try:
         for _ in range(3):
             optimizer.backward(model(torch.ones(2, WIDTH)).sum())
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        Chunk.start_gather = start
+        Bucket.start_gather = start
     peak = manager.home.rooms[0].peak_bytes if budget is not None else 0
     if budget is not None:
         manager.home.close()

@@ -71,5 +71,5 @@ def traces_of_recording(folder):
 
 
 def test_recording_makes_no_object_when_off(tmp_path):
-    assert run_on_ranks(train, 1) == ["DeviceHome"]
+    assert run_on_ranks(train, 1) == ["Home"]
     assert run_on_ranks(traces_of_recording, 1, tmp_path) == [0]

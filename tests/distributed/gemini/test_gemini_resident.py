@@ -16,7 +16,7 @@ def status_bytes(name):
 
 
 def train(precision, options):
-    """Return the resident bytes between steps, their peak during the last step, and how many lie on disk."""
+    """Return the resident bytes between steps, their peak during the last step, and how many are on disk."""
     import torch
 
     from booster_core import Booster

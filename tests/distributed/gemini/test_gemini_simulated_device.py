@@ -118,7 +118,7 @@ def test_a_budget_trains_where_the_device_has_no_room_for_everything(simulated_d
 
 
 def moved(library, options):
-    """Return what lies where between steps, and the bytes that one step moves to the device and to the host."""
+    """Return what is where between steps, and the bytes that one step moves to the device and to the host."""
     sim.load(library)
     booster, model, optimizer = boost(options)
     for number in range(3):

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_gemini import GeminiPlugin
-from booster_gemini.chunk.chunk import Chunk
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_zero.engine import Bucket
 
 CLOSE = tolerance_for(torch.float32)
 WIDTH = 12
@@ -423,7 +423,7 @@ def gathers_of_a_step(frac):
             layer.weight.copy_(torch.eye(16))
     booster, wrapped, optimizer = boost(model, min_chunk_bytes=16 * 16 * 4, shard_param_frac=frac)
     counted = []
-    gather = Chunk.start_gather
+    gather = Bucket.start_gather
     for _ in range(2):
         counted.clear()
         for chunk in wrapped.manager.layout.buckets:
@@ -450,7 +450,7 @@ def memory_between_uses():
     counted = []
     for layer in model:
         layer.register_forward_hook(
-            lambda *_: counted.append(sum(chunk.buffer is not None for chunk in wrapped.manager.layout.buckets))
+            lambda *_: counted.append(sum(chunk.whole is not None for chunk in wrapped.manager.layout.buckets))
         )
     for _ in range(2):
         loss = wrapped(torch.randn(2, 64)).square().mean()

@@ -190,19 +190,19 @@ def test_one_rank_keeps_each_gradient_once(stage):
         assert (underway, full, shards) == (0.0, 0.0, 1.0)
 
 
-def parameters_while_laid_out_anew(stage):
+def parameters_while_laid_out_again(stage):
     """Return the bytes of all buckets' parameters at most, as parts of the model, and those afterwards."""
     model = make(256, 12)
     order = list(reversed(model))
     model.forward = lambda x: [x := layer(x) for layer in order][-1]  # not as registered
     booster, model, optimizer = boost(model, stage=stage, bucket_bytes=256 * 256 * 4)
     layout, held = optimizer.layout, []
-    refs = [weakref.ref(bucket.flat.untyped_storage()) for bucket in layout.buckets]
+    refs = [weakref.ref(bucket.whole.untyped_storage()) for bucket in layout.buckets]
     made = layout._make
 
     def counting(*args):
         bucket = made(*args)
-        refs.append(weakref.ref(bucket.flat.untyped_storage()))
+        refs.append(weakref.ref(bucket.whole.untyped_storage()))
         held.append(sum(storage.nbytes() for storage in (ref() for ref in refs) if storage is not None))
         return bucket
 
@@ -213,8 +213,8 @@ def parameters_while_laid_out_anew(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_parameters_exist_once_while_they_are_laid_out_anew(stage):
-    for most, left in run_on_ranks(parameters_while_laid_out_anew, 2, stage):
+def test_parameters_exist_once_while_they_are_laid_out_again(stage):
+    for most, left in run_on_ranks(parameters_while_laid_out_again, 2, stage):
         assert (most, left) == (13 / 12, 1.0), "a layer each has a bucket, of which one is both here and there"
 
 

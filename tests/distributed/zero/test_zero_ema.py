@@ -43,7 +43,7 @@ def train(booster, model, optimizer, steps, first=0):
 
 
 def averages(options, precision):
-    """Train and average beside torch's own average of what forward reads, kept in fp32."""
+    """Train and average next to torch's own average of what forward reads, kept in fp32."""
     booster, model, optimizer = boost(options, precision)
     ema = booster.ema(model, DECAY)
     mirror = make().float()

@@ -96,7 +96,7 @@ def test_disk_offload_changes_no_bit_of_any_optimizer(name, stage, tmp_path):
     assert list(tmp_path.iterdir()) == [], "files have no name"
 
 
-def where_state_lies(options, name, precision):
+def where_state_is(options, name, precision):
     booster, model, optimizer = boost(options, name, precision, width=64)
     train(booster, model, optimizer, 2)
     elementwise = [
@@ -122,10 +122,10 @@ def _is_in_file(tensor, options):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["adamw", "muon", "other"])
-def test_elementwise_state_and_masters_lie_in_files(name, precision, tmp_path):
-    for mapped, needed, lie_there in run_on_ranks(where_state_lies, 2, disk(str(tmp_path)), name, precision):
-        assert lie_there
-        assert all(lie_there)
+def test_elementwise_state_and_masters_are_in_files(name, precision, tmp_path):
+    for mapped, needed, in_file in run_on_ranks(where_state_is, 2, disk(str(tmp_path)), name, precision):
+        assert in_file
+        assert all(in_file)
         assert needed <= mapped < 1.2 * needed + 2**16, "slices are padded, and files are whole pages"
 
 
@@ -152,9 +152,9 @@ def most_state_in_ram(options, name):
     """Return the most bytes of elementwise state found outside files when a bucket was stepped, and a bucket's."""
     booster, model, optimizer = boost({"bucket_bytes": 2**14, **options}, name, "bf16", width=64, depth=16)
     in_ram = []
-    house = type(optimizer.layout.buckets[0]).house
+    offload = type(optimizer.layout.buckets[0]).offload_state
 
-    def look_and_house(bucket, states):
+    def look_and_offload(bucket, states):
         in_ram.append(
             sum(
                 value.numel() * value.element_size()
@@ -163,10 +163,10 @@ def most_state_in_ram(options, name):
                 if isinstance(value, torch.Tensor) and value.numel() > 1 and not _is_in_file(value, options)
             )
         )
-        house(bucket, states)
+        offload(bucket, states)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(optimizer.layout.buckets[0]), "house", look_and_house)
+        patch.setattr(type(optimizer.layout.buckets[0]), "offload_state", look_and_offload)
         train(booster, model, optimizer, 2)
     return max(in_ram), max(bucket.values.numel() for bucket in optimizer.layout.buckets) * 4, in_ram[-1]
 
@@ -290,7 +290,7 @@ def test_a_full_disk_stops_loading_on_every_rank(tmp_path):
 
 
 def files_of_state_made_before(folder):
-    """State that is there at boost, that the first backward lays out anew, and that is loaded, lies in files."""
+    """State that is there at boost, that the first backward lays out again, and that is loaded, is in files."""
     net = make(width=64)
     optimizer = OPTIMIZERS["fused"](list(net.parameters()))
     net(torch.ones(2, 64)).square().mean().backward()
@@ -311,7 +311,7 @@ def files_of_state_made_before(folder):
     return [found / share for found in seen]
 
 
-def test_state_that_was_there_before_lies_in_files_too(tmp_path):
+def test_state_from_before_boost_is_in_files_too(tmp_path):
     (tmp_path / "state").mkdir()
     for seen in run_on_ranks(files_of_state_made_before, 2, str(tmp_path / "state")):
         assert seen == pytest.approx([1.0] * 3, rel=0.5), "files are whole pages"

@@ -1,4 +1,4 @@
-"""Offload where forward runs on a device: what lies there, what is moved, and that copies and steps take turns."""
+"""Offload where forward runs on a device: what is there, what is moved, and that copies and steps take turns."""
 
 import pytest
 import simulated_device as sim

@@ -8,11 +8,8 @@ from torch import nn
 
 from booster_runtime.sharding.ranks import ShardingRanks
 from booster_testing import run_on_ranks
-from booster_zero.bucket import Bucket
-from booster_zero.engine.bucket import Format
-from booster_zero.engine.layout import Layout
+from booster_zero.engine import Bucket, Format, Home, Layout
 from booster_zero.engine.reducer import Reducer
-from booster_zero.room import Room
 
 CPU = torch.device("cpu")
 
@@ -22,7 +19,7 @@ def reduced(dtype=torch.float32, bucket_bytes=2**20):
     format_ = Format(working=dtype, master=torch.float32, wire=dtype, device=CPU, home=CPU, is_trained=True)
     layout = Layout(
         ShardingRanks(shard_group=None, shard_rank=0, shard_size=1),
-        lambda *arguments: Bucket(*arguments, room=Room()),
+        lambda *arguments: Bucket(*arguments, home=Home()),
         kind="flat",
         bucket_bytes=bucket_bytes,
     )
@@ -89,7 +86,7 @@ def test_narrow_gradients_add_up_in_the_format_of_the_masters():
     assert gradients(layout)[0] == 257.0  # which bf16 has not
 
 
-def laid_out_anew():
+def laid_out_again():
     parameters, layout, reducer = reduced()
     run(reducer, parameters, {0: 1.0, 1: 2.0, 2: 3.0})
     layout.rebuild([2, 0, 1], {})
@@ -98,5 +95,5 @@ def laid_out_anew():
     return gradients(layout)
 
 
-def test_a_layout_anew_keeps_what_has_been_added():
-    assert run_on_ranks(laid_out_anew, 1) == [[1.0, 3.0, 3.0]]
+def test_another_layout_keeps_what_has_been_added():
+    assert run_on_ranks(laid_out_again, 1) == [[1.0, 3.0, 3.0]]

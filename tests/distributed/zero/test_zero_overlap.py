@@ -93,7 +93,7 @@ class Checkpointed(Base):
 
 
 class KeptView(Base):
-    """Holds a view of a parameter, made in the first forward, which no later forward makes anew."""
+    """Holds a view of a parameter, made in the first forward, which no later forward makes again."""
 
     def odd(self, x):
         with torch.no_grad():

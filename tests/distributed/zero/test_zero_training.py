@@ -181,7 +181,7 @@ def boost(options=None, optimizer="sgd", **net):
 
 
 def layout_over_steps():
-    """Return the order in which matrices lie in the buckets, before and after the first step."""
+    """Return the order in which matrices are laid out in the buckets, before and after the first step."""
     booster, model, optimizer = boost({"bucket_bytes": 4 * 36})
     model.unwrap().left_first = False
     orders = []

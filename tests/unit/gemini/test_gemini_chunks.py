@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from booster_gemini.chunk.pool import BufferPool
 from booster_gemini.chunk.search import search_chunk_numel, wasted_numel
-from booster_gemini.chunk.state import TRANSITIONS, ChunkState, check_transition
 from booster_gemini.chunk.timeline import Timeline
 from booster_gemini.config import GeminiConfig
 from booster_gemini.memory.make import most_chunk_numel
 from booster_testing.models import tiny_llama
-from booster_zero.engine.bucket import Format
+from booster_zero.engine import BufferPool, Format, WholeState
+from booster_zero.engine.whole import TRANSITIONS, check_transition
 
 
 def transformer(layers, hidden, vocabulary):
@@ -82,8 +81,8 @@ def test_real_transformers_waste_little():
     assert wasted_numel(numels, 2, found) <= 0.05 * sum(numels)
 
 
-@pytest.mark.parametrize("before", list(ChunkState))
-@pytest.mark.parametrize("after", list(ChunkState))
+@pytest.mark.parametrize("before", list(WholeState))
+@pytest.mark.parametrize("after", list(WholeState))
 def test_a_chunk_goes_only_where_the_table_leads(before, after):
     if after in TRANSITIONS[before]:
         check_transition(before, after)

@@ -11,10 +11,10 @@ from booster_gemini import GeminiPlugin
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shard_param_frac": 1.5}, "`shard_param_frac=1.5` must lie between 0"),
-        ({"offload_param_frac": -0.1}, "`offload_param_frac=-0.1` must lie between 0"),
-        ({"offload_optim_frac": 1.1}, "`offload_optim_frac=1.1` must lie between 0"),
-        ({"offload_optim_frac": float("nan")}, "`offload_optim_frac=nan` must lie between 0"),
+        ({"shard_param_frac": 1.5}, "`shard_param_frac=1.5` must be between 0"),
+        ({"offload_param_frac": -0.1}, "`offload_param_frac=-0.1` must be between 0"),
+        ({"offload_optim_frac": 1.1}, "`offload_optim_frac=1.1` must be between 0"),
+        ({"offload_optim_frac": float("nan")}, "`offload_optim_frac=nan` must be between 0"),
         (
             {"offload_param_frac": 0.5, "placement_policy": "auto"},
             "is for placement_policy='static', and this is 'auto'",

@@ -1,4 +1,4 @@
-"""Records of what lay where, and the pictures and traces that `booster memory` makes of them."""
+"""Records of what was where, and the pictures and traces that `booster memory` makes of them."""
 
 import json
 import sys

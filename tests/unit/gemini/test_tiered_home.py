@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from booster_core.errors import ConfigError, OffloadError
-from booster_gemini.memory.disk import _THREADS, ALIGNMENT, DiskStore, aligned_buffer
-from booster_gemini.memory.home import Role
-from booster_gemini.memory.room import Room
+from booster_gemini.memory.buffers import Buffers
+from booster_gemini.memory.disk import _THREADS, DiskStore
 from booster_gemini.memory.tiered import TieredHome
 from booster_gemini.placement.auto import AutoPlacement, BudgetError
 from booster_gemini.placement.static import StaticPlacement
+from booster_runtime.memory import ALIGNMENT, aligned_buffer
+from booster_zero.engine import Role
 
 NUMEL = 5000
 BYTES = 4 * NUMEL
@@ -45,7 +46,7 @@ def make(tmp_path):
     homes = []
 
     def make(policy, budget=None):
-        home = TieredHome([Room(torch.device("cpu"), budget)], DiskStore(tmp_path), policy)
+        home = TieredHome([Buffers(torch.device("cpu"), budget)], DiskStore(tmp_path), policy)
         homes.append(home)
         return home
 

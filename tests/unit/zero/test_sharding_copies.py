@@ -1,4 +1,4 @@
-"""Parameters that several places hold are laid out alike at each of them, whatever lies beside them."""
+"""Parameters that several pipeline stages hold are laid out alike on each, whatever is next to them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from booster_runtime.sharding.ranks import ShardingRanks
-from booster_zero.engine.bucket import Format
-from booster_zero.engine.layout import Layout
+from booster_zero.engine import Format, Layout
 
 
 def plans_of_copies(kind, bucket_bytes, others):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from booster_core.errors import ConfigError
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import OptimizerWrapper
-from booster_fsdp.pieces import ParameterPiece, WholeParameters, rows_here, show_rows
+from booster_fsdp.pieces import RowsPiece, WholeParameters, rows_here, show_rows
 from booster_runtime import collectives
 from booster_runtime.sharding import HostedOptimizer, check_takes_parts, local_of, partition_for
 
@@ -83,7 +83,7 @@ class FSDPOptimizer(OptimizerWrapper):
             raise ConfigError(msg)
         self._whole: list[WholeParameters] = []
         self.hosted = HostedOptimizer(optim, self.names)
-        self.pieces: dict[int, ParameterPiece] = {}
+        self.pieces: dict[int, RowsPiece] = {}
         index_before = {id(parameter): index for index, parameter in before.items()}
         for group in optim.param_groups:
             self._adopt([index_before[id(parameter)] for parameter in group["params"]])
@@ -104,7 +104,7 @@ class FSDPOptimizer(OptimizerWrapper):
         self.hosted.adopt(len(self.hosted.groups), members, pieces)
 
     def listed_parameters(self) -> set[int]:
-        listed = {index for members in self.hosted.groups for index in members}
+        listed = self.hosted.members()
         return {key for key, index in self._index_of.items() if index in listed}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -119,21 +119,8 @@ class FSDPOptimizer(OptimizerWrapper):
         self._units.reshard()
         given = param_group["params"]
         listed = [given] if isinstance(given, torch.Tensor) else list(given)
-        members = []
-        taken = {index for group in self.hosted.groups for index in group}
-        for position, item in enumerate(listed):
-            parameter = item[1] if isinstance(item, tuple) else item
-            index = self._index_of.get(id(parameter))
-            if index is None:
-                msg = (
-                    f"Parameter {position} of the new group, of shape {tuple(parameter.shape)}, is not one of the "
-                    "boosted model's. Take it from the model that `boost` returned, outside of forward."
-                )
-                raise ConfigError(msg)
-            if index in taken:
-                msg = f"Parameter '{self.names[index]}' is in a parameter group already. Leave it out of the new one."
-                raise ConfigError(msg)
-            members.append(index)
+        remedy = "Take it from the model that `boost` returned, outside of forward."
+        members = self.hosted.new_members(listed, self._index_of, remedy=remedy)
         self.optim.add_param_group({**param_group, "params": listed})
         if self._takes_rows:
             try:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from booster_runtime.sharding import local_of
+from booster_runtime.sharding import ParameterPiece, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,24 +29,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class ParameterPiece:
-    """A part of one parameter that this rank's optimizer updates.
+class RowsPiece(ParameterPiece):
+    """The part of one parameter that this rank's optimizer updates.
 
-    Args:
-        index: The parameter's number in the model.
-        parameter: The model's parameter: a DTensor, or replicated.
-        start: First element of the flattened parameter.
-        stop: One past the last.
-        values: The tensor that the optimizer updates; shares memory with this rank's rows, except for whole parameters,
-            which have memory during a step only.
-        is_shared: Whether the parameter is replicated, and every rank updates all of it.
+    The parameter is a DTensor, or whole on every rank. ``values`` share the memory of the rows here, except for whole
+    parameters of one owner, which have memory during a step only.
+
+    Attributes:
+        is_shared: Every rank has and updates all of it.
     """
 
-    index: int
-    parameter: nn.Parameter
-    start: int
-    stop: int
-    values: nn.Parameter
     is_shared: bool = False
 
 
@@ -66,13 +58,13 @@ def row_bounds(shape: Sequence[int], size: int) -> list[int]:
     return [min(rank * step, rows) * row_numel for rank in range(size)] + [rows * row_numel]
 
 
-def rows_here(index: int, parameter: nn.Parameter, ranks: ShardingRanks) -> ParameterPiece | None:
+def rows_here(index: int, parameter: nn.Parameter, ranks: ShardingRanks) -> RowsPiece | None:
     """Return this rank's rows of a parameter; ``None`` if it has none.
 
     Collective: none.
     """
     if not isinstance(parameter, DTensor):
-        return ParameterPiece(
+        return RowsPiece(
             index=index, parameter=parameter, start=0, stop=parameter.numel(), values=parameter, is_shared=True
         )
     bounds = row_bounds(parameter.shape, ranks.shard_size)
@@ -80,10 +72,10 @@ def rows_here(index: int, parameter: nn.Parameter, ranks: ShardingRanks) -> Para
     if start == stop:
         return None
     values = nn.Parameter(local_of(parameter), requires_grad=parameter.requires_grad)
-    return ParameterPiece(index=index, parameter=parameter, start=start, stop=stop, values=values)
+    return RowsPiece(index=index, parameter=parameter, start=start, stop=stop, values=values)
 
 
-def show_rows(pieces: Iterable[ParameterPiece]) -> None:
+def show_rows(pieces: Iterable[RowsPiece]) -> None:
     """Point the optimizer's tensors at the current memory of the rows and their gradients.
 
     Collective: none.
@@ -111,7 +103,7 @@ class WholeParameters:
         self._parameters = {index: p for index, p in parameters.items() if isinstance(p, DTensor)}
         self._bounds = {index: row_bounds(p.shape, ranks.shard_size) for index, p in self._parameters.items()}
         self._owner = _owners({index: p.numel() for index, p in self._parameters.items()}, ranks.shard_size)
-        self.pieces: dict[int, ParameterPiece] = {}
+        self.pieces: dict[int, RowsPiece] = {}
         for index, parameter in parameters.items():
             if index not in self._parameters:
                 shared = rows_here(index, parameter, ranks)
@@ -119,7 +111,7 @@ class WholeParameters:
                     self.pieces[index] = shared
             elif self._owner[index] == ranks.shard_rank:
                 values = nn.Parameter(_without_memory(parameter), requires_grad=parameter.requires_grad)
-                self.pieces[index] = ParameterPiece(
+                self.pieces[index] = RowsPiece(
                     index=index, parameter=parameter, start=0, stop=parameter.numel(), values=values
                 )
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from booster_core.ranks import naming_missing_ranks
 from booster_runtime import collectives
-from booster_runtime.sharding import BufferWatch, send_first
+from booster_runtime.sharding import BufferWatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,11 +92,8 @@ class Settlement:
         if not any(self._changed_buffers):
             return
         with naming_missing_ranks("sharing of buffers"):
-            for buffer, has_changed in zip(self._buffers.buffers().values(), self._changed_buffers, strict=True):
-                if has_changed:
-                    send_first(buffer)
+            self._buffers.send_changed(self._changed_buffers)
         self._changed_buffers = []
-        self._buffers.forget()
 
 
 def _average(gradients: Sequence[Tensor]) -> None:

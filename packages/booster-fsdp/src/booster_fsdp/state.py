@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state import JSONValue, ParamGroup, TensorMeta, TensorShard, full_box
-from booster_runtime.sharding import DTensorStateAdapter, dtensor_shards, is_cut
-from booster_runtime.state import MASTER, flatten_state, restore_state, unsaved_state
+from booster_runtime.sharding import DTensorStateAdapter, dtensor_shards, piece_shard, whole_shard
+from booster_runtime.state import MASTER, flatten_state, unsaved_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_core.ranks import DistCoordinator
+    from booster_core.state import JSONValue, ParamGroup, TensorMeta, TensorShard
     from booster_fsdp.optimizer import FSDPOptimizer
-    from booster_fsdp.pieces import ParameterPiece
+    from booster_fsdp.pieces import RowsPiece
     from booster_fsdp.units import Units
 
 
@@ -55,17 +54,11 @@ class FSDPStateAdapter(DTensorStateAdapter):
             if isinstance(parameter, DTensor):
                 yield from dtensor_shards(name, MASTER, parameter)
             else:
-                yield _whole_shard(name, MASTER, parameter, is_owner=False)
+                yield whole_shard(name, MASTER, parameter, is_owner=False)
 
     @override
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
-        sharded = self._required()
-        scalars = {}
-        for index, state in sharded.hosted.states().items():
-            _, others = flatten_state(sharded.names[index], state)
-            if others:
-                scalars[sharded.names[index]] = others
-        return scalars
+        return self._required().hosted.scalars()
 
     @override
     def unsaved_state(self) -> Sequence[str]:
@@ -73,18 +66,7 @@ class FSDPStateAdapter(DTensorStateAdapter):
 
     @override
     def param_groups(self) -> Sequence[ParamGroup]:
-        sharded = self._required()
-        return [
-            ParamGroup(
-                params=tuple(sharded.names[index] for index in members),
-                options={
-                    key: value.item() if isinstance(value, torch.Tensor) else value
-                    for key, value in group.items()
-                    if key not in ("params", "param_names")
-                },
-            )
-            for members, group in zip(sharded.hosted.groups, sharded.param_groups, strict=True)
-        ]
+        return self._required().hosted.param_groups()
 
     @override
     def prepare_optimizer_load(
@@ -93,24 +75,8 @@ class FSDPStateAdapter(DTensorStateAdapter):
         scalars: Mapping[str, Mapping[str, JSONValue]],
         groups: Sequence[ParamGroup],
     ) -> None:
-        sharded = self._required()
-        states = sharded.hosted.states()
-        self._taken_as_parameters = []
-        for members, group, saved in zip(sharded.hosted.groups, sharded.param_groups, groups, strict=True):
-            for key, value in saved.options.items():
-                _set_option(group, key, value)
-            for index in members:
-                stored = dict(tensors.get(sharded.names[index], {}))
-                if stored.pop(MASTER, None) is not None:
-                    # The parameters are fp32 here, so masters are loaded into them.
-                    self._taken_as_parameters.append(index)
-                piece = sharded.pieces.get(index)
-                if piece is None:
-                    continue
-                room = {key: _cut_meta(key, meta, piece) for key, meta in stored.items()}
-                others = scalars.get(sharded.names[index], {})
-                state = restore_state(piece.values, group, states.get(index, {}), room, others)
-                sharded.hosted.set_state(index, state)
+        # The parameters are the true values here, and take saved masters.
+        self._taken_as_parameters = self._required().hosted.prepare_load(tensors, scalars, groups)
 
     @override
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
@@ -118,54 +84,13 @@ class FSDPStateAdapter(DTensorStateAdapter):
         if model:
             self._units.note_update()
 
-    def _state_shard(self, piece: ParameterPiece, key: str, tensor: Tensor) -> TensorShard:
+    def _state_shard(self, piece: RowsPiece, key: str, tensor: Tensor) -> TensorShard:
         sharded = self._required()
-        name, shape = sharded.names[piece.index], tuple(piece.parameter.shape)
-        is_first = sharded.ranks.replica_rank == 0 and (not piece.is_shared or sharded.ranks.shard_rank == 0)
-        if not is_cut(key, tensor, piece.values.shape):
-            return _whole_shard(name, key, tensor, is_owner=is_first and piece.start == 0)
-        if piece.stop - piece.start == piece.parameter.numel():
-            return _whole_shard(name, key, tensor.view(shape), is_owner=is_first)
-        return TensorShard(
-            name=name,
-            state=key,
-            global_shape=shape,
-            dtype=tensor.dtype,
-            box=full_box(shape),
-            flat=(piece.start, piece.stop),
-            data=tensor.detach().view(-1),
-            is_owner=is_first,
-        )
+        is_owner = sharded.ranks.replica_rank == 0 and (not piece.is_shared or sharded.ranks.shard_rank == 0)
+        return piece_shard(sharded.names[piece.index], key, piece, tensor, is_owner=is_owner)
 
     def _required(self) -> FSDPOptimizer:
         if self._sharded is None:
             msg = "There is no optimizer to save or load: none was passed with the model."
             raise CheckpointError(msg)
         return self._sharded
-
-
-def _whole_shard(name: str, state: str, tensor: Tensor, *, is_owner: bool) -> TensorShard:
-    shape = tuple(tensor.shape)
-    return TensorShard(
-        name=name,
-        state=state,
-        global_shape=shape,
-        dtype=tensor.dtype,
-        box=full_box(shape),
-        data=tensor.detach(),
-        is_owner=is_owner,
-    )
-
-
-def _cut_meta(key: str, meta: TensorMeta, piece: ParameterPiece) -> TensorMeta:
-    """Return the shape and dtype of this piece's part of a state tensor."""
-    is_elementwise = key != "step" and meta.shape == tuple(piece.parameter.shape)
-    return TensorMeta(shape=tuple(piece.values.shape), dtype=meta.dtype) if is_elementwise else meta
-
-
-def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    present = group.get(key)
-    if isinstance(present, torch.Tensor):
-        present.fill_(value)
-    else:
-        group[key] = value

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.plugin import BoostContext
-    from booster_gemini.chunk.chunk import Chunk
     from booster_gemini.chunk.manager import ChunkManager
     from booster_runtime.lazy import Recording
+    from booster_zero.engine import Bucket
 
 
 def fill_chunks(model: nn.Module, recording: Recording, manager: ChunkManager, context: BoostContext) -> None:
-    """Give a model in chunks its values: this rank's slices of parameters, wherever they lie, and all buffers.
+    """Give a model in chunks its values: this rank's slices of parameters, wherever they are, and all buffers.
 
     One chunk is in memory at a time besides those that stay there.
 
@@ -34,7 +34,7 @@ def fill_chunks(model: nn.Module, recording: Recording, manager: ChunkManager, c
 
     Collective: every rank of the world: an error on one is raised on all.
     """
-    chunk_of: dict[str, Chunk] = {}
+    chunk_of: dict[str, Bucket] = {}
     pieces = manager.layout.pieces()
     shards = []
     lazy = recording.name_of
@@ -63,16 +63,16 @@ def fill_chunks(model: nn.Module, recording: Recording, manager: ChunkManager, c
 
 
 class _Present(contextlib.ExitStack):
-    """Has one chunk at hand to be written to: the one that came last."""
+    """Keeps one chunk in use to be written to: the one that came last."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._chunk: Chunk | None = None
+        self._chunk: Bucket | None = None
 
-    def come(self, chunk: Chunk) -> None:
-        """Have this chunk at hand, and no other."""
+    def come(self, chunk: Bucket) -> None:
+        """Have this chunk in use, and no other."""
         if chunk is not self._chunk:
             self.close()
-            self.enter_context(chunk.at_hand(changes=True))
-            self.callback(chunk.take_up_values)
+            self.enter_context(chunk.in_use(changes=True))
+            self.callback(chunk.round_values)
             self._chunk = chunk

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GeminiModel(ModelWrapper):
-    """The user's model, whose parameters lie in chunks and are whole only while they are used.
+    """The user's model, whose parameters are in chunks, and whole only while they are used.
 
     Args:
         module: The user's model.

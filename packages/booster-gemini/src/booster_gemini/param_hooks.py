@@ -5,7 +5,7 @@ A parameter may be used in three ways, and each is noticed in its own:
 - its module's forward runs: hooks before and after that;
 - a torch function gets it as an argument anywhere else, as tied heads and functional calls do: a
   ``TorchFunctionMode`` that is active while the model runs;
-- backward needs what forward has saved of it: `SavedUses`, which saves a note of where the values lie instead of them.
+- backward needs what forward has saved of it: `SavedUses`, which saves a note of where the values are instead of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from booster_gemini.saved_uses import SavedUses
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from booster_gemini.chunk.chunk import Chunk
     from booster_gemini.chunk.manager import ChunkManager
+    from booster_zero.engine import Bucket
 
 
 _VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -66,7 +66,7 @@ class _Frame:
     """One running forward."""
 
     module: nn.Module
-    pinned: list[Chunk] = field(default_factory=list)
+    pinned: list[Bucket] = field(default_factory=list)
     saves: bool = False
     is_outermost: bool = False
 
@@ -224,7 +224,7 @@ def _keep_from_compiler() -> None:
     """Keep torch.compile, once it is there, from making graphs of single calls of torch functions.
 
     It tells functions apart by their addresses there, which getters, such as that of `Tensor.device`, have in turn:
-    they are made anew for each use, and one would get what was compiled for another.
+    they are made again for each use, and one would get what was compiled for another.
     """
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None:
@@ -239,5 +239,5 @@ def _only_describes(func: Any) -> bool:
 
 
 def _is_in_backward() -> bool:
-    """Whether autograd is running, as it is when checkpointed layers are computed again."""
+    """Whether autograd is running, as it is when checkpointed layers are recomputed."""
     return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - no public name

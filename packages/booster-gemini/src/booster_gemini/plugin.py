@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-import torch.distributed as dist
-
-from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, Capability, Plugin, check_no_masters, place_model, unwrap_model
-from booster_core.precision import NARROW, PrecisionPolicy
+from booster_core.plugin import Boosted, Capability, Plugin, place_model, unwrap_model
+from booster_core.precision import PrecisionPolicy
 from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
@@ -21,51 +17,33 @@ from booster_gemini.optimizer import GeminiOptimizer
 from booster_gemini.state import GeminiStateAdapter
 from booster_runtime.lazy import hollow_objects, is_lazy
 from booster_runtime.sharding import (
-    ShardingRanks,
+    RanksOfWorld,
     agree_on_values,
     check_distinct_memory,
-    kept_as_they_are,
-    make_ranks,
     partition_for,
     refuse_all_gradients,
 )
-from booster_zero.engine.bucket import Format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext
     from booster_core.state import StateAdapter
+    from booster_runtime.sharding import ShardingRanks
+    from booster_zero.engine import Format
 
 
 class GeminiPlugin(Plugin):
-    """Data parallelism whose parameters, gradients and optimizer state lie in chunks, split over the ranks.
+    """Data parallelism whose parameters, gradients and optimizer state are in chunks, split over the ranks.
 
     Args:
-        placement_policy: See `GeminiConfig`, which documents this and the following options.
-        offload_param_frac: Fraction of the parameters that lie elsewhere while they are not in use.
-        offload_optim_frac: Fraction of the optimizer state that lies elsewhere.
-        memory_budget_bytes: What Gemini's own may take of the memory that computes, for ``"auto"``.
-        host_budget_bytes: What it may take of the host's memory beneath an accelerator.
-        offload_dir: Folder on a disk for what lies elsewhere.
-        pin_memory: Lock the host's pages, for an accelerator.
-        memory_record: Folder for the record of what lay where.
-        min_chunk_bytes: Smallest size of a chunk.
-        shard_param_frac: Fraction of the parameters that are whole only while they are used.
-        max_prefetch: How many chunks are gathered ahead.
-        max_norm: Clip gradients by this global norm in each step.
-        overlap_communication: Reduce while backward goes on.
-        communication_dtype: Format in which gradients travel.
-        master_weights: Keep fp32 masters of narrow parameters.
-        replica_size: Number of replicas of the sharded state.
-        partition: Cut parameters anywhere, or leave them whole.
-        unused: What to do about parameters that took no part in backward.
-        debug: Look for parameters that are changed by hand.
-        broadcast_buffers: Keep buffers that forward changes equal on all ranks.
+        **options: Keywords as in the signature; `GeminiConfig` documents them, and `ShardingOptions` those that it
+            shares with ZeRO.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
     Raises:
@@ -141,27 +119,15 @@ class GeminiPlugin(Plugin):
             broadcast_buffers=broadcast_buffers,
         )
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
-        self._ranks: tuple[Any, ShardingRanks] | None = None
+        self._ranks = RanksOfWorld(replica_size)
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
-        """Return the policy with working parameters in the compute format, and masters beside them where it is narrow.
+        """Return the policy with working parameters in the compute format, and masters of them where it is narrow.
 
         Raises:
             ConfigError: If ``reduce_dtype`` and ``communication_dtype`` differ, or fp32 compute is to have masters.
         """
-        wire = self.config.wire_dtype
-        if wire is not None:
-            if policy.reduce_dtype not in (torch.float32, wire):
-                msg = (
-                    f"`reduce_dtype={policy.reduce_dtype}` of the precision and `communication_dtype={wire}` of the "
-                    "plugin are two answers to one question. Give one of them."
-                )
-                raise ConfigError(msg)
-            policy = replace(policy, reduce_dtype=wire)
-        if policy.compute_dtype not in NARROW:
-            return check_no_masters(policy, self.name)
-        masters = policy.master_dtype if self.config.master_weights else policy.compute_dtype
-        return replace(policy, param_dtype=policy.compute_dtype, master_dtype=masters)
+        return self.config.resolve_precision(policy, self.name)
 
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
         """Lay all parameters out in chunks, and let the optimizer update this rank's slices of them.
@@ -172,7 +138,7 @@ class GeminiPlugin(Plugin):
 
         Collective: every rank of the world.
         """
-        ranks = self._ranks_of_world()
+        ranks = self._ranks.get()
         model = objects.model
         check_distinct_memory(model)
         unchanged = replace(context.precision, param_dtype=None)  # chunks have formats of their own
@@ -184,7 +150,9 @@ class GeminiPlugin(Plugin):
         else:
             place_model(model, objects.optimizer, context.device, unchanged)
             agree_on_values(model)
-        format_of = self._formats(model, objects.optimizer, context)
+        groups = [] if objects.optimizer is None else objects.optimizer.param_groups
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        format_of = self.config.formats(model, context.precision, context.device, held=held)
         kind = "flat" if objects.optimizer is None else partition_for(objects.optimizer, self.config.partition)
         manager = ChunkManager(
             model,
@@ -208,6 +176,7 @@ class GeminiPlugin(Plugin):
                 model,
                 manager=manager,
                 config=self.config,
+                format_of=format_of,
                 precision=context.precision,
                 after_step=context.after_step,
             )
@@ -233,13 +202,6 @@ class GeminiPlugin(Plugin):
         """Return the options and their values."""
         return asdict(self.config)
 
-    def _ranks_of_world(self) -> ShardingRanks:
-        """Return this rank's place; process groups are made once for each world."""
-        world = dist.group.WORLD
-        if self._ranks is None or self._ranks[0] is not world:
-            self._ranks = (world, make_ranks(self.config.replica_size))
-        return self._ranks[1]
-
     def _chunk_bytes(self, model: nn.Module, ranks: ShardingRanks, format_of: Callable[[nn.Parameter], Format]) -> int:
         formats = {id(parameter): format_of(parameter) for parameter in model.parameters()}
         itemsize = min((format_.wire.itemsize for format_ in formats.values()), default=4)
@@ -247,30 +209,3 @@ class GeminiPlugin(Plugin):
         least = max(self.config.min_chunk_bytes // itemsize, 1)
         most = most_chunk_numel(self.config, formats.values(), ranks.shard_size)
         return itemsize * search_chunk_numel(numels, ranks.shard_size, least, most)
-
-    def _formats(
-        self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext
-    ) -> Callable[[nn.Parameter], Format]:
-        policy, device = context.precision, context.device
-        kept = kept_as_they_are(model)
-        groups = [] if optimizer is None else optimizer.param_groups
-        held = {id(parameter) for group in groups for parameter in group["params"]}
-        asked = self.config.wire_dtype or (policy.reduce_dtype if policy.reduce_dtype != torch.float32 else None)
-
-        def format_of(parameter: nn.Parameter) -> Format:
-            working = parameter.dtype
-            if policy.param_dtype is not None and parameter.is_floating_point():
-                is_kept = id(parameter) in kept and policy.param_dtype in NARROW
-                working = working if is_kept else policy.param_dtype
-            is_trained = parameter.requires_grad or id(parameter) in held
-            narrow_with_master = working in NARROW and policy.param_dtype is not None and is_trained
-            return Format(
-                working=working,
-                master=policy.master_dtype if narrow_with_master else working,
-                wire=asked or working,
-                device=device,
-                home=device,
-                is_trained=is_trained,
-            )
-
-        return format_of

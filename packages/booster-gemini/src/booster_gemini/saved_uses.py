@@ -1,7 +1,7 @@
-"""What autograd keeps of parameters between forward and backward: notes of where their values lie, not the values.
+"""What autograd keeps of parameters between forward and backward: notes of where their values are, not the values.
 
-Saved tensors that lie in a gathered chunk are replaced by the number of their parameter and their place in it, so that
-the chunk's memory can go; backward brings the chunk back when it needs them. Other tensors are kept as they are.
+Saved tensors that are views of a gathered chunk are replaced by the number of their parameter and their place in it, so
+that the chunk's memory can go; backward brings the chunk back when it needs them. Other tensors are kept as they are.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_gemini.chunk.chunk import Chunk
     from booster_gemini.chunk.manager import ChunkManager
+    from booster_zero.engine import Bucket
 
 _CHECKPOINT = "torch.utils.checkpoint"
-"""The module whose hooks save nothing, or what was computed again for just now."""
+"""The module whose hooks save nothing, or what was just recomputed."""
 
 
 @dataclass(frozen=True)
 class _Note:
-    """Where saved values lie: in which parameter, from which of its bytes, and how they are to be read."""
+    """Where saved values are: in which parameter, from which of its bytes, and how they are read."""
 
     index: int
     start_bytes: int | torch.SymInt
@@ -104,8 +104,8 @@ class SavedUses:
                 chunk.parameters[position]._version,  # noqa: SLF001
             )
 
-    def _chunk_of(self, tensor: Tensor) -> Chunk | None:
-        """Return the chunk in whose whole a tensor lies, if it does; a sparse one has no storage to ask."""
+    def _chunk_of(self, tensor: Tensor) -> Bucket | None:
+        """Return the gathered chunk that a tensor is a view of, if it is; a sparse one has no storage to ask."""
         if tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
@@ -138,12 +138,12 @@ class SavedUses:
         chunk = manager.chunk_of(note.index)
         manager.use(chunk)
         slot = next(slot for slot in chunk.plan.slots if slot.index == note.index)
-        assert chunk.buffer is not None, "what is in use has been gathered"
+        assert chunk.whole is not None, "what is in use has been gathered"
         offset_bytes = slot.offset * chunk.format.working.itemsize + note.start_bytes
-        if note.dtype == chunk.buffer.dtype:
-            found = chunk.buffer.as_strided(note.shape, note.strides, offset_bytes // note.dtype.itemsize)
+        if note.dtype == chunk.whole.dtype:
+            found = chunk.whole.as_strided(note.shape, note.strides, offset_bytes // note.dtype.itemsize)
         else:  # parameters begin at multiples of many elements, of whichever format
-            found = torch.empty(0, dtype=note.dtype, device=chunk.buffer.device)
-            found.set_(chunk.buffer.untyped_storage(), offset_bytes // note.dtype.itemsize, note.shape, note.strides)
+            found = torch.empty(0, dtype=note.dtype, device=chunk.whole.device)
+            found.set_(chunk.whole.untyped_storage(), offset_bytes // note.dtype.itemsize, note.shape, note.strides)
         found = torch._conj(found) if note.is_conjugate else found  # noqa: SLF001 - what sets the flag alone
         return torch._neg_view(found) if note.is_negative else found  # noqa: SLF001 - the same

@@ -1,27 +1,23 @@
-"""Gemini's state as shards: this rank's slices of chunks, streamed from where they lie."""
+"""Gemini's state as shards: this rank's slices of chunks, streamed from where they are."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core.state import NamedTensors, TensorShard, full_box
-from booster_gemini.memory.home import Role
-from booster_gemini.optimizer import GeminiOptimizer
+from booster_core.state import NamedTensors, TensorShard
+from booster_runtime.sharding import piece_shard
 from booster_runtime.state import MASTER, balanced_shards
-from booster_zero.engine.state import ShardedStateAdapter
+from booster_zero.engine import Role, ZeroStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
     from booster_core.ranks import DistCoordinator
-    from booster_gemini.chunk.chunk import Chunk
     from booster_gemini.module import GeminiModel
-    from booster_zero.engine.bucket import Piece
+    from booster_gemini.optimizer import GeminiOptimizer
 
 
-class GeminiStateAdapter(ShardedStateAdapter[GeminiOptimizer]):
+class GeminiStateAdapter(ZeroStateAdapter):
     """Shows a model whose parameters and optimizer state are split over ranks.
 
     Args:
@@ -42,7 +38,8 @@ class GeminiStateAdapter(ShardedStateAdapter[GeminiOptimizer]):
                 chunk.release()  # what is written to the shard must show at the next use
             with chunk.in_use(Role.PARAM, changes=True):
                 for piece in chunk.pieces:
-                    yield self._shard(piece, chunk.slice_of(chunk.shard, piece))
+                    name, own = self._manager.names[piece.index], chunk.slice_of(chunk.own, piece)
+                    yield piece_shard(name, None, piece, own, is_owner=chunk.ranks.replica_rank == 0)
         named = NamedTensors.of(self._module)
         names = named.buffers
         # Every rank has all of them.
@@ -54,32 +51,19 @@ class GeminiStateAdapter(ShardedStateAdapter[GeminiOptimizer]):
         with chunk.in_use(Role.PARAM, changes=True):
             for piece in chunk.pieces:
                 if piece.index == index:
-                    yield self._shard(piece, piece.values.detach(), MASTER, is_owner=False)
+                    yield self.shard_of(piece, MASTER, piece.values, is_owner=False)
 
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
-        chunks: list[Chunk] = self._manager.layout.buckets
+        chunks = self._manager.layout.buckets
         if model:
             for chunk in chunks:
-                with chunk.at_hand(changes=True):
+                with chunk.in_use(changes=True):
                     chunk.take_working_values()
         if optimizer:
             for chunk in self.buckets_with_masters():
-                with chunk.at_hand(changes=True):
-                    chunk.take_up_values()
+                with chunk.in_use(changes=True):
+                    chunk.round_values()
         self.taken_as_parameters = set()
         self._manager.release_all()
         for chunk in chunks:
             chunk.mark_changed()
-
-    def _shard(self, piece: Piece, data: Tensor, state: str | None = None, *, is_owner: bool = True) -> TensorShard:
-        shape = tuple(piece.parameter.shape)
-        return TensorShard(
-            name=self._manager.names[piece.index],
-            state=state,
-            global_shape=shape,
-            dtype=data.dtype,
-            box=full_box(shape),
-            flat=None if piece.is_whole else (piece.start, piece.stop),
-            data=data,
-            is_owner=is_owner and self._manager.ranks.replica_rank == 0,
-        )

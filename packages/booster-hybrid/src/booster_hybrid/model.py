@@ -11,7 +11,7 @@ from booster_core.plugin import through_door
 from booster_core.ranks import naming_missing_ranks
 from booster_hybrid.same_batch import check_same_batch
 from booster_hybrid.tensor_parallel.group import refuse_copy
-from booster_zero.model import ZeroModel
+from booster_zero import ZeroModel
 
 if TYPE_CHECKING:
     from booster_core.ranks import Axis

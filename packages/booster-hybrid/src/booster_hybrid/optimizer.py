@@ -17,7 +17,7 @@ from booster_core.gradients import clip_by_norm
 from booster_core.plugin import check_loss
 from booster_hybrid.user_optimizer import check_elementwise
 from booster_runtime import collectives
-from booster_zero.optimizer import ZeroOptimizer
+from booster_zero import ZeroOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from booster_hybrid.local_model import LocalModel
     from booster_zero import ZeroConfig
-    from booster_zero.bucket import Bucket
+    from booster_zero.engine import Bucket
 
 _IN_SHARDS = 2
 """The stage of ZeRO that keeps gradients in shards alone."""

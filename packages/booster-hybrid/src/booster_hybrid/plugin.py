@@ -36,8 +36,7 @@ from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
 from booster_runtime.state import Replica
-from booster_zero import LowLevelZeroPlugin, ZeroConfig
-from booster_zero.state import ZeroStateAdapter
+from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter
 
 if TYPE_CHECKING:
     import os

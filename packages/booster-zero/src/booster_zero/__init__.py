@@ -1,8 +1,11 @@
-"""ZeRO stages 1 and 2 with offload to the host or its disk, as a plugin of Booster."""
+"""ZeRO stages 1 and 2 with offload to the host or its disk, as a plugin of Booster, and what builds on it imports."""
 
 from __future__ import annotations
 
 from booster_zero.config import ZeroConfig
+from booster_zero.engine.optimizer import ZeroOptimizer
+from booster_zero.engine.state import ZeroStateAdapter
+from booster_zero.model import ZeroModel
 from booster_zero.plugin import LowLevelZeroPlugin
 
-__all__ = ["LowLevelZeroPlugin", "ZeroConfig"]
+__all__ = ["LowLevelZeroPlugin", "ZeroConfig", "ZeroModel", "ZeroOptimizer", "ZeroStateAdapter"]

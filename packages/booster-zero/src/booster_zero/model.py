@@ -1,4 +1,4 @@
-"""`ZeroModel`: the user's model run in the working precision, and the beginnings of its parallel life."""
+"""`ZeroModel`: the user's model run in the working precision, which waits for its parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from booster_core.precision import NARROW, cast_floating
 
 if TYPE_CHECKING:
     from booster_core.precision import PrecisionPolicy
-    from booster_zero.optimizer import ZeroOptimizer
+    from booster_zero.engine.optimizer import ZeroOptimizer
 
 
 class ZeroModel(ModelWrapper):

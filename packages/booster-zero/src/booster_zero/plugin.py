@@ -4,42 +4,36 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import (
-    Boosted,
-    Capability,
-    Plugin,
-    check_no_masters,
-    place_model,
-    unscaled_gradient,
-    unwrap_model,
-)
-from booster_core.precision import NARROW, PrecisionPolicy
+from booster_core.plugin import Boosted, Capability, Plugin, place_model, unscaled_gradient, unwrap_model
+from booster_core.precision import PrecisionPolicy
 from booster_runtime import collectives
 from booster_runtime.memory import MappedFolder
 from booster_runtime.sharding import (
-    ShardingRanks,
+    RanksOfWorld,
     agree_on_values,
     check_distinct_memory,
-    make_ranks,
+    partition_for,
     refuse_all_gradients,
-    working_dtypes,
 )
 from booster_zero.config import ZeroConfig
-from booster_zero.engine.bucket import Format
+from booster_zero.engine.bucket import Bucket
+from booster_zero.engine.gathers import Gathers
+from booster_zero.engine.home import Home
+from booster_zero.engine.layout import Layout
+from booster_zero.engine.optimizer import ZeroOptimizer
+from booster_zero.engine.state import ZeroStateAdapter
 from booster_zero.model import ZeroModel
-from booster_zero.optimizer import ZeroOptimizer
-from booster_zero.room import Room
-from booster_zero.state import ZeroStateAdapter
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -47,26 +41,15 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext
     from booster_core.state import StateAdapter
+    from booster_runtime.sharding import ShardingRanks
 
 
 class LowLevelZeroPlugin(Plugin):
     """Data parallelism whose optimizer state (stage 1) and gradients (stage 2) are split over the ranks.
 
     Args:
-        stage: See `ZeroConfig`, which documents this and the following options.
-        max_norm: Clip gradients by this global norm in each step.
-        bucket_bytes: Size of a bucket.
-        overlap_communication: Reduce while backward goes on.
-        communication_dtype: Format in which gradients travel.
-        overlap_allgather: Gather updated parameters while the next forward begins.
-        cpu_offload: Keep optimizer state on the host, and step there.
-        offload: Keep it on the host, ``"cpu"``, or on its disk, ``"disk"``.
-        offload_dir: The folder for ``offload="disk"``.
-        master_weights: Keep fp32 masters of narrow parameters.
-        replica_size: Number of replicas of the sharded state.
-        partition: Cut parameters anywhere, or leave them whole.
-        unused: What to do about parameters that took no part in backward.
-        broadcast_buffers: Keep buffers that forward changes equal on all ranks.
+        **options: Keywords as in the signature; `ZeroConfig` documents them, and `ShardingOptions` those that it
+            shares with Gemini.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
     Raises:
@@ -130,27 +113,15 @@ class LowLevelZeroPlugin(Plugin):
             broadcast_buffers=broadcast_buffers,
         )
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
-        self._ranks: tuple[Any, ShardingRanks] | None = None
+        self._ranks = RanksOfWorld(replica_size)
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
-        """Return the policy with working parameters in the compute format, and masters beside them where it is narrow.
+        """Return the policy with working parameters in the compute format, and masters of them where it is narrow.
 
         Raises:
             ConfigError: If ``reduce_dtype`` and ``communication_dtype`` differ, or fp32 compute is to have masters.
         """
-        wire = self.config.wire_dtype
-        if wire is not None:
-            if policy.reduce_dtype not in (torch.float32, wire):
-                msg = (
-                    f"`reduce_dtype={policy.reduce_dtype}` of the precision and `communication_dtype={wire}` of the "
-                    "plugin are two answers to one question. Give one of them."
-                )
-                raise ConfigError(msg)
-            policy = replace(policy, reduce_dtype=wire)
-        if policy.compute_dtype not in NARROW:
-            return check_no_masters(policy, self.name)
-        masters = policy.master_dtype if self.config.master_weights else policy.compute_dtype
-        return replace(policy, param_dtype=policy.compute_dtype, master_dtype=masters)
+        return self.config.resolve_precision(policy, self.name)
 
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
         """Lay the trained parameters out in buckets, and let the optimizer update this rank's part of them.
@@ -162,12 +133,12 @@ class LowLevelZeroPlugin(Plugin):
 
         Collective: every rank of the world.
         """
-        room = self._room(context)
+        home = self._home(context)
         model = objects.model
         check_distinct_memory(model)
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
         agree_on_values(model)
-        return self._shard(objects, context, self._ranks_of_world(), room)
+        return self.shard(objects, context, self._ranks.get(), home=home)
 
     def shard(
         self,
@@ -177,6 +148,7 @@ class LowLevelZeroPlugin(Plugin):
         optimizer_class: type[ZeroOptimizer] = ZeroOptimizer,
         model_class: type[ZeroModel] = ZeroModel,
         copies: Mapping[int, tuple[int, ...]] | None = None,
+        home: Home | None = None,
     ) -> Boosted:
         """Shard a model that is on its device already, over ranks that were given the same values of it.
 
@@ -188,7 +160,8 @@ class LowLevelZeroPlugin(Plugin):
             ranks: The ranks that share the state.
             optimizer_class: What steps the shards.
             model_class: What runs the model.
-            copies: For parameters of which other places hold a copy, by ``id``: `Format.copies`.
+            copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
+            home: Keeps the shards; made from the options if ``None``.
 
         Raises:
             ConfigError: As for `configure`.
@@ -196,41 +169,37 @@ class LowLevelZeroPlugin(Plugin):
 
         Collective: every rank of the world.
         """
-        return self._shard(
-            objects, context, ranks, self._room(context), optimizer_class, model_class=model_class, copies=copies
-        )
-
-    def _shard(
-        self,
-        objects: Boosted,
-        context: BoostContext,
-        ranks: ShardingRanks,
-        room: Room,
-        optimizer_class: type[ZeroOptimizer] = ZeroOptimizer,
-        *,
-        model_class: type[ZeroModel] = ZeroModel,
-        copies: Mapping[int, tuple[int, ...]] | None = None,
-    ) -> Boosted:
-        model = objects.model
-        format_of = self._formats(model, context, copies or {})
+        home = home or self._home(context)
+        model, config = objects.model, self.config
+        host = torch.device("cpu") if config.offloads else None
+        format_of = config.formats(model, context.precision, context.device, home=host, copies=copies)
         optimizer = None
         if objects.optimizer is not None:
+            held = [parameter for group in objects.optimizer.param_groups for parameter in group["params"]]
+            gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in held)
             optimizer = optimizer_class(
                 objects.optimizer,
                 model,
-                config=self.config,
-                ranks=ranks,
+                config=config,
+                layout=Layout(
+                    ranks,
+                    partial(Bucket, home=home),
+                    kind=partition_for(objects.optimizer, config.partition),
+                    bucket_bytes=config.bucket_bytes_for(gradient_bytes),
+                ),
                 format_of=format_of,
-                room=room,
+                home=home,
+                gathers=Gathers(overlaps=config.overlap_allgather),
+                offloads=config.offloads,
                 precision=context.precision,
                 after_step=context.after_step,
             )
-            room.check_together("Nothing is lost: what found no room lies in RAM.")
+            optimizer.raise_together(home.problem("Nothing is lost: what found no room is in RAM."))
         else:
             refuse_all_gradients(model)
         for parameter in model.parameters():  # those that the optimizer does not hold
             parameter.data = parameter.data.to(format_of(parameter).working)
-        if self.config.overlap_allgather and optimizer is not None:
+        if config.overlap_allgather and optimizer is not None:
             optimizer.gathers.watch(model)
         wrapped = model_class(model, precision=context.precision, optimizer=optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
@@ -263,17 +232,10 @@ class LowLevelZeroPlugin(Plugin):
         """Return the options and their values."""
         return asdict(self.config)
 
-    def _ranks_of_world(self) -> ShardingRanks:
-        """Return this rank's place; process groups are made once for each world."""
-        world = dist.group.WORLD
-        if self._ranks is None or self._ranks[0] is not world:
-            self._ranks = (world, make_ranks(self.config.replica_size))
-        return self._ranks[1]
-
-    def _room(self, context: BoostContext) -> Room:
-        """Return where the optimizer's tensors are to lie; a folder is tried out on every rank first."""
+    def _home(self, context: BoostContext) -> Home:
+        """Return what keeps the shards; a folder is tried out on every rank first."""
         if self.config.offload_dir is None:
-            return Room()
+            return Home()
         folder = MappedFolder(self.config.offload_dir, option="offload_dir")
         error: ConfigError | None = None
         try:
@@ -281,29 +243,7 @@ class LowLevelZeroPlugin(Plugin):
         except ConfigError as caught:
             error = caught
         context.coordinator.raise_together(error, name="boost")
-        return Room(folder)
-
-    def _formats(
-        self, model: nn.Module, context: BoostContext, copies: Mapping[int, tuple[int, ...]]
-    ) -> Callable[[nn.Parameter], Format]:
-        policy, device = context.precision, context.device
-        working_dtype = working_dtypes(model, policy.param_dtype)
-        asked = self.config.wire_dtype or (policy.reduce_dtype if policy.reduce_dtype != torch.float32 else None)
-
-        def format_of(parameter: nn.Parameter) -> Format:
-            working = working_dtype(parameter)
-            narrow_with_master = working in NARROW and policy.param_dtype is not None
-            return Format(
-                working=working,
-                master=policy.master_dtype if narrow_with_master else working,
-                wire=asked or working,
-                device=device,
-                home=torch.device("cpu") if self.config.offloads else device,
-                is_trained=parameter.requires_grad,
-                copies=copies.get(id(parameter), ()),
-            )
-
-        return format_of
+        return Home(folder)
 
 
 @contextlib.contextmanager

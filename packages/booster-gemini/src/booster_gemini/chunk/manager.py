@@ -1,32 +1,27 @@
-"""All chunks of one model: in which one a parameter lies, bringing chunks here before use and releasing them after."""
+"""All chunks of one model: which one holds a parameter, gathering chunks before use and releasing them after."""
 
 from __future__ import annotations
 
 import contextlib
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
-from booster_gemini.chunk.chunk import Chunk
-from booster_gemini.chunk.pool import BufferPool
-from booster_gemini.chunk.state import ChunkState
 from booster_gemini.chunk.timeline import Timeline
 from booster_gemini.chunk.watch import ChangeWatch
 from booster_runtime import collectives
-from booster_zero.engine.layout import Layout
+from booster_zero.engine import Bucket, BufferPool, Keep, Layout, WholeState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 
     from torch import nn
 
-    from booster_gemini.memory.home import Home
+    from booster_runtime.collectives import Pending
     from booster_runtime.sharding import ShardingRanks
-    from booster_zero.engine.bucket import Format
-    from booster_zero.engine.partition import BucketPlan
+    from booster_zero.engine import Format, Home
 
 
 class ChunkManager:
@@ -48,9 +43,9 @@ class ChunkManager:
     Attributes:
         parameters: By number.
         names: Their names in the user's model, by number.
-        layout: What lies where.
+        layout: The chunks and their parameters.
         first_uses: The parameters in the order of their first use, until they have been laid out by it.
-        is_laid_out_anew: Whether that has happened since this was last set to ``False``.
+        is_laid_out_again: Whether that has happened since this was last set to ``False``.
     """
 
     def __init__(
@@ -84,57 +79,40 @@ class ChunkManager:
         self._max_prefetch = max_prefetch
         self._has_looked_ahead = False
         self._max_ahead_bytes = max_ahead_bytes
-        self.is_laid_out_anew = False
+        self.is_laid_out_again = False
         self._shard_param_frac = shard_param_frac
         self._pool = BufferPool(least_bytes=chunk_bytes, most_idle_bytes=2 * chunk_bytes)
-        self._used: dict[int, Chunk] = {}
-        self._ahead: dict[int, Chunk] = {}
-        self._chunk_of: dict[int, Chunk] = {}
-        self._number_of: dict[Chunk, int] = {}
-        valued = [index for index in self.parameters if index not in lazy]
-        self.layout: Layout[Chunk] = Layout(
-            ranks, partial(self._make, valued=frozenset(valued)), kind=kind, bucket_bytes=chunk_bytes
-        )
+        self._used: dict[int, Bucket] = {}
+        self._ahead: dict[int, Bucket] = {}
+        self._chunk_of: dict[int, Bucket] = {}
+        self._number_of: dict[Bucket, int] = {}
+        self._valued = frozenset(index for index in self.parameters if index not in lazy)
+        self.layout = Layout(ranks, self._make, kind=kind, bucket_bytes=chunk_bytes)
         self.layout.add(self.parameters, {i: format_of(parameter) for i, parameter in self.parameters.items()})
         self._enumerate()
 
-    def _make(
-        self,
-        plan: BucketPlan,
-        parameters: Mapping[int, nn.Parameter],
-        format_: Format,
-        ranks: ShardingRanks,
-        *,
-        valued: Container[int],
-    ) -> Chunk:
-        return Chunk(
-            plan,
-            parameters,
-            format_,
-            ranks,
-            pool=self._pool,
-            home=self.home,
-            watch=self._watch,
-            valued=() if self._number_of else valued,  # chunks that are laid out anew are written to by the layout
-        )
+    def _make(self, *described: Any) -> Bucket:
+        # Chunks that are laid out again are written to by the layout.
+        valued = () if self._number_of else self._valued
+        return Bucket(*described, home=self.home, pool=self._pool, watch=self._watch, valued=valued)
 
     def _enumerate(self) -> None:
         self._number_of = {chunk: number for number, chunk in enumerate(self.layout.buckets)}
         # What comes last in forward is what backward needs first: it gains most from staying.
         to_release = self._shard_param_frac * sum(chunk.plan.numel for chunk in self.layout.buckets)
         for chunk in self.layout.buckets:
-            chunk.stays = to_release <= 0
+            chunk.keep = Keep.UNTIL_STEP if to_release <= 0 else Keep.IN_USE
             to_release -= chunk.plan.numel
         self._chunk_of = {slot.index: chunk for chunk in self.layout.buckets for slot in chunk.plan.slots}
 
-    def chunk_of(self, index: int) -> Chunk:
-        """Return the chunk in which a parameter lies."""
+    def chunk_of(self, index: int) -> Bucket:
+        """Return the chunk that holds a parameter."""
         return self._chunk_of[index]
 
-    def chunk_holding(self, address: int) -> Chunk | None:
-        """Return the chunk whose whole lies in the storage that begins at an address, if one does."""
+    def chunk_holding(self, address: int) -> Bucket | None:
+        """Return the chunk whose whole values are in the storage that begins at an address, if one has them there."""
         for chunk in self._used.values():
-            if chunk.buffer is not None and chunk.buffer.data_ptr() == address:
+            if chunk.whole is not None and chunk.whole.data_ptr() == address:
                 return chunk
         return None
 
@@ -162,7 +140,7 @@ class ChunkManager:
         with _plainly():
             self.release_unused(keep=1 if goes_back else 0)
 
-    def use(self, chunk: Chunk) -> None:
+    def use(self, chunk: Bucket) -> None:
         """Return once a chunk's parameters can be read. They can until others are used, or as long as it is pinned.
 
         Collective: every rank of the shard group, in the same order.
@@ -175,7 +153,7 @@ class ChunkManager:
         if not chunk.is_gathered:
             with _plainly():
                 self.release_unused(keep=1)
-                if chunk.state is ChunkState.SHARDED:
+                if chunk.state is WholeState.SHARDED:
                     chunk.start_gather()
                 chunk.finish_gather(self.names)
         self._look_ahead()
@@ -188,7 +166,7 @@ class ChunkManager:
             chunk = self.layout.buckets[number]
             if len(self._ahead) >= self._max_prefetch:
                 return
-            if chunk.state is ChunkState.SHARDED:
+            if chunk.state is WholeState.SHARDED:
                 # Every rank must decide alike, so this looks at whole chunks, and at no memory of this rank's.
                 taken = sum(each.whole_bytes for each in self._ahead.values()) + chunk.whole_bytes
                 if self._ahead and self._max_ahead_bytes is not None and taken > self._max_ahead_bytes:
@@ -212,7 +190,9 @@ class ChunkManager:
         Collective: none.
         """
         loose = [
-            number for number, chunk in self._used.items() if not chunk.pins and not chunk.stays and chunk.is_gathered
+            number
+            for number, chunk in self._used.items()
+            if not chunk.pins and chunk.keep is Keep.IN_USE and chunk.is_gathered
         ]
         for number in loose[: len(loose) - keep]:
             self._used.pop(number).release()
@@ -270,31 +250,56 @@ class ChunkManager:
         first = self.first_uses or {}
         return [*first, *(index for index in self.parameters if index not in first)]
 
-    def present_order(self) -> list[int]:
-        """Return all parameters in the order in which they lie."""
-        return [slot.index for chunk in self.layout.buckets for slot in chunk.plan.slots]
-
     def after_laying_out(self) -> None:
         """Take note that the layout has new chunks, whose values are in place.
 
         Collective: none.
         """
         for chunk in self.layout.buckets:
-            with chunk.at_hand(changes=True):
-                chunk.take_up_values()
+            with chunk.in_use(changes=True):
+                chunk.round_values()
         self._used = {}
         self._ahead = {}
         self._pool.clear()
         self._enumerate()
         self.timeline.forget()
-        self.is_laid_out_anew = True
+        self.is_laid_out_again = True
 
-    def publish(self, chunks: Sequence[Chunk]) -> None:
-        """Let the next use of chunks see what the optimizer made of their shards.
+    # ---- what the optimizer tells, see `Wholes`
+
+    def begin_backward(self) -> None:
+        """Begin the phase of backward.
+
+        Collective: every rank of the shard group.
+        """
+        self.home.moment("backward")
+        self.begin("backward")
+
+    def end_backward(self) -> None:
+        """End it: release what nobody pins.
 
         Collective: none.
         """
-        for chunk in chunks:
+        self.end()
+
+    def begin_step(self, buckets: Sequence[Bucket], names: Mapping[int, str]) -> None:
+        """Raise for parameters that were changed by hand, in debugging.
+
+        Raises:
+            ConfigError: If there are any.
+
+        Collective: the shard group, in debugging; else none.
+        """
+        del buckets, names
+        self.check_changes()
+        self.home.moment("step")
+
+    def end_step(self, published: Mapping[Bucket, Pending]) -> None:
+        """Let the next use of chunks gather what the optimizer made of their slices.
+
+        Collective: none.
+        """
+        for chunk in published:
             if chunk.ranks.shard_size > 1:
                 chunk.release()
             chunk.mark_changed()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_zero.engine.partition import plan_flat
+from booster_zero.engine import plan_flat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ def search_chunk_numel(numels: Sequence[int], world_size: int, min_numel: int, m
     """Return the number of elements per chunk that wastes least.
 
     Args:
-        numels: Elements of each parameter, in the order in which they are to lie.
+        numels: Elements of each parameter, in the order in which they are laid out.
         world_size: Ranks that share each chunk.
         min_numel: The smallest chunk; the largest that is tried has four times as many.
         max_numel: Nothing larger is tried, where memory allows no more; it comes before ``min_numel``.
@@ -49,7 +49,7 @@ def search_chunk_numel(numels: Sequence[int], world_size: int, min_numel: int, m
 
 
 def _fullest(numels: Sequence[int], world_size: int, chunk_numel: int) -> int:
-    """Return the length of the fullest chunk of a size: all parameters lie as they do there, and less is wasted."""
+    """Return the length of the fullest chunk of a size: cut to that, the chunks are the same, and less is wasted."""
     plans = plan_flat(list(enumerate(numels)), world_size, chunk_numel)
     return max((plan.numel for plan in plans if plan.numel <= chunk_numel), default=chunk_numel)
 

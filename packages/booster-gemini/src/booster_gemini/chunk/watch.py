@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_gemini.chunk.chunk import Chunk
+    from booster_zero.engine import Bucket
 
 
 class ChangeWatch:
@@ -36,12 +36,12 @@ class ChangeWatch:
         self._names = names
         self._seen: dict[int, tuple[int, int, int]] = {}
 
-    def take(self, chunk: Chunk) -> None:
+    def take(self, chunk: Bucket) -> None:
         """Remember a chunk's parameters as they are now."""
         for slot, parameter in zip(chunk.plan.slots, chunk.parameters, strict=True):
             self._seen[slot.index] = _look_at(parameter, is_whole=chunk.is_gathered)
 
-    def look(self, chunk: Chunk) -> None:
+    def look(self, chunk: Bucket) -> None:
         """Compare a chunk's parameters with what was remembered, and add those that differ to `found`."""
         for slot, parameter in zip(chunk.plan.slots, chunk.parameters, strict=True):
             version, address, digest = _look_at(parameter, is_whole=chunk.is_gathered)

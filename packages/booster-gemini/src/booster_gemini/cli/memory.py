@@ -1,4 +1,4 @@
-"""Draw what lay in which memory during a step of Gemini, from a run's record.
+"""Draw what was in which memory during a step of Gemini, from a run's record.
 
 The record is what ``GeminiPlugin(memory_record=FOLDER)`` writes.
 """
@@ -16,9 +16,9 @@ from booster_core.errors import BoosterError
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--step", "number", type=click.IntRange(min=0), help="Which step to draw.  [default: the last one]")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Where to write.  [default: RUN]")
-@click.option("--png", "as_png", is_flag=True, help="Write PNG beside SVG.")
+@click.option("--png", "as_png", is_flag=True, help="Write PNG as well as SVG.")
 def command(*, run: Path, number: int | None, out: Path | None, as_png: bool) -> None:
-    """Draw what lay where at each moment of a step, for every rank that left a record in the folder RUN.
+    """Draw what was where at each moment of a step, for every rank that left a record in the folder RUN.
 
     Writes memory-rankN.svg, and memory-rankN.trace.json with all steps, which Perfetto (ui.perfetto.dev) and
     chrome://tracing open.

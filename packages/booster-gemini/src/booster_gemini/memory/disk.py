@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import tempfile
 import threading
@@ -17,25 +16,16 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from booster_core.errors import ConfigError, OffloadError
+from booster_core.errors import OffloadError
+from booster_runtime.memory import OffloadFolder, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-ALIGNMENT = 4096
-"""Offsets, lengths and addresses of direct file I/O are multiples of this many bytes."""
-
 _PIECE_BYTES = 8 << 20
 _THREADS = 4
-
-
-def aligned(num_bytes: int) -> int:
-    """Return a number of bytes rounded up to what direct file I/O can move."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Transfer:
@@ -86,8 +76,7 @@ class DiskStore:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, option: str = "offload_dir") -> None:
-        self.folder = Path(folder)
-        self._option = option
+        self._folder = OffloadFolder(folder, option=option)
         self._file, self.is_direct = self._open()
         self._close = weakref.finalize(self, os.close, self._file)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="gemini disk")
@@ -97,16 +86,10 @@ class DiskStore:
         self.bytes_read = self.bytes_written = 0
 
     def _open(self) -> tuple[int, bool]:
-        asked = f"`{self._option}='{self.folder}'`"
-        if not self.folder.exists():
-            msg = f"{asked} does not exist on this host. Make the folder, or name another one."
-            raise ConfigError(msg)
-        if not self.folder.is_dir():
-            msg = f"{asked} is no folder. Name one on a disk with room for the state."
-            raise ConfigError(msg)
+        self._folder.check_exists()
         direct = getattr(os, "O_DIRECT", 0)
         try:
-            descriptor, name = tempfile.mkstemp(prefix="booster-", suffix=".chunks", dir=self.folder)
+            descriptor, name = tempfile.mkstemp(prefix="booster-", suffix=".chunks", dir=self._folder.folder)
             try:
                 if direct:
                     with contextlib.suppress(OSError):  # a file system without direct I/O
@@ -117,8 +100,7 @@ class DiskStore:
             finally:
                 Path(name).unlink()
         except OSError as cause:
-            msg = f"{asked} can't be written to: {cause.strerror}. Change its permissions, or name another folder."
-            raise ConfigError(msg) from cause
+            raise self._folder.not_writable(cause) from cause
 
     def allocate(self, num_bytes: int) -> int:
         """Take room for a region and return its offset.
@@ -212,18 +194,13 @@ class DiskStore:
 
     def _trouble(self, what: str, offset: int, length: int, reason: str | None) -> str:
         return (
-            f"{length} bytes at offset {offset} of the offloaded chunks in `{self._option}='{self.folder}'` could not "
+            f"{length} bytes at offset {offset} of the offloaded chunks in {self._folder.asked} could not "
             f"be {what}: {reason}. Start again from the last checkpoint, on a disk that works."
         )
 
     def _shortage(self, num_bytes: int, cause: OSError) -> str:
-        try:
-            status = os.statvfs(self.folder)
-            free = f"{status.f_bavail * status.f_frsize} are free"
-        except OSError as gone:
-            free = f"the folder can't be asked: {gone.strerror}"
         return (
-            f"Offloading to `{self._option}='{self.folder}'` needs {num_bytes} more bytes, and {free} "
+            f"Offloading to {self._folder.asked} needs {num_bytes} more bytes, and {self._folder.told_free_bytes()} "
             f"({cause.strerror}). Nothing is lost: what should have moved there is still in memory, and can be saved. "
             "Make room, or name another folder."
         )
@@ -233,12 +210,3 @@ class DiskStore:
         self._pool.shutdown(wait=True)
         self._close()
         self._file = -1  # the number may be given to another file
-
-
-def aligned_buffer(num_bytes: int) -> Tensor:
-    """Return fresh memory for direct file I/O: 1-D uint8 of whole pages, given back with its last tensor."""
-    room = mmap.mmap(-1, aligned(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            room.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(room, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Making the home that a configuration asks for: which memories there are, and who decides what lies where."""
+"""Making the home that a configuration asks for: which memories there are, and who decides what is where."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError, PluginError
+from booster_gemini.memory.buffers import Buffers
 from booster_gemini.memory.disk import DiskStore
-from booster_gemini.memory.home import DeviceHome, Role
 from booster_gemini.memory.record_file import MemoryRecord
-from booster_gemini.memory.room import Room
 from booster_gemini.memory.tiered import TieredHome
 from booster_gemini.placement.auto import AutoPlacement
 from booster_gemini.placement.policy import PlacementPolicy
 from booster_gemini.placement.static import StaticPlacement
+from booster_zero.engine import Home, Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from booster_core.plugin import BoostContext
     from booster_gemini.config import GeminiConfig
-    from booster_gemini.memory.home import Home
-    from booster_zero.engine.bucket import Format
+    from booster_zero.engine import Format
 
 _CHUNKS_AT_ONCE = 3
 """One that is computed with, one that comes, one that goes."""
@@ -69,7 +68,7 @@ def _check_budgets(config: GeminiConfig, context: BoostContext) -> None:
 
 
 def most_chunk_numel(config: GeminiConfig, formats: Iterable[Format], shard_size: int) -> int | None:
-    """Return how many elements a chunk may have so that a budget holds what moving beside computing needs.
+    """Return how many elements a chunk may have so that a budget holds what moving during computation needs.
 
     That is the state of three chunks, one that is stepped on, one that comes and one that goes, and three whole ones.
 
@@ -118,21 +117,21 @@ def _make(config: GeminiConfig, context: BoostContext) -> Home:
             )
             raise ConfigError(msg)
     if not moves and config.memory_record is None:
-        return DeviceHome()
+        return Home()
     if moves and device.type == "cpu" and config.offload_dir is None:
         msg = (
-            "On the CPU the memory beneath is a disk, and `offload_dir=None` names none. Pass a folder on a disk with "
-            "room for parameters and optimizer state, or leave out the options that move them."
+            "On CPU runs, disk is the only offload target, and `offload_dir=None` names none. Pass a folder on a disk "
+            "with room for parameters and optimizer state, or leave out the options that move them."
         )
         raise ConfigError(msg)
     policy = _policy(config, context)
     pins = config.pin_memory and device.type != "cpu"
-    rooms = [Room(device, budget)]
+    rooms = [Buffers(device, budget)]
     if device.type != "cpu":
         host_budget = config.host_budget_bytes
         if config.offload_dir is not None and host_budget is None:
             host_budget = 0
-        rooms.append(Room(torch.device("cpu"), host_budget, pins=pins))
+        rooms.append(Buffers(torch.device("cpu"), host_budget, pins=pins))
     record = None
     if config.memory_record is not None:
         facts: dict[str, Any] = {"budget_bytes": budget, "policy": config.placement_policy}
@@ -148,7 +147,7 @@ def _policy(config: GeminiConfig, context: BoostContext) -> PlacementPolicy:
         fractions = {
             Role.PARAM: config.offload_param_frac,
             Role.OPTIM: config.offload_optim_frac,
-            # Gradients wait where the state lies that they update; an accelerator hands them down when it steps.
+            # Gradients wait where the state is that they update; an accelerator hands them down when it steps.
             Role.GRAD: config.offload_optim_frac if context.device.type == "cpu" else 0.0,
         }
         return StaticPlacement(fractions, class_of=lambda key: key[1], ahead=2 * max(config.max_prefetch, 1))

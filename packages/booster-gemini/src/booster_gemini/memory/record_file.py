@@ -1,4 +1,4 @@
-"""What lay where at each moment of a run, written as JSON lines for ``booster memory`` to draw."""
+"""What was where at each moment of a run, written as JSON lines for ``booster memory`` to draw."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from booster_gemini.memory.home import Key
+    from booster_zero.engine import Key
 
 _EVERY = 256
 """Lines that are written at once."""
@@ -23,7 +23,7 @@ class MemoryRecord:
     """Writes a rank's record into a folder.
 
     Args:
-        folder: Where ``memory-rank0.jsonl`` and its like are to lie; made where it is not there.
+        folder: Where ``memory-rank0.jsonl`` and its like are written; made if it is not there.
         rank: This rank.
         facts: What the first line tells: budget and the like.
         device: The device that computes.
@@ -48,10 +48,10 @@ class MemoryRecord:
             self._write({"kind": "moment", "name": name})
 
     def note(self, places: Mapping[Key, tuple[str, int]], used_bytes: int, held_bytes: int) -> None:
-        """Note what lies where, where it has changed.
+        """Note what is where, if it has changed.
 
         Args:
-            places: Where each block lies, and its size in bytes.
+            places: Where each block is, and its size in bytes.
             used_bytes: Bytes of blocks and reserved memory in the memory that computes.
             held_bytes: What is allocated for them.
         """

@@ -94,13 +94,13 @@ class StepRecorder:
         Args:
             sizes: Sizes of the blocks that are planned, in bytes.
             resident: Those that are there now.
-            away: Those that have values elsewhere.
+            away: Those that have values in another memory.
             budget_bytes: What they and reserved memory may take.
 
         Raises:
             BudgetError: If the budget can't hold what was in use at once.
         """
-        # Blocks may have been given up meanwhile, as when everything is laid out anew after the first backward.
+        # Blocks may have been given up meanwhile, as when everything is laid out again after the first backward.
         events = [event for event in self._events if event.key is None or event.key in sizes]
         self._events = []
         self.num_unplanned, self._unplanned = self._unplanned, 0

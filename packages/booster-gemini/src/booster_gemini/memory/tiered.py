@@ -1,8 +1,8 @@
 """Blocks over a list of memories: device, host, disk, of which there are two or three.
 
 Blocks are moved as a plan says, which a placement policy makes from the record of the last step; what the plan did not
-foresee is fetched when it is needed. Reads and writes of the disk go on beside computation. All calls come from the
-training thread; only the disk's threads work beside it, and touch nothing but buffers.
+foresee is fetched when it is needed. The disk is read and written during computation. All calls come from the
+training thread; the disk's threads touch nothing but buffers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from booster_core.errors import OffloadError
-from booster_gemini.memory.home import Role
+from booster_gemini.memory.buffers import give_back_freed
 from booster_gemini.memory.recorder import StepRecorder
-from booster_gemini.memory.room import give_back_freed
 from booster_gemini.placement.policy import Event, Kind
 from booster_runtime.collectives import Pending
+from booster_zero.engine import Home, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from booster_gemini.memory.buffers import Buffers
     from booster_gemini.memory.disk import DiskStore, Transfer
-    from booster_gemini.memory.home import Key
     from booster_gemini.memory.record_file import MemoryRecord
-    from booster_gemini.memory.room import Room
     from booster_gemini.placement.policy import Moves, PlacementPolicy
+    from booster_zero.engine import Key
 
 
 _MOST_LEAVING = 4
@@ -41,8 +41,8 @@ class _Block:
 
     Attributes:
         room: The memory where it is used.
-        buffer: Its bytes, where they lie in a memory; still there while they are being written out.
-        place: The memory in which the buffer lies.
+        buffer: Its bytes, where they are in a memory; still there while they are being written out.
+        place: The memory that the buffer is in.
         offset: Its region on the disk, once it has one.
         is_saved: Whether the lower memory (host buffer or region) holds the present values.
         below: Its bytes on the host, for a block that is used on the device.
@@ -56,7 +56,7 @@ class _Block:
     numel: int
     dtype: torch.dtype
     num_bytes: int
-    room: Room
+    room: Buffers
     rebind: Callable[[Tensor | None], None]
     buffer: Tensor | None = None
     offset: int | None = None
@@ -71,17 +71,17 @@ class _Block:
 
     @property
     def is_here(self) -> bool:
-        """Whether the values lie where they are used, or are on their way there."""
+        """Whether the values are where they are used, or are on their way there."""
         return self.buffer is not None and self.going is None
 
 
-class TieredHome:
+class TieredHome(Home):
     """Keeps blocks in several memories.
 
     Args:
         rooms: The device's memory (the host's, where the host computes), and the host's beneath it, if there is one.
         store: The disk, if it is used.
-        policy: Decides what lies where.
+        policy: Decides what is where.
         record: Where to write what happens, for pictures.
 
     Attributes:
@@ -93,11 +93,12 @@ class TieredHome:
 
     def __init__(
         self,
-        rooms: list[Room],
+        rooms: list[Buffers],
         store: DiskStore | None,
         policy: PlacementPolicy,
         record: MemoryRecord | None = None,
     ) -> None:
+        super().__init__()
         self.rooms = rooms
         self.store = store
         self._policy = policy
@@ -106,7 +107,6 @@ class TieredHome:
         self._recorder = StepRecorder(policy)
         self._clock = 0
         self._wanted: deque[Key] = deque()
-        self._problem: OffloadError | None = None
 
     # ---- blocks
 
@@ -127,8 +127,8 @@ class TieredHome:
         self._advance(Event(Kind.RELEASE, key))
         self._leave_if_it_may_not_stay(block)
 
-    def _room_for(self, key: Key, num_bytes: int) -> Room:
-        """Return the memory in which a block is used: an optimizer's state may be used where it lies."""
+    def _room_for(self, key: Key, num_bytes: int) -> Buffers:
+        """Return the memory in which a block is used: an optimizer's state may be used where it is."""
         if len(self.rooms) == 1 or key[1] is not Role.OPTIM:
             return self.rooms[0]
         sizes = {**self.sizes(), key: num_bytes}
@@ -150,7 +150,7 @@ class TieredHome:
         return {key: block.num_bytes for key, block in self._blocks.items()}
 
     def bytes_by_place(self) -> dict[str, int]:
-        """Return how many bytes of blocks lie where: by device type, and ``"disk"``."""
+        """Return how many bytes of blocks are where: by device type, and ``"disk"``."""
         places = {room.device.type: 0 for room in self.rooms}
         if self.store is not None:
             places["disk"] = 0
@@ -164,7 +164,7 @@ class TieredHome:
         return places
 
     def _places(self) -> dict[Key, tuple[str, int]]:
-        """Return where each block lies, or that it is on its way, and its size."""
+        """Return where each block is, or that it is on its way, and its size."""
         lower = self.rooms[-1].device.type if len(self.rooms) > 1 else "disk"
         return {key: (_place(block, lower), block.num_bytes) for key, block in self._blocks.items()}
 
@@ -196,7 +196,7 @@ class TieredHome:
         return Pending(finish=lambda: self._arrive(block))
 
     def _arrive(self, block: _Block) -> None:
-        """Wait for a block that is in use, and show where it lies."""
+        """Wait for a block that is in use, and show where it is."""
         if block.coming is not None:
             coming, block.coming = block.coming, None
             coming.wait()
@@ -245,11 +245,6 @@ class TieredHome:
         self._recorder.moment = name
         if self._record is not None:
             self._record.moment(name)
-
-    def problem(self) -> OffloadError | None:
-        """Return what kept blocks from leaving since this was last asked; see `Home.problem`."""
-        problem, self._problem = self._problem, None
-        return problem
 
     def end_step(self) -> None:
         """Make a plan for the next step from the record of this one.
@@ -338,7 +333,7 @@ class TieredHome:
             return
         if block.offset is None:
             return
-        assert self.store is not None, "a region lies on a disk"
+        assert self.store is not None, "a region is on a disk"
         if block.room.device.type == "cpu":
             block.coming = self.store.read(block.offset, block.buffer)
         else:
@@ -416,7 +411,7 @@ class TieredHome:
             if block.going is not None and block.going.is_done:
                 self._finish_leaving(block)
 
-    def _make_room(self, room: Room, num_bytes: int) -> None:
+    def _make_room(self, room: Buffers, num_bytes: int) -> None:
         """Send blocks away until so many bytes are left; where nothing can go, the budget is exceeded for now.
 
         The least budget that would do is known at the end of the step, and the error then says it.

@@ -1,1 +1,1 @@
-"""Pictures of what lay where during a step, drawn from the records of a run."""
+"""Pictures of where everything was during a step, drawn from the records of a run."""

@@ -140,7 +140,7 @@ def _elsewhere(shown: Sequence[Sample]) -> list[tuple[str, str, list[int]]]:
 def _map(
     sheet: Drawing, top: float, row_height: float, rows: Sequence[tuple[int, int]], step: Step, device: str
 ) -> None:
-    """Draw a row for each block: where it lay from when to when."""
+    """Draw a row for each block: where it was from when to when."""
     seconds = max(step.end - step.start, 1e-9)
     place_of = {row: index for index, row in enumerate(rows)}
     sheet.text(_LEFT, top - 6, "where each chunk's part lay", color="#000000")

@@ -1,4 +1,4 @@
-"""How many bytes of what lay in the memory that computes, and how many elsewhere, at each column of a picture."""
+"""Bytes by kind in the memory that computes and in other memories, at each column of a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER = "other"
 
 @dataclass
 class Sample:
-    """What lay where at a moment.
+    """What was where at a moment.
 
     Attributes:
         seconds: The moment, from the beginning of the step.
@@ -46,7 +46,7 @@ def least_of_process(record: Record) -> int:
 
 
 def samples(step: Step, device: str, least: int) -> list[Sample]:
-    """Return what lay where at each moment of a step at which something changed.
+    """Return what was where at each moment of a step at which something changed.
 
     Args:
         step: The step.

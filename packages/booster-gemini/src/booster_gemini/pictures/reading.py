@@ -1,4 +1,4 @@
-"""Reading a rank's record: the steps of a run, and in each what lay where from when to when."""
+"""Reading a rank's record: the steps of a run, and in each what was where from when to when."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Step:
         start: When the model began to do something, in seconds of the record.
         end: When it ended.
         unplanned: How many events the plan had not foreseen.
-        stays: Where blocks lay.
+        stays: Where blocks were.
         levels: How much was taken.
         moments: What the model did, from when on.
     """

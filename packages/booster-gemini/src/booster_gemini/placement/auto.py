@@ -105,7 +105,7 @@ class _Move:
 
 
 class _Course:
-    """How two steps in a row go where everything moves when it must; the second shows what the first is to prepare.
+    """How two steps in a row go where everything moves when it must; the second shows what the first has to prepare.
 
     Args:
         request: What is asked for, with a budget.

@@ -61,8 +61,8 @@ class Request:
     Args:
         events: A step, as recorded; the next one is expected to be the same.
         sizes: Size of every block, in bytes.
-        resident: The blocks that lie in the compute memory when the step begins.
-        away: The blocks that have values, elsewhere.
+        resident: The blocks that are in the compute memory when the step begins.
+        away: The blocks that have values in another memory.
         budget_bytes: What blocks and reserved memory may take together at each event; ``None`` for no limit.
     """
 
@@ -87,7 +87,7 @@ class Moves:
 
 
 class PlacementPolicy(ABC):
-    """Decides which blocks lie in the compute memory, and when they come and go."""
+    """Decides which blocks are in the compute memory, and when they come and go."""
 
     @abstractmethod
     def plan(self, request: Request) -> Sequence[Moves]:
@@ -123,7 +123,7 @@ class WorkingSet:
 
 
 def largest_working_set(events: Sequence[Event], sizes: Mapping[Key, int]) -> WorkingSet:
-    """Return the largest number of bytes that must lie in the compute memory at once during a step."""
+    """Return the largest number of bytes that must be in the compute memory at once during a step."""
     users: dict[Key, int] = {}
     now = 0
     largest = WorkingSet(0, "")

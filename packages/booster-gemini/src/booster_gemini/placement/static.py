@@ -1,4 +1,4 @@
-"""Placement by fixed fractions: some blocks stay, the others lie elsewhere whenever they are not in use."""
+"""Placement by fixed fractions: some blocks stay, the others are offloaded whenever they are not in use."""
 
 from __future__ import annotations
 

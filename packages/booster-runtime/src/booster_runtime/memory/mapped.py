@@ -2,7 +2,7 @@
 
 Such a tensor is an ordinary CPU tensor to every kernel. Its pages belong to the page cache: they don't count as the
 process' own (anonymous) memory, and go to the disk when somebody else needs the room. A file has no name once it is
-mapped, so that nothing is left behind, also when the process is killed; its room is given back with the last tensor.
+mapped, so nothing is left behind, even when the process is killed; its room is given back with the last tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.errors import ConfigError, OffloadError
+from booster_core.errors import OffloadError
+from booster_runtime.memory.folder import OffloadFolder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,19 +26,8 @@ if TYPE_CHECKING:
 _MAPS = Path("/proc/self/maps")
 
 
-class MappedFolder:
-    """A folder whose files hold tensors.
-
-    Args:
-        folder: A folder of this host, on a disk: one in memory (tmpfs) saves nothing.
-        option: The option that named the folder, for errors.
-
-    Making one touches no file.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], *, option: str = "folder") -> None:
-        self.folder = Path(folder)
-        self._option = option
+class MappedFolder(OffloadFolder):
+    """A folder in whose files tensors are; one in memory (tmpfs) saves nothing."""
 
     def check(self) -> None:
         """Try the folder out.
@@ -47,27 +37,12 @@ class MappedFolder:
 
         Collective: none.
         """
-        asked = f"`{self._option}='{self.folder}'`"
-        if not self.folder.exists():
-            msg = f"{asked} does not exist on this host. Make the folder, or name another one."
-            raise ConfigError(msg)
-        if not self.folder.is_dir():
-            msg = f"{asked} is no folder. Name one on a disk with room for the state."
-            raise ConfigError(msg)
+        self.check_exists()
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 file.write(b"\0")
         except OSError as cause:
-            msg = f"{asked} can't be written to: {cause.strerror}. Change its permissions, or name another folder."
-            raise ConfigError(msg) from cause
-
-    def free_bytes(self) -> int:
-        """Return what this process may still write into the folder's file system, in bytes.
-
-        Collective: none.
-        """
-        status = os.statvfs(self.folder)
-        return status.f_bavail * status.f_frsize
+            raise self.not_writable(cause) from cause
 
     def zeros(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a contiguous CPU tensor of zeros in a file of its own, whose room on the disk is taken at once.
@@ -100,19 +75,15 @@ class MappedFolder:
         return tensor.view(sizes)
 
     def _shortage(self, num_bytes: int, cause: Exception) -> str:
-        try:
-            free = f"{self.free_bytes()} are free"
-        except OSError as gone:
-            free = f"the folder can't be asked: {gone.strerror}"
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
         return (
-            f"A tensor in a file of `{self._option}='{self.folder}'` needs {num_bytes} bytes, and {free} ({reason}). "
+            f"A tensor in a file of {self.asked} needs {num_bytes} bytes, and {self.told_free_bytes()} ({reason}). "
             "Make room, or name another folder."
         )
 
 
 def mapped_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return how many bytes of this process' tensors are in files of a folder (Linux only).
+    """Return how many bytes of tensors of this process are in files of a folder (Linux only).
 
     Collective: none.
     """

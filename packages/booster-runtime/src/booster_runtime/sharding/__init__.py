@@ -14,10 +14,17 @@ from booster_runtime.sharding.elementwise import (
     partition_for,
     probed_steps,
 )
-from booster_runtime.sharding.hosting import HostedOptimizer, State, is_cut
+from booster_runtime.sharding.hosting import (
+    HostedOptimizer,
+    ParameterPiece,
+    State,
+    is_cut,
+    piece_shard,
+    whole_shard,
+)
 from booster_runtime.sharding.narrow import kept_as_they_are, working_dtypes
-from booster_runtime.sharding.ranks import ShardingRanks, make_ranks, sharding_groups
-from booster_runtime.sharding.unreduced import refuse_all_gradients, refuse_gradient
+from booster_runtime.sharding.ranks import RanksOfWorld, ShardingRanks, make_ranks, sharding_groups
+from booster_runtime.sharding.unreduced import raise_for_unused, refuse_all_gradients, refuse_gradient
 
 __all__ = [
     "ELEMENTWISE",
@@ -25,6 +32,8 @@ __all__ = [
     "BufferWatch",
     "DTensorStateAdapter",
     "HostedOptimizer",
+    "ParameterPiece",
+    "RanksOfWorld",
     "ShardingRanks",
     "State",
     "agree_on_values",
@@ -37,10 +46,13 @@ __all__ = [
     "local_of",
     "make_ranks",
     "partition_for",
+    "piece_shard",
     "probed_steps",
+    "raise_for_unused",
     "refuse_all_gradients",
     "refuse_gradient",
     "send_first",
     "sharding_groups",
+    "whole_shard",
     "working_dtypes",
 ]

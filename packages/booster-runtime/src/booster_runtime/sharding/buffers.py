@@ -6,8 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from booster_runtime.sharding.agreement import send_first
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 class BufferWatch:
@@ -43,6 +48,22 @@ class BufferWatch:
             or self._seen[name][1] != _version(buffer)
             for name, buffer in self.buffers().items()
         ]
+
+    def send_changed(self, has_changed: Sequence[bool], group: ProcessGroup | None = None) -> None:
+        """Give every rank the first rank's values of some buffers, and count all as unchanged.
+
+        Args:
+            has_changed: For each buffer, in the order of `changed`, whether it changed on any rank.
+            group: The ranks that share the values; ``None`` for all.
+
+        Collective: the group, where any buffer has changed; else none.
+        """
+        if not any(has_changed):
+            return
+        for buffer, is_sent in zip(self.buffers().values(), has_changed, strict=True):
+            if is_sent:
+                send_first(buffer, group)
+        self.forget()
 
     def forget(self) -> None:
         """Count all buffers as unchanged from now on."""

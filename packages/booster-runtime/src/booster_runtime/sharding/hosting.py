@@ -6,12 +6,17 @@ state's keys, change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from booster_core.errors import ConfigError
+from booster_core.state import JSONValue, ParamGroup, TensorMeta, TensorShard, full_box
+from booster_runtime.state import MASTER, flatten_state, restore_state
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -20,18 +25,28 @@ State = dict[str, Any]
 """What an optimizer keeps of one parameter."""
 
 
-class Piece(Protocol):
+@dataclass(eq=False)
+class ParameterPiece:
     """The part of one parameter that this rank owns.
 
     Attributes:
+        index: The parameter's number in the model.
+        parameter: The parameter of the user's model.
         start: First element of the flattened parameter.
         stop: One past the last.
         values: What the optimizer updates: in the parameter's shape where all of it is here, else 1-D.
     """
 
+    index: int
+    parameter: nn.Parameter
     start: int
     stop: int
     values: nn.Parameter
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the piece is all of the parameter."""
+        return self.stop - self.start == self.parameter.numel()
 
 
 class HostedOptimizer:
@@ -49,7 +64,38 @@ class HostedOptimizer:
         self.optimizer = optimizer
         self.groups: list[list[int]] = []
         self._names = names
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, ParameterPiece] = {}
+
+    def members(self) -> set[int]:
+        """Return the numbers of all parameters that are in a group."""
+        return {index for members in self.groups for index in members}
+
+    def new_members(self, given: Any, index_of: Mapping[int, int], *, remedy: str) -> list[int]:
+        """Return the numbers of the parameters of a group that is to be added.
+
+        Args:
+            given: The group's ``"params"``: a parameter, or parameters, or names and parameters.
+            index_of: The numbers of the model's parameters by ``id``.
+            remedy: What to do about parameters that are not the model's, for the error.
+
+        Raises:
+            ConfigError: If a parameter is not the model's, or is in a group already.
+        """
+        taken, found = self.members(), []
+        for position, item in enumerate([given] if isinstance(given, torch.Tensor) else given):
+            parameter = item[1] if isinstance(item, tuple) else item
+            index = index_of.get(id(parameter))
+            if index is None:
+                msg = (
+                    f"Parameter {position} of the new group, of shape {tuple(parameter.shape)}, is not one of the "
+                    f"boosted model's. {remedy}"
+                )
+                raise ConfigError(msg)
+            if index in taken:
+                msg = f"Parameter '{self._names[index]}' is in a parameter group already. Leave it out of the new one."
+                raise ConfigError(msg)
+            found.append(index)
+        return found
 
     def states(self) -> dict[int, State]:
         """Return the state of each piece that has one."""
@@ -64,7 +110,7 @@ class HostedOptimizer:
         else:
             self.optimizer.state.pop(values, None)
 
-    def adopt(self, group_index: int, members: Sequence[int], pieces: Mapping[int, Piece]) -> None:
+    def adopt(self, group_index: int, members: Sequence[int], pieces: Mapping[int, ParameterPiece]) -> None:
         """Take over a group that still lists the model's parameters, and cut the state that they have.
 
         Args:
@@ -84,7 +130,7 @@ class HostedOptimizer:
         self._pieces.update(pieces)
         self._list_pieces(group_index)
 
-    def replace(self, pieces: Mapping[int, Piece], states: Mapping[int, State]) -> None:
+    def replace(self, pieces: Mapping[int, ParameterPiece], states: Mapping[int, State]) -> None:
         """List other pieces, with their state, after everything has been laid out anew."""
         for piece in self._pieces.values():
             self.optimizer.state.pop(piece.values, None)
@@ -94,6 +140,74 @@ class HostedOptimizer:
         for index, state in states.items():
             self.set_state(index, state)
 
+    # ---- what checkpoints ask for
+
+    def scalars(self) -> dict[str, dict[str, JSONValue]]:
+        """Return the state that is no tensor, by parameter name."""
+        scalars = {}
+        for index, state in self.states().items():
+            _, others = flatten_state(self._names[index], state)
+            if others:
+                scalars[self._names[index]] = others
+        return scalars
+
+    def param_groups(self) -> list[ParamGroup]:
+        """Return each group's parameter names and options."""
+        return [
+            ParamGroup(
+                params=tuple(self._names[index] for index in members),
+                options={
+                    key: value.item() if isinstance(value, torch.Tensor) else value
+                    for key, value in group.items()
+                    if key not in ("params", "param_names")
+                },
+            )
+            for members, group in zip(self.groups, self.optimizer.param_groups, strict=True)
+        ]
+
+    def prepare_load(
+        self,
+        tensors: Mapping[str, Mapping[str, TensorMeta]],
+        scalars: Mapping[str, Mapping[str, JSONValue]],
+        groups: Sequence[ParamGroup],
+        *,
+        has_master: Container[int] = (),
+        on_state: Callable[[int, State], None] | None = None,
+    ) -> list[int]:
+        """Set options and scalars as they were saved, and make memory for this rank's parts of the saved tensors.
+
+        Args:
+            tensors: Shape and dtype of each saved tensor, by parameter name and state.
+            scalars: Saved state that is no tensor.
+            groups: Saved groups, in the order of the optimizer's.
+            has_master: The parameters that have a master here, to be read as the optimizer's values.
+            on_state: Called with each parameter and its new state, one after the other.
+
+        Returns:
+            The parameters that take a saved master as their own values, because they have no master here.
+
+        Collective: none.
+        """
+        states = self.states()
+        taken = []
+        for members, group, saved in zip(self.groups, self.optimizer.param_groups, groups, strict=True):
+            for key, value in saved.options.items():
+                _set_option(group, key, value)
+            for index in members:
+                name = self._names[index]
+                stored = dict(tensors.get(name, {}))
+                if stored.pop(MASTER, None) is not None and index not in has_master:
+                    taken.append(index)
+                piece = self._pieces.get(index)
+                if piece is None:
+                    continue
+                metas = {key: _cut_meta(key, meta, piece) for key, meta in stored.items()}
+                state = restore_state(piece.values, group, states.get(index, {}), metas, scalars.get(name, {}))
+                self.set_state(index, state)
+                if state and on_state is not None:
+                    on_state(index, state)
+        return taken
+
     def _list_pieces(self, group_index: int) -> None:
         group = self.optimizer.param_groups[group_index]
         held = [index for index in self.groups[group_index] if index in self._pieces]
@@ -102,7 +216,7 @@ class HostedOptimizer:
             group["param_names"] = [self._names[index] for index in held]
 
 
-def _cut(key: str, value: Any, shape: torch.Size, piece: Piece) -> Any:
+def _cut(key: str, value: Any, shape: torch.Size, piece: ParameterPiece) -> Any:
     """Return a piece's part of a whole parameter's state; what is not elementwise stays whole."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -117,3 +231,57 @@ def _cut(key: str, value: Any, shape: torch.Size, piece: Piece) -> Any:
 def is_cut(key: str, value: Tensor, shape: torch.Size) -> bool:
     """Whether a piece's state is elementwise, so that it is cut as the parameter is; a step count never is."""
     return key != "step" and value.shape == shape
+
+
+def piece_shard(name: str, state: str | None, piece: ParameterPiece, tensor: Tensor, *, is_owner: bool) -> TensorShard:
+    """Return the shard of a piece's values, or of a tensor of its state.
+
+    Args:
+        name: The parameter's name.
+        state: The state's name; ``None`` for values.
+        piece: The piece.
+        tensor: Cut as the parameter, or with a shape of its own, equal wherever there is a part of the parameter.
+        is_owner: Whether this rank writes what it has; of a tensor with a shape of its own, the first part's rank does.
+    """
+    if not is_cut(state or "", tensor, piece.values.shape):
+        return whole_shard(name, state, tensor, is_owner=is_owner and piece.start == 0)
+    shape = tuple(piece.parameter.shape)
+    return TensorShard(
+        name=name,
+        state=state,
+        global_shape=shape,
+        dtype=tensor.dtype,
+        box=full_box(shape),
+        flat=None if piece.is_whole else (piece.start, piece.stop),
+        data=tensor.detach().view(shape if piece.is_whole else -1),
+        is_owner=is_owner,
+    )
+
+
+def whole_shard(name: str, state: str | None, tensor: Tensor, *, is_owner: bool) -> TensorShard:
+    """Return the shard of a tensor that is all here."""
+    shape = tuple(tensor.shape)
+    return TensorShard(
+        name=name,
+        state=state,
+        global_shape=shape,
+        dtype=tensor.dtype,
+        box=full_box(shape),
+        data=tensor.detach(),
+        is_owner=is_owner,
+    )
+
+
+def _cut_meta(key: str, meta: TensorMeta, piece: ParameterPiece) -> TensorMeta:
+    """Return the shape and dtype of a piece's part of a tensor of the whole parameter."""
+    is_elementwise = key != "step" and meta.shape == tuple(piece.parameter.shape)
+    return TensorMeta(shape=tuple(piece.values.shape), dtype=meta.dtype) if is_elementwise else meta
+
+
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a group's option; one that is a tensor stays the same tensor."""
+    present = group.get(key)
+    if isinstance(present, torch.Tensor):
+        present.fill_(value)
+    else:
+        group[key] = value

@@ -83,3 +83,28 @@ def make_ranks(replica_size: int) -> ShardingRanks:
         replica_group=groups["shard"],
         replica_rank=rank // size,
     )
+
+
+class RanksOfWorld:
+    """Makes this rank's place once for each world, with its process groups.
+
+    Args:
+        replica_size: Number of replicas.
+    """
+
+    def __init__(self, replica_size: int) -> None:
+        self._replica_size = replica_size
+        self._made: tuple[object, ShardingRanks] | None = None
+
+    def get(self) -> ShardingRanks:
+        """Return this rank's place.
+
+        Raises:
+            ConfigError: If the number of replicas does not divide the number of ranks.
+
+        Collective: every rank of the world.
+        """
+        world = dist.group.WORLD
+        if self._made is None or self._made[0] is not world:
+            self._made = (world, make_ranks(self._replica_size))
+        return self._made[1]

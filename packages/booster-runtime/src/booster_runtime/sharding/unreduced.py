@@ -1,4 +1,6 @@
-"""Gradients that nobody would reduce raise, where each rank would otherwise train a model of its own.
+"""Errors for gradients that nobody would reduce, and for parameters that have none.
+
+Without the first, each rank would train a model of its own.
 
 Frozen parameters are watched too: a hook costs nothing until its parameter has been unfrozen and gets a gradient.
 """
@@ -9,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import GradientError
 from booster_core.state import NamedTensors
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
 _NO_OPTIMIZER = (
@@ -68,3 +73,28 @@ def refuse_gradient(parameter: nn.Parameter, name: str, reason: str = _FROZEN) -
     if is_frozen:
         parameter.requires_grad = False
     return handle
+
+
+def raise_for_unused(unused: Sequence[str]) -> None:
+    """Raise on every rank if parameters took no part in backward on any.
+
+    Args:
+        unused: Names of this rank's.
+
+    Raises:
+        GradientError: Naming them for each rank.
+
+    Collective: every rank of the world.
+    """
+    every = collectives.all_gather_object(unused)
+    if any(every):
+        listed = "; ".join(
+            f"rank {rank}: {', '.join(map(repr, names[:10]))}{', ...' if len(names) > 10 else ''}"
+            for rank, names in enumerate(every)
+            if names
+        )
+        msg = (
+            f"Parameters took no part in backward, which `unused='raise'` forbids. {listed}. Freeze them, leave "
+            "them out of the optimizer, or pass `unused='zero'`."
+        )
+        raise GradientError(msg)

@@ -1,1 +1,32 @@
 """The engine of ZeRO, which Gemini and hybrid parallelism share: buckets, their layout, reduction, steps and state."""
+
+from __future__ import annotations
+
+from booster_zero.engine.bucket import Bucket
+from booster_zero.engine.gathers import Wholes
+from booster_zero.engine.home import Home, Key, Role
+from booster_zero.engine.layout import Layout
+from booster_zero.engine.optimizer import ZeroOptimizer
+from booster_zero.engine.options import ShardingOptions
+from booster_zero.engine.partition import plan_flat
+from booster_zero.engine.shard import Format
+from booster_zero.engine.state import ZeroStateAdapter
+from booster_zero.engine.whole import BufferPool, Keep, WholeState, is_free
+
+__all__ = [
+    "Bucket",
+    "BufferPool",
+    "Format",
+    "Home",
+    "Keep",
+    "Key",
+    "Layout",
+    "Role",
+    "ShardingOptions",
+    "WholeState",
+    "Wholes",
+    "ZeroOptimizer",
+    "ZeroStateAdapter",
+    "is_free",
+    "plan_flat",
+]

@@ -1,109 +1,72 @@
-"""Parameters that lie flat, one after the other, and this rank's slice of them: values, gradient, and pieces.
+"""Parameters that are gathered and reduced together: their whole values, and the sum of their gradients.
 
-Two ranks, three parameters; the cut falls into ``b``::
-
-    all       |  a  a  a  a  .  |  b  b  b  b  b  b |  c  c  .  |
-    rank 0    |<--------- slice of rank 0 --->|                       pieces: a, start of b
-    rank 1                                    |<--- of rank 1 ------>|     pieces: rest of b, c
-
-``values`` is what the optimizer updates. Where the whole lies, and when, is a strategy's business: it subclasses
-`ShardedBucket`.
+A bucket is laid out flat; each rank owns a slice of it (`booster_zero.engine.shard`). `Keep` says how long a rank has
+the whole values. Where they are gathered, parameters are views of them, so that a gather of slices arrives in the
+parameters. Elsewhere parameters are placeholders: right in shape, format and device, and NaN all over. Buffers of whole
+values live as long as anything refers to them, so a bucket may be released at any time: what still reads it keeps its
+own view.
 """
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from booster_core.errors import ConfigError
 from booster_runtime import collectives
-from booster_runtime.collectives import Pending
-from booster_runtime.collectives.sums import sum_into
-from booster_zero.engine.lane import Lane, in_ram
+from booster_runtime.collectives import Pending, sum_into
+from booster_zero.engine.home import Lane, Role, zeros_in_memory
+from booster_zero.engine.shard import Shard
+from booster_zero.engine.whole import Keep, WholeState, check_transition
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from booster_runtime.sharding import ShardingRanks, State
+    from booster_runtime.sharding import ShardingRanks
+    from booster_zero.engine.home import Home
     from booster_zero.engine.partition import BucketPlan, Slot
+    from booster_zero.engine.shard import BucketPiece, Format
+    from booster_zero.engine.whole import BufferPool
 
 _SMALL_NUMEL = 1 << 13
 """Gradients below this many elements travel together: a message costs more than a copy of them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Format:
-    """The number formats and the place of a parameter's copies; parameters of one format share buckets.
+class Watch(Protocol):
+    """Looks for parameters that somebody changes by hand."""
 
-    Args:
-        working: Format that forward reads.
-        master: Format that the optimizer updates.
-        wire: Format in which gradients travel.
-        device: Where forward runs.
-        home: Where the optimizer steps.
-        is_trained: Whether the parameter required a gradient when it was laid out.
-        copies: The places of the model (stages of a pipeline) that hold a copy of the parameter each; empty where one
-            place has it. Buckets of the same copies must be laid out alike at each of the places.
-    """
+    def take(self, bucket: Bucket) -> None:
+        """Remember a bucket's parameters as they are now."""
 
-    working: torch.dtype
-    master: torch.dtype
-    wire: torch.dtype
-    device: torch.device
-    home: torch.device
-    is_trained: bool
-    copies: tuple[int, ...] = ()
-
-    @property
-    def has_copy(self) -> bool:
-        """Whether the optimizer updates a copy instead of the working values."""
-        return self.working != self.master or self.device != self.home
+    def look(self, bucket: Bucket) -> None:
+        """Compare a bucket's parameters with what was remembered."""
 
 
-@dataclass(eq=False)
-class Piece:
-    """The part of one parameter that this rank owns.
-
-    Attributes:
-        index: Number of the parameter.
-        parameter: The parameter of the user's model.
-        start: First element of the flattened parameter.
-        stop: One past the last.
-        begin: Where the piece begins in this rank's slice of the bucket.
-        values: What the optimizer updates: in the parameter's shape where all of it is here, else 1-D.
-    """
-
-    index: int
-    parameter: nn.Parameter
-    start: int
-    stop: int
-    begin: int
-    values: nn.Parameter
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the piece is all of the parameter."""
-        return self.stop - self.start == self.parameter.numel()
-
-
-class ShardedBucket:
-    """Parameters that are reduced together, and what this rank owns of them.
+class Bucket(Shard):
+    """Parameters that are reduced and gathered together.
 
     Args:
         plan: Layout.
-        parameters: The model's parameters by number; those of the plan belong to this bucket.
-        format: Formats and places.
+        parameters: The model's parameters by number; those of the plan become views of this bucket, or placeholders.
+        format: Formats and devices.
         ranks: The ranks that share the bucket.
-        values: What the optimizer updates, shape ``(length of this rank's slice,)``, in the master format; written by
-            the subclass.
+        home: Keeps this rank's slice.
+        pool: Lends memory for whole values; ``None`` keeps them always.
+        watch: Finds parameters that are changed by hand; ``None`` where nobody looks.
+        valued: Numbers of the parameters whose values are taken; ``None`` for all. The others are zero at first.
 
-    Collective: none.
+    Attributes:
+        keep: How long this rank has the whole values.
+        whole: Those values; ``None`` where they are not here.
+        state: What is here of them.
+        pins: How many users there are that need them to stay.
+
+    Collective: none; values are taken from this rank's parameters.
     """
 
     def __init__(
@@ -112,35 +75,241 @@ class ShardedBucket:
         parameters: Mapping[int, nn.Parameter],
         format: Format,  # noqa: A002 - the noun for it
         ranks: ShardingRanks,
-        values: Tensor,
+        *,
+        home: Home,
+        pool: BufferPool | None = None,
+        watch: Watch | None = None,
+        valued: Container[int] | None = None,
     ) -> None:
-        self.plan = plan
-        self.format = format
-        self.ranks = ranks
-        self.parameters = [parameters[slot.index] for slot in plan.slots]
-        self.values = values
+        low, high = plan.bounds[ranks.shard_rank : ranks.shard_rank + 2]
+        self.keep = Keep.ALWAYS if pool is None else Keep.IN_USE
+        self.whole: Tensor | None = None
+        if pool is None:
+            self.whole = torch.zeros(plan.numel, dtype=format.working, device=format.device)
+            own = self.whole[low:high]
+        else:
+            own = zeros_in_memory(high - low, format.working, format.device, format.device)
+        members = [parameters[slot.index] for slot in plan.slots]
+        super().__init__(plan, members, format, ranks, home=home, own=own)
         self.lane = Lane(format.device) if format.home != format.device else None
-        self.gradient: Tensor | None = None
-        self.has_gradient = False
+        self.state = WholeState.GATHERED if pool is None else WholeState.SHARDED
+        self.pins = 0
+        self._pool = pool
+        self._watch = watch
+        self._pending: Pending | None = None
         self._added: set[int] = set()
         self._is_averaged = False
-        self.pieces: list[Piece] = []
-        low = plan.bounds[ranks.shard_rank]
-        for slot, parameter in zip(plan.slots, self.parameters, strict=True):
-            owned = plan.owned(slot, ranks.shard_rank)
-            if owned is not None:
-                begin = slot.offset + owned[0] - low
-                part = values[begin : begin + owned[1] - owned[0]]
-                if part.numel() == slot.numel:
-                    part = part.view(parameter.shape)
-                self.pieces.append(
-                    Piece(slot.index, parameter, *owned, begin, nn.Parameter(part, part.is_floating_point()))
-                )
+        self._versions: list[int] = []
+        taken = [piece for piece in self.pieces if valued is None or piece.index in valued]
+        for piece in taken:
+            part = piece.parameter.data.reshape(-1)[piece.start : piece.stop]
+            piece.values.data.copy_(part.view(piece.values.shape))
+        if self.whole is not None:
+            self._show_whole(self.whole)
+            self.note_versions()
+            return
+        if taken:
+            self.round_values()
+        self.hand_to_home()
+        filler = math.nan if format.working.is_floating_point else 0
+        # One element of memory each: tied parameters are told by their addresses.
+        self._placeholders = [
+            torch.full((), filler, dtype=format.working, device=format.device).expand(parameter.shape)
+            for parameter in members
+        ]
+        self._strides = [_strides(parameter.shape) for parameter in members]
+        self._show_placeholders()
+
+    def _show_whole(self, whole: Tensor) -> None:
+        """Let the parameters be views of the whole values, which take the parameters'."""
+        for slot, parameter in zip(self.plan.slots, self.parameters, strict=True):
+            place = whole[slot.offset : slot.offset + slot.numel]
+            place.copy_(parameter.data.reshape(-1))
+            parameter.data = place.view(parameter.shape)
+
+    # ---- whole values that are always here
 
     @property
     def moves_values(self) -> bool:
-        """Whether ``values`` must be moved when parameters are laid out anew; not where the parameters hold them."""
-        return self.format.has_copy
+        """Whether ``values`` must be moved when parameters are laid out again; not where the parameters hold them."""
+        return self.format.has_copy or self.keep is not Keep.ALWAYS
+
+    def note_versions(self) -> None:
+        """Count the working values as those that the optimizer knows of."""
+        self._versions = [parameter._version for parameter in self.parameters]  # noqa: SLF001 - as autograd does
+
+    def notice_changes(self, names: Mapping[int, str]) -> None:
+        """Take in what somebody else has written into the parameters since the last update, such as loaded values.
+
+        Raises:
+            ConfigError: If a parameter has left the bucket: updates would not reach it any more.
+        """
+        assert self.whole is not None, "asked of what is always whole"
+        for slot, parameter in zip(self.plan.slots, self.parameters, strict=True):
+            expected = self.whole.data_ptr() + slot.offset * self.whole.element_size()
+            if slot.numel and parameter.data_ptr() != expected:
+                raise _left(
+                    names[slot.index], "Copy values into it in place, for example with `parameter.copy_(values)`."
+                )
+        known = self._versions
+        self.note_versions()
+        if self.format.has_copy and known != self._versions:
+            self.take_working_values()
+
+    def free_whole(self) -> None:
+        """Give up whole values that are always here, because all parameters are in other buckets now.
+
+        Copies that the optimizer updates stay.
+        """
+        if self.keep is Keep.ALWAYS:
+            self.whole = None
+            self._rebind_own(None)
+
+    # ---- whole values for a time
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the parameters can be read."""
+        return self.state is WholeState.GATHERED
+
+    @property
+    def whole_bytes(self) -> int:
+        """What the whole values take, in bytes."""
+        return self.plan.numel * self.format.working.itemsize
+
+    def start_gather(self) -> None:
+        """Start bringing the whole values here.
+
+        Collective: every rank of the shard group, in the same order among buckets.
+        """
+        assert self._pool is not None, "what is always whole is not gathered"
+        self._become(WholeState.GATHERING)
+        bounds, rank = self.plan.bounds, self.ranks.shard_rank
+        self._fetch(Role.PARAM).wait()
+        if self.ranks.shard_size == 1:
+            self.whole = self.own
+            return
+        self.home.reserve(self.whole_bytes)
+        self.whole = self._pool.take(self.plan.numel, self.format.working, self.format.device)
+        self.whole[bounds[rank] : bounds[rank + 1]].copy_(self.own)
+        self._release(Role.PARAM, changed=False)
+        self._pending = collectives.all_gather(self.whole, bounds, self.ranks.shard_group)
+
+    def finish_gather(self, names: Mapping[int, str]) -> None:
+        """Wait for the whole values, and let the parameters be views of them.
+
+        Args:
+            names: The parameters' names, for errors.
+
+        Raises:
+            ConfigError: If a parameter was given other memory by somebody else.
+
+        Collective: none; the gather was entered when it was started.
+        """
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        assert self.whole is not None, "a gather that has been started has a buffer"
+        for slot, parameter, placeholder in zip(self.plan.slots, self.parameters, self._placeholders, strict=True):
+            if slot.numel and parameter.data_ptr() != placeholder.data_ptr():
+                raise _left(
+                    names[slot.index],
+                    "Change values with `booster.load_model`, or inside of `with model.whole_parameters(writes=True)`.",
+                )
+        for slot, parameter, placeholder, strides in zip(
+            self.plan.slots, self.parameters, self._placeholders, self._strides, strict=True
+        ):
+            parameter.data = self.whole.as_strided(placeholder.shape, strides, slot.offset)
+        self._become(WholeState.GATHERED)
+        if self._watch is not None:
+            self._watch.take(self)
+
+    def release(self) -> None:
+        """Forget the whole values. Whoever still reads views of them keeps their memory alive.
+
+        Collective: none.
+        """
+        if self.state is WholeState.SHARDED:
+            return
+        assert self._pool is not None, "what is always whole is not released"
+        if self._watch is not None and self.is_gathered:
+            self._watch.look(self)
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self._become(WholeState.SHARDED)
+        self._show_placeholders()
+        whole, self.whole = self.whole, None
+        if whole is None:
+            return
+        if self.ranks.shard_size == 1:
+            self._release(Role.PARAM, changed=False)
+        else:
+            self.home.free(self.whole_bytes)
+            self._pool.give(whole)
+
+    def write_back(self) -> None:
+        """Take this rank's slice from the whole values, in which somebody has changed some.
+
+        Collective: none.
+        """
+        assert self.whole is not None, "only what is gathered can have been changed"
+        bounds, rank = self.plan.bounds, self.ranks.shard_rank
+        with self.in_use(Role.PARAM, Role.OPTIM, changes=True):
+            if self.ranks.shard_size > 1:
+                self.own.copy_(self.whole[bounds[rank] : bounds[rank + 1]])
+            self.take_working_values()
+
+    def _show_placeholders(self) -> None:
+        for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
+            parameter.data = placeholder
+        if self._watch is not None:
+            self._watch.take(self)
+
+    def _become(self, state: WholeState) -> None:
+        check_transition(self.state, state)
+        self.state = state
+
+    # ---- updates
+
+    def publish(self) -> Pending:
+        """Start bringing what the optimizer updated into every rank's parameters; into the slice if they are not whole.
+
+        Collective: the shard group, where the whole values are always here; else none.
+        """
+        if self.whole is None or self.keep is not Keep.ALWAYS:
+            self.round_values()
+            return Pending()
+        bounds, group = self.plan.bounds, self.ranks.shard_group
+        if self.lane is None:
+            self.round_values()
+            return collectives.all_gather(self.whole, bounds, group)
+        values = self.values
+        if values.dtype != self.own.dtype:
+            values = zeros_in_memory(values.numel(), self.own.dtype, values.device, self.own.device).copy_(values)
+        with self.lane.entered():
+            self.own.copy_(values, non_blocking=True)
+            copied = self.lane.mark()
+            gathered = collectives.all_gather(self.whole, bounds, group)
+
+        def finish() -> None:
+            if copied is not None:
+                copied.synchronize()  # `values` may be changed again
+
+        return Pending([gathered], finish, keep=values)
+
+    def mark_changed(self) -> None:
+        """Tell autograd that the parameters have other values: it refuses to run former graphs backward.
+
+        Collective: none.
+        """
+        torch.autograd.graph.increment_version(self.parameters)
+        if self._watch is not None:
+            self._watch.take(self)
+        if self.keep is Keep.ALWAYS:
+            self.note_versions()
+
+    # ---- reduction
 
     @property
     def is_active(self) -> bool:
@@ -149,29 +318,20 @@ class ShardedBucket:
 
     @property
     def adds_at_once(self) -> bool:
-        """Whether gradients need not be kept until the whole bucket's have come: what they are added to lies here.
-
-        Strategies whose gradient is at hand at all times say so with `is_all_here`.
-        """
-        return False
+        """Whether a gradient is added to this rank's as it comes: all of it is here at all times."""
+        return self.keep is Keep.ALWAYS and self.ranks.shard_size == 1 and self.format.device == self.format.home
 
     @property
-    def is_all_here(self) -> bool:
-        """Whether this rank alone has the slices of all its gradients, where they come into being."""
-        return self.ranks.shard_size == 1 and self.format.device == self.format.home
+    def averages_at_once(self) -> bool:
+        """Whether `start_reduction` averages over the replicas, too; else that is left for the end of all rounds."""
+        return self.adds_at_once and self.ranks.replica_group is not None
 
-    def slice_of(self, tensor: Tensor, piece: Piece) -> Tensor:
-        """Return a piece's part of a 1-D tensor that covers this rank's slice, in the shape of the piece's values."""
-        return tensor[piece.begin : piece.begin + piece.stop - piece.start].view(piece.values.shape)
+    @property
+    def scratch_numel(self) -> int:
+        """Number of elements that `start_reduction` receives from other ranks."""
+        return (self.ranks.shard_size - 1) * self.numel if self.format.device.type == "cpu" else 0
 
-    def make_gradient(self) -> Tensor:
-        """Return this rank's gradient to be written to; zeros where there was none."""
-        if self.gradient is None:
-            self.gradient = in_ram(self.values.numel(), self.format.master, self.format.home, self.format.device)
-        self.has_gradient = True
-        return self.gradient
-
-    def gradient_of(self, piece: Piece) -> Tensor:
+    def gradient_of(self, piece: BucketPiece) -> Tensor:
         """Return a piece's part of the gradient to be written to, in the shape of the piece's values."""
         self._added.add(piece.index)
         return self.slice_of(self.make_gradient(), piece)
@@ -197,20 +357,16 @@ class ShardedBucket:
                 gradient[slot.offset : slot.offset + slot.numel] = 0
                 self._added.add(slot.index)
 
-    @property
-    def scratch_numel(self) -> int:
-        """Number of elements that `start_reduction` receives from other ranks."""
-        return (self.ranks.shard_size - 1) * self.values.numel() if self.format.device.type == "cpu" else 0
-
-    @property
-    def averages_at_once(self) -> bool:
-        """Whether `start_reduction` averages over the replicas, too; else that is left for the end of all rounds."""
-        return self.adds_at_once and self.ranks.replica_group is not None
+    def drop_gradient(self) -> None:
+        """Forget the gradient; see `Shard.drop_gradient`."""
+        super().drop_gradient()
+        self._is_averaged = False
+        self._added.clear()
 
     def start_reduction(self, gradients: Mapping[int, Tensor], scratch: Tensor) -> Pending:
         """Start adding full gradients, averaged over the shard group, to this rank's gradient.
 
-        Where they were added at once, all that has come together is averaged over the replicas.
+        Where they were added at once, the sum is averaged over the replicas.
 
         Args:
             gradients: By parameter, flat and in the wire format; zero where there is none. They are only read, and
@@ -223,6 +379,12 @@ class ShardedBucket:
             self._clear_rest()
             return self._start_average() if self.averages_at_once else Pending()
         is_first = not self.has_gradient
+        self.make_gradient()
+        self._fetch(Role.GRAD).wait()
+        pending = self._start_sum(gradients, scratch, is_first=is_first)
+        return Pending([pending], lambda: self._release(Role.GRAD, changed=True)) if self.home.moves else pending
+
+    def _start_sum(self, gradients: Mapping[int, Tensor], scratch: Tensor, *, is_first: bool) -> Pending:
         target, group, bounds = self.make_gradient(), self.ranks.shard_group, self.plan.bounds
         scale = 1.0 / self.ranks.shard_size
         if self.format.device.type == "cpu":
@@ -233,8 +395,8 @@ class ShardedBucket:
         source = self._joined(self.plan.slots, gradients)
         if self.lane is None:
             return collectives.reduce_scatter(source, bounds, target, group, scale=scale, accumulate=not is_first)
-        # The way home begins as soon as the sum is there, while the device goes on with backward.
-        landing = target if is_first else in_ram(target.numel(), target.dtype, target.device, source.device)
+        # The copy to the host begins as soon as the sum is there, while the device goes on with backward.
+        landing = target if is_first else zeros_in_memory(target.numel(), target.dtype, target.device, source.device)
         with self.lane.entered():
             staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
             collectives.reduce_scatter(source, bounds, staged, group, scale=scale).wait()
@@ -294,54 +456,18 @@ class ShardedBucket:
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.format.wire, device=self.format.device)
 
-    def at_hand(self, *, changes: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which values, gradient and state lie in memory, for strategies that move them.
 
-        Args:
-            changes: Whether they are written to.
-        """
-        del changes
-        return contextlib.nullcontext()
+def _left(name: str, remedy: str) -> ConfigError:
+    """Return the error for a parameter that does not have the bucket's memory any more."""
+    return ConfigError(
+        f"Parameter '{name}' was given other memory after `boost`, by `.data = ...`, `.to(...)` or the like. {remedy}"
+    )
 
-    @property
-    def share_numel(self) -> int:
-        """Number of elements of this rank's slice."""
-        low, high = self.plan.bounds[self.ranks.shard_rank : self.ranks.shard_rank + 2]
-        return high - low
 
-    def vacate(self) -> None:
-        """Let go of the memory of the parameters, all of which lie in other buckets now, for strategies that can."""
-
-    def leave(self) -> None:
-        """Let go of what a strategy keeps of this bucket, because others have taken its place."""
-
-    def state_room(self, piece: Piece, key: str, dtype: torch.dtype) -> Tensor:
-        """Return memory for a piece's part of an elementwise state, in the shape of the piece's values; not filled."""
-        del key
-        return torch.empty(piece.values.shape, dtype=dtype, device=piece.values.device)
-
-    def house(self, states: Mapping[int, State]) -> None:
-        """Move what the optimizer keeps of the pieces to where it is to lie, if that is elsewhere.
-
-        Args:
-            states: By parameter; entries are replaced.
-        """
-
-    def drop_gradient(self) -> None:
-        """Forget the gradient. Its memory is kept: asking for it anew in each step takes longer than a sum."""
-        self.has_gradient = self._is_averaged = False
-        self._added.clear()
-        for piece in self.pieces:
-            piece.values.grad = None
-
-    def zero_gradient(self) -> None:
-        """Set the gradient to zero, where there is one."""
-        if self.has_gradient and self.gradient is not None:
-            self.gradient.zero_()
-
-    def show_gradient(self, used: Mapping[int, bool]) -> None:
-        """Let the optimizer see the gradients of parameters that were used; it leaves the others as they are."""
-        for piece in self.pieces:
-            piece.values.grad = (
-                self.slice_of(self.gradient, piece) if self.gradient is not None and used.get(piece.index) else None
-            )
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

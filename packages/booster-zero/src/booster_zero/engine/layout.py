@@ -1,9 +1,9 @@
-"""All buckets of one model: which there are, what lies where, and moving everything when they are laid out anew."""
+"""All buckets of one model, and moving everything when parameters are laid out in another order."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_runtime.sharding import ShardingRanks
-    from booster_zero.engine.bucket import Format, Piece, ShardedBucket
+    from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.partition import BucketPlan
+    from booster_zero.engine.shard import BucketPiece, Format
 
 
 _COPIED_BYTES = 25 * 2**20
-"""Size at which a bucket of parameters that are copied elsewhere takes no further one."""
-
-BucketT = TypeVar("BucketT", bound="ShardedBucket")
+"""Size at which a bucket of parameters with copies on other stages takes no further one."""
 
 
-class Layout(Generic[BucketT]):
+class Layout:
     """The buckets of one model's parameters.
 
     Args:
@@ -40,24 +39,42 @@ class Layout(Generic[BucketT]):
         buckets: In the order in which they are reduced.
         kind: As given.
         parameters: The model's parameters by number.
+        ranks: As given.
     """
 
     def __init__(
         self,
         ranks: ShardingRanks,
-        make: Callable[[BucketPlan, Mapping[int, nn.Parameter], Format, ShardingRanks], BucketT],
+        make: Callable[[BucketPlan, Mapping[int, nn.Parameter], Format, ShardingRanks], Bucket],
         *,
         kind: str,
         bucket_bytes: int,
     ) -> None:
-        self.buckets: list[BucketT] = []
+        self.buckets: list[Bucket] = []
         self._make = make
         self.parameters: dict[int, nn.Parameter] = {}
         self._formats: dict[int, Format] = {}
         self._owners: dict[int, int] = {}
-        self._ranks = ranks
+        self.ranks = ranks
         self.kind = kind
         self._bucket_bytes = bucket_bytes
+
+    def add_missing(self, parameters: Mapping[int, nn.Parameter], format_of: Callable[[nn.Parameter], Format]) -> None:
+        """Put those parameters into buckets that are in none yet, in the order in which gradients are expected.
+
+        Args:
+            parameters: By number, which is the order of registration.
+            format_of: Tells the formats of a parameter.
+
+        Collective: none; every rank must add the same.
+        """
+        # Until the first backward has shown better, that is the reverse order of registration.
+        expected = [index for index in sorted(parameters, reverse=True) if index not in self.parameters]
+        formats = {index: format_of(parameters[index]) for index in expected}
+        # What other stages hold too is laid out as it is there, where it is next to other parameters.
+        for copies in sorted({format_.copies for format_ in formats.values()}):
+            alike = [index for index in expected if formats[index].copies == copies]
+            self.add({index: parameters[index] for index in alike}, {index: formats[index] for index in alike})
 
     def add(self, parameters: Mapping[int, nn.Parameter], formats: Mapping[int, Format]) -> None:
         """Put further parameters into buckets of their own, which come after those that are there.
@@ -71,23 +88,35 @@ class Layout(Generic[BucketT]):
         self.parameters.update(parameters)
         self._formats.update(formats)
         sizes = [(index, parameter.numel()) for index, parameter in parameters.items()]
-        self._owners.update(assign_owners(sizes, self._ranks.shard_size))
+        self._owners.update(assign_owners(sizes, self.ranks.shard_size))
         self.buckets += self._build(list(parameters))
 
-    def pieces(self) -> dict[int, Piece]:
+    def order(self) -> list[int]:
+        """Return all parameters in the order in which they are laid out."""
+        return [slot.index for bucket in self.buckets for slot in bucket.plan.slots]
+
+    def order_with_copies_last(self, first: Sequence[int]) -> list[int]:
+        """Return all parameters: some first, then the others, then those with copies in an order that all stages know.
+
+        Args:
+            first: The parameters that come first if they have no copies.
+        """
+        every = self.order()
+        copied = {index for index in every if self._formats[index].copies}
+        begin = dict.fromkeys(index for index in first if index not in copied)
+        rest = [index for index in every if index not in begin and index not in copied]
+        return [*begin, *rest, *sorted(copied, reverse=True)]
+
+    def pieces(self) -> dict[int, BucketPiece]:
         """Return what this rank owns of each parameter of which it owns anything."""
         return {piece.index: piece for bucket in self.buckets for piece in bucket.pieces}
 
-    def bucket_of(self, index: int) -> BucketT:
-        """Return the bucket in which a parameter lies."""
+    def bucket_of(self, index: int) -> Bucket:
+        """Return the bucket that holds a parameter."""
         return next(bucket for bucket in self.buckets for slot in bucket.plan.slots if slot.index == index)
 
-    def format_of(self, index: int) -> Format:
-        """Return the format of a parameter."""
-        return self._formats[index]
-
     def rebuild(self, order: Sequence[int], states: Mapping[int, State]) -> dict[int, State]:
-        """Lay all parameters out anew, and move values, gradients and optimizer state to their new owners.
+        """Lay all parameters out again, and move values, gradients and optimizer state to their new owners.
 
         Args:
             order: All parameters, in the order in which their gradients came.
@@ -96,7 +125,7 @@ class Layout(Generic[BucketT]):
         Returns:
             The optimizer's state of each piece that this rank owns now.
 
-        An old bucket lets go of the parameters' memory as soon as all of them have moved. Besides the rest of the old
+        An old bucket frees the parameters' memory as soon as all of them have moved. On top of the rest of the old
         buckets, and the new ones, at most one bucket's worth of memory is needed.
 
         Collective: the shard group.
@@ -109,7 +138,7 @@ class Layout(Generic[BucketT]):
         if self.kind == "parameter":  # owners stay; memory may be another
             moved = dict(states)
         for bucket in old:
-            with bucket.at_hand(changes=False):
+            with bucket.in_use(changes=False):
                 if bucket.moves_values:
                     self._move(
                         bucket, bucket.values, lambda piece, part: piece.values.data.copy_(part), new_pieces, homes
@@ -126,19 +155,18 @@ class Layout(Generic[BucketT]):
                     )
                 if self.kind == "flat":
                     self._move_states(bucket, new_pieces, states, kinds, homes, moved)
-            bucket.gradient = None
-            bucket.leave()
+            bucket.free()
         if self.kind == "parameter":
             for bucket in self.buckets:
-                bucket.house(moved)
+                bucket.offload_state(moved)
         return moved
 
-    def _build(self, order: Sequence[int], left: Sequence[BucketT] = ()) -> list[BucketT]:
+    def _build(self, order: Sequence[int], left: Sequence[Bucket] = ()) -> list[Bucket]:
         """Make buckets of parameters, which may come from others."""
         by_format: dict[Format, list[tuple[int, int]]] = defaultdict(list)
         for index in order:
             by_format[self._formats[index]].append((index, self.parameters[index].numel()))
-        size = self._ranks.shard_size
+        size = self.ranks.shard_size
         place = {index: position for position, index in enumerate(order)}
         plans = []
         for format_, sizes in by_format.items():
@@ -150,37 +178,37 @@ class Layout(Generic[BucketT]):
         homes = {slot.index: bucket for bucket in left for slot in bucket.plan.slots}
         staying = {bucket: len(bucket.plan.slots) for bucket in left}
         buckets = []
-        # A bucket can leave when its last gradient has come.
+        # A bucket is reduced when its last gradient has come.
         for _, format_, plan in sorted(plans, key=lambda item: item[0]):
-            buckets.append(self._make(plan, self.parameters, format_, self._ranks))
+            buckets.append(self._make(plan, self.parameters, format_, self.ranks))
             for bucket in (homes[slot.index] for slot in plan.slots if slot.index in homes):
                 staying[bucket] -= 1
                 if not staying[bucket]:
-                    bucket.vacate()
+                    bucket.free_whole()
         return buckets
 
     def _move(
         self,
-        bucket: BucketT,
+        bucket: Bucket,
         own: Tensor,
-        write: Callable[[Piece, Tensor], object],
-        pieces: Mapping[int, Piece],
-        homes: Mapping[int, BucketT],
+        write: Callable[[BucketPiece, Tensor], object],
+        pieces: Mapping[int, BucketPiece],
+        homes: Mapping[int, Bucket],
     ) -> None:
         """Gather a tensor that is cut as a bucket, and write what belongs to this rank's new pieces."""
-        plan, rank = bucket.plan, self._ranks.shard_rank
+        plan, rank = bucket.plan, self.ranks.shard_rank
         whole = torch.zeros(plan.numel, dtype=own.dtype, device=bucket.format.device)
         whole[plan.bounds[rank] : plan.bounds[rank + 1]] = own
-        collectives.all_gather(whole, plan.bounds, self._ranks.shard_group).wait()
+        collectives.all_gather(whole, plan.bounds, self.ranks.shard_group).wait()
         for slot in plan.slots:
             piece = pieces.get(slot.index)
             if piece is not None:
                 part = whole[slot.offset + piece.start : slot.offset + piece.stop]
-                with homes[slot.index].at_hand(changes=True):
+                with homes[slot.index].in_use(changes=True):
                     write(piece, part.view(piece.values.shape))
 
     def _described_states(
-        self, old_pieces: Mapping[int, Piece], new_pieces: Mapping[int, Piece], states: Mapping[int, State]
+        self, old_pieces: Mapping[int, BucketPiece], new_pieces: Mapping[int, BucketPiece], states: Mapping[int, State]
     ) -> tuple[dict[int, dict[str, torch.dtype]], dict[int, State]]:
         """Return, of every rank's states, what is cut and in which format, and the rest for this rank's new pieces."""
         # What is elementwise moves by slices; the rest is small, and equal on every rank that has a part.
@@ -195,7 +223,7 @@ class Layout(Generic[BucketT]):
             }
             kinds[index] = cut
             others[index] = {key: value for key, value in state.items() if key not in cut}
-        gathered = collectives.all_gather_object((kinds, others), self._ranks.shard_group)
+        gathered = collectives.all_gather_object((kinds, others), self.ranks.shard_group)
         kinds = {index: found for of_rank, _ in gathered for index, found in of_rank.items()}
         moved = {
             index: dict(state) for _, of_rank in gathered for index, state in of_rank.items() if index in new_pieces
@@ -204,11 +232,11 @@ class Layout(Generic[BucketT]):
 
     def _move_states(
         self,
-        bucket: BucketT,
-        new_pieces: Mapping[int, Piece],
+        bucket: Bucket,
+        new_pieces: Mapping[int, BucketPiece],
         states: Mapping[int, State],
         kinds: Mapping[int, Mapping[str, torch.dtype]],
-        homes: Mapping[int, BucketT],
+        homes: Mapping[int, Bucket],
         moved: dict[int, State],
     ) -> None:
         """Move the elementwise state of a bucket's parameters."""
@@ -216,7 +244,7 @@ class Layout(Generic[BucketT]):
         for key in sorted({key for index in present for key in kinds[index]}):
             dtypes = {kinds[index][key] for index in present if key in kinds[index]}
             for dtype in sorted(dtypes, key=str):
-                own = torch.zeros(bucket.share_numel, dtype=dtype, device=bucket.format.home)
+                own = torch.zeros(bucket.numel, dtype=dtype, device=bucket.format.home)
                 for piece in bucket.pieces:
                     if kinds.get(piece.index, {}).get(key) == dtype:
                         bucket.slice_of(own, piece).copy_(states[piece.index][key])
@@ -229,7 +257,7 @@ class Layout(Generic[BucketT]):
                     bucket,
                     own,
                     lambda piece, part, key=key: moved[piece.index].__setitem__(
-                        key, homes[piece.index].state_room(piece, key, part.dtype).copy_(part)
+                        key, homes[piece.index].memory_for_state(piece, key, part.dtype).copy_(part)
                     ),  # type: ignore[misc]
                     having,
                     homes,

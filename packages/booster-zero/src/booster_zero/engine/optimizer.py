@@ -1,6 +1,7 @@
-"""`ShardedOptimizer`: the user's optimizer over this rank's pieces of parameters, made ready by reductions.
+"""`ZeroOptimizer`: the user's optimizer over this rank's pieces of parameters, whose updates reach every rank.
 
-What comes after a step, and where whole parameters lie, is what strategies add.
+A step reads top to bottom in `ZeroOptimizer.step` and `ZeroOptimizer.update_parameters`. Gradients come from the
+`Reducer`; how long whole values are kept, and when they are gathered, is a matter of the buckets and of `Wholes`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_core.errors import ConfigError, GradientError
+from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import OptimizerWrapper
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import DistCoordinator, naming_missing_ranks
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
-from booster_runtime.sharding import BufferWatch, HostedOptimizer, check_takes_parts, refuse_gradient, send_first
+from booster_runtime.sharding import BufferWatch, HostedOptimizer, check_takes_parts, raise_for_unused, refuse_gradient
+from booster_zero.engine.parts import only, steps_in_parts
 from booster_zero.engine.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -27,24 +29,29 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
+    from booster_runtime.collectives import Pending
     from booster_runtime.sharding import ShardingRanks
-    from booster_zero.engine.bucket import ShardedBucket
+    from booster_zero.engine.bucket import Bucket
+    from booster_zero.engine.gathers import Wholes
+    from booster_zero.engine.home import Home
     from booster_zero.engine.layout import Layout
+    from booster_zero.engine.options import ShardingOptions
+    from booster_zero.engine.shard import Format
 
 
-class ShardedOptimizer(OptimizerWrapper):
-    """Steps the user's optimizer on this rank's part of every parameter.
+class ZeroOptimizer(OptimizerWrapper):
+    """Steps the user's optimizer on this rank's part of every parameter, and shares the results.
 
     Args:
         optim: The user's optimizer; its groups list this rank's pieces from now on.
         model: The user's model.
-        layout: What lies where; `lay_out` adds to it.
-        ranks: The ranks that share the state.
-        max_norm: Clip by this norm in each step before which nobody clipped; 0 does not.
-        overlap: Go on with backward while buckets are being reduced.
-        unused: ``"zero"`` or ``"raise"``: what to do about parameters that took no part in backward.
-        partition: What the user asked of the layout: ``"flat"``, ``"parameter"`` or ``"auto"``.
-        broadcast_buffers: Give every rank, after each step, rank 0's values of buffers that forward changes.
+        config: Options.
+        layout: The buckets; parameters that are in none yet are added.
+        format_of: Formats and devices of a parameter.
+        home: Keeps this rank's part of the buckets.
+        gathers: Brings whole values to where they are used.
+        offloads: Whether state may be elsewhere than where forward runs. It is stepped on bucket by bucket then, if the
+            optimizer allows.
         **kwargs: As for `OptimizerWrapper`.
 
     Raises:
@@ -53,43 +60,46 @@ class ShardedOptimizer(OptimizerWrapper):
     Collective: every rank of the world.
     """
 
+    gathers: Any
+
     def __init__(
         self,
         optim: Optimizer,
         model: nn.Module,
         *,
-        layout: Layout[Any],
-        ranks: ShardingRanks,
-        max_norm: float,
-        overlap: bool,
-        unused: str,
-        partition: str,
-        broadcast_buffers: bool,
+        config: ShardingOptions,
+        layout: Layout,
+        format_of: Callable[[nn.Parameter], Format],
+        home: Home,
+        gathers: Wholes,
+        offloads: bool,
         **kwargs: Any,
     ) -> None:
+        # Asked before the wrapper puts a hook of its own around `step`.
+        self._steps_in_parts = offloads and steps_in_parts(optim)
         super().__init__(optim, **kwargs)
         named = NamedTensors.of(model)
         parameters = {id(parameter): parameter for parameter in model.parameters()}
-        self.names: dict[int, str] = {}
-        self._index_of: dict[int, int] = {}
-        for index, key in enumerate(parameters):
-            self._index_of[key] = index
-            self.names[index] = named.name_of[key]
-        self.ranks = ranks
+        self._index_of = {key: index for index, key in enumerate(parameters)}
+        self.names = {index: named.name_of[key] for index, key in enumerate(parameters)}
+        self.config = config
+        self.ranks: ShardingRanks = layout.ranks
         self.layout = layout
-        self._max_norm = max_norm
-        self._unused = unused
-        self._partition = partition
-        self._broadcast_buffers = broadcast_buffers
-        self._agreed: dict[int, bool] = {}
+        self.home = home
+        self._home_keeps_state = home.moves or home.is_on_disk  # and may find no room for it
+        self.gathers = gathers
+        self._format_of = format_of
+        self._used_anywhere: dict[int, bool] = {}
         self._agreed_rounds = 0
         self._changed_buffers: list[bool] = []
         self._buffers = BufferWatch(model)
         self.hosted = HostedOptimizer(optim, self.names)
-        self.reducer = Reducer((), self.names, overlap=overlap, agree_on_record=self.agree_on_record)
+        self.reducer = Reducer(
+            (), self.names, overlap=config.overlap_communication, agree_on_record=self.agree_on_record
+        )
         self._adopt_groups(optim.param_groups)
         # What is trained may be left out of the optimizer, to stay as it is. What is unfrozen later is meant to train.
-        held = {index for members in self.hosted.groups for index in members}
+        held = self.hosted.members()
         self._refused = {
             index: refuse_gradient(parameter, self.names[index])
             for index, parameter in enumerate(parameters.values())
@@ -106,40 +116,26 @@ class ShardedOptimizer(OptimizerWrapper):
             for indices, group in zip(members, groups, strict=True)
             for index, parameter in zip(indices, group["params"], strict=True)
         }
-        self._check_parameters(by_index)
-        self.lay_out(by_index)
-        pieces = self.layout.pieces()
-        for indices in members:
-            own = {index: pieces[index] for index in indices if index in pieces}
-            self.hosted.adopt(len(self.hosted.groups), indices, own)
-        for bucket in self.layout.buckets:
-            bucket.house(self.hosted.states())
-        self.reducer.set_buckets(self.buckets_in_order())
-
-    def lay_out(self, parameters: Mapping[int, nn.Parameter]) -> None:
-        """Put parameters into the layout, where they are not in it yet.
-
-        Args:
-            parameters: What new groups list, by number; checked.
-
-        Collective: none; every rank adds the same.
-        """
-        raise NotImplementedError
-
-    def buckets_in_order(self) -> Sequence[ShardedBucket]:
-        """Return the buckets in the order in which they are to be reduced."""
-        return self.layout.buckets
-
-    def _check_parameters(self, parameters: Mapping[int, nn.Parameter]) -> None:
-        for index, parameter in parameters.items():
+        for index, parameter in by_index.items():
             if not parameter.is_floating_point():
                 msg = (
                     f"Parameter '{self.names[index]}' is of {parameter.dtype}; only floating parameters can be sharded."
                 )
                 raise ConfigError(msg)
+        self.layout.add_missing(by_index, self._format_of)
+        pieces = self.layout.pieces()
+        for indices in members:
+            own = {index: pieces[index] for index in indices if index in pieces}
+            self.hosted.adopt(len(self.hosted.groups), indices, own)
+        self._offload_state(self.layout.buckets)
+        self.reducer.set_buckets(self.in_order_of_forward()[::-1])
+
+    def in_order_of_forward(self) -> Sequence[Bucket]:
+        """Return the buckets in the order in which forward is expected to use them; they are reduced in reverse."""
+        return self.layout.buckets[::-1]
 
     def listed_parameters(self) -> set[int]:
-        listed = {index for members in self.hosted.groups for index in members}
+        listed = self.hosted.members()
         return {key for key, index in self._index_of.items() if index in listed}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -152,34 +148,21 @@ class ShardedOptimizer(OptimizerWrapper):
         Collective: none, but every rank must add the same, between a step and the next backward.
         """
         given = param_group["params"]
-        listed = (
-            [given]
-            if isinstance(given, torch.Tensor)
-            else [item[1] if isinstance(item, tuple) else item for item in given]
-        )
-        taken = {index for members in self.hosted.groups for index in members}
-        for position, parameter in enumerate(listed):
-            index = self._index_of.get(id(parameter))
-            if index is None:
-                msg = (
-                    f"Parameter {position} of the new group, of shape {tuple(parameter.shape)}, is not one of the "
-                    "boosted model's. Boost the model with all the parameters that it will have."
-                )
-                raise ConfigError(msg)
-            if index in taken:
-                msg = f"Parameter '{self.names[index]}' is in a parameter group already. Leave it out of the new one."
-                raise ConfigError(msg)
-        self.optim.add_param_group({**param_group, "params": given if isinstance(given, torch.Tensor) else list(given)})
+        listed = [given] if isinstance(given, torch.Tensor) else list(given)
+        remedy = "Boost the model with all the parameters that it will have."
+        members = self.hosted.new_members(listed, self._index_of, remedy=remedy)
+        self.optim.add_param_group({**param_group, "params": listed})
         try:
             self.check_settings(self.optim.param_groups[-1])
         except ConfigError:
             self.optim.param_groups.pop()
             raise
         self._adopt_groups(self.optim.param_groups[-1:])
-        for index in self.hosted.groups[-1]:
+        for index in members:
             handle = self._refused.pop(index, None)
             if handle is not None:
                 handle.remove()
+        self._steps_in_parts = self._steps_in_parts and steps_in_parts(self.optim)
 
     def check_settings(self, group: Mapping[str, Any]) -> None:
         """Check that the optimizer inside can step on parts of the parameters of a group, as they are laid out.
@@ -190,14 +173,17 @@ class ShardedOptimizer(OptimizerWrapper):
         Collective: none.
         """
         if self.layout.kind == "flat":
-            check_takes_parts(self.unwrap(), self._partition, group)
+            check_takes_parts(self.unwrap(), self.config.partition, group)
 
     def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
-        """Return which parameters' gradients came again too late on any rank, at the end of the first round.
+        """Lay the buckets out by what the first round has shown.
 
         Args:
             order: The parameters, in the order in which this rank's backward produced gradients.
             late: Those whose gradients came again after their bucket had left.
+
+        Returns:
+            Those whose gradients came again too late on any rank.
 
         Collective: every rank that holds the same parameters.
         """
@@ -206,16 +192,33 @@ class ShardedOptimizer(OptimizerWrapper):
         unused = {index for index, parameter in parameters if parameter.requires_grad and index not in came}
         every = collectives.all_gather_object((late, unused), self.ranks.holders)
         self.reducer.unused_somewhere = {index for _, of_rank in every for index in of_rank}
+        self.lay_out_again(order)
         return {index for of_rank, _ in every for index in of_rank}
 
-    def lay_out_anew(self, order: Sequence[int]) -> None:
-        """Move everything to the places that it has when parameters lie in another order.
+    def lay_out_again(self, order: list[int]) -> None:
+        """Lay the buckets out in the order in which the first rank's backward produced gradients.
+
+        Args:
+            order: The parameters, in that order on this rank.
+
+        Collective: every rank that holds the same parameters.
+        """
+        first = collectives.all_gather_object(order, self.ranks.holders)[0]
+        every = self.layout.order()
+        new = self.layout.order_with_copies_last(first)
+        # To a rank that shares nothing it is all the same when a bucket is complete.
+        is_shared = self.ranks.shard_size > 1 or self.ranks.replica_group is not None
+        if new != every and is_shared:
+            self.rebuild(new)
+
+    def rebuild(self, order: Sequence[int]) -> None:
+        """Move values, gradients and state to where they are when parameters are laid out in another order.
 
         Collective: every rank of the shard group.
         """
         states = self.layout.rebuild(order, self.hosted.states())
         self.hosted.replace(self.layout.pieces(), states)
-        self.reducer.set_buckets(self.buckets_in_order())
+        self.reducer.set_buckets(self.in_order_of_forward()[::-1])
 
     # ---- gradients
 
@@ -224,8 +227,12 @@ class ShardedOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world; under stage 1's ``no_sync`` none.
         """
-        with naming_missing_ranks("reduction of gradients"), self.reducer.guarded():
-            super().backward(loss, inputs, retain_graph=retain_graph)
+        self.gathers.begin_backward()
+        try:
+            with naming_missing_ranks("reduction of gradients"), self.reducer.guarded():
+                super().backward(loss, inputs, retain_graph=retain_graph)
+        finally:
+            self.gathers.end_backward()
 
     def settle(self) -> None:
         """Bring all gradients into the shards, and let the optimizer inside see those of parameters that were used.
@@ -236,11 +243,12 @@ class ShardedOptimizer(OptimizerWrapper):
         if self.reducer.num_rounds == self._agreed_rounds:
             return
         self._agreed_rounds = self.reducer.num_rounds
-        indices = [slot.index for bucket in self.layout.buckets for slot in bucket.plan.slots]
+        indices = self.layout.order()
         used = [index in self.reducer.used for index in indices]
-        if self._unused == "raise":
-            self._raise_for_unused([index for index, is_used in zip(indices, used, strict=True) if not is_used])
-        changed = self._buffers.changed() if self._broadcast_buffers else []
+        if self.config.unused == "raise":
+            unused = sorted(index for index, is_used in zip(indices, used, strict=True) if not is_used)
+            raise_for_unused([self.names[i] for i in unused if self.layout.parameters[i].requires_grad])
+        changed = self._buffers.changed() if self.config.broadcast_buffers else []
         flags = torch.tensor([*used, *changed], dtype=torch.uint8, device=self._device())
         flagged = collectives.all_reduce(flags, dist.ReduceOp.MAX, self.ranks.holders)
         if self.ranks.replica_group is not None:
@@ -248,15 +256,15 @@ class ShardedOptimizer(OptimizerWrapper):
         flagged.wait()
         anywhere = flags.bool().tolist()
         self.reducer.unused_anywhere = {index for index, is_used in zip(indices, anywhere, strict=False) if not is_used}
-        self._agreed = self.join_copies(dict(zip(indices, anywhere[: len(indices)], strict=True)))
+        self._used_anywhere = self.join_copies(dict(zip(indices, anywhere[: len(indices)], strict=True)))
         self._changed_buffers = anywhere[len(indices) :]
         for bucket in self.layout.buckets:
-            bucket.show_gradient(self._agreed)
+            bucket.show_gradient(self._used_anywhere)
 
     def join_copies(self, used: dict[int, bool]) -> dict[int, bool]:
         """Add up what other ranks than the holders have of the gradients, and return which parameters were used.
 
-        There are none, unless a strategy keeps copies of a parameter at several places of one model.
+        There are none, unless a strategy keeps copies of a parameter on several stages of one model.
 
         Args:
             used: By parameter, whether any of its holders used it.
@@ -270,26 +278,10 @@ class ShardedOptimizer(OptimizerWrapper):
             pending = []
             for bucket in self.layout.buckets:
                 if bucket.has_gradient and not bucket.averages_at_once:
-                    stack.enter_context(bucket.at_hand(changes=True))
+                    stack.enter_context(bucket.in_use(changes=True))
                     pending.append(collectives.all_reduce(bucket.make_gradient(), dist.ReduceOp.AVG, group))
             for each in pending:
                 each.wait()
-
-    def _raise_for_unused(self, unused: list[int]) -> None:
-        every = collectives.all_gather_object(
-            [self.names[index] for index in sorted(unused) if self.layout.parameters[index].requires_grad]
-        )
-        if any(every):
-            listed = "; ".join(
-                f"rank {rank}: {', '.join(map(repr, names[:10]))}{', ...' if len(names) > 10 else ''}"
-                for rank, names in enumerate(every)
-                if names
-            )
-            msg = (
-                f"Parameters took no part in backward, which `unused='raise'` forbids. {listed}. Freeze them, leave "
-                "them out of the optimizer, or pass `unused='zero'`."
-            )
-            raise GradientError(msg)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's pieces, averaged over ranks.
@@ -335,12 +327,12 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         index = self._index_of[id(parameter)]
         self.settle()
-        if not self._agreed.get(index):
+        if not self._used_anywhere.get(index):
             return None
         bucket = self.layout.bucket_of(index)
         device = bucket.format.device
         whole = torch.zeros(parameter.numel(), dtype=bucket.format.master, device=device)
-        with bucket.at_hand(changes=False):
+        with bucket.in_use(changes=False):
             for piece in bucket.pieces:
                 if piece.index == index and bucket.gradient is not None:
                     whole[piece.start : piece.stop] = bucket.slice_of(bucket.gradient, piece).flatten()
@@ -356,7 +348,7 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         if set_to_none:
             self.reducer.clear()
-            self._agreed = {}
+            self._used_anywhere = {}
         else:
             self.reducer.zero()
         super().zero_grad(set_to_none)
@@ -370,53 +362,136 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         if closure is None:
             self._clip_as_configured()
-        return super().step(closure)
+        return super().step(closure)  # which unscales, and calls `update_parameters` unless a gradient overflowed
 
-    def _clip_as_configured(self) -> None:
-        if self._max_norm > 0 and self._grad_norm is None:
-            self.clip_grad_by_norm(self._max_norm)
+    def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step the optimizer inside on this rank's pieces, then share them.
 
-    def update_pieces(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step the optimizer inside on this rank's pieces, and share the buffers that forward has changed.
+        Raises:
+            ConfigError: If a parameter was given other memory since it was laid out.
+            OffloadError: On every rank, if state could not be read or written on one.
 
         Collective: every rank of the world.
         """
-        if closure is None:
-            self.settle()
-            result = self.step_pieces()
+        self.gathers.begin_step(self.layout.buckets, self.names)
+        published: dict[Bucket, Pending] = {}
+        result, error = None, None
+        if closure is not None:
+            result = self._step_with(closure)
         else:
+            self.settle()
+            try:
+                result = self._step_pieces(published)
+            except OffloadError as caught:
+                if not self.home.moves:
+                    raise
+                error = caught
+            if self.home.moves:
+                self.raise_together(error)
+        self._buffers.send_changed(self._changed_buffers, self.ranks.holders)
+        self._changed_buffers = []
+        for bucket in self.in_order_of_forward():
+            if self.is_used(bucket) and bucket not in published:
+                with bucket.in_use(changes=True):
+                    published[bucket] = bucket.publish()
+        self.gathers.end_step(published)
+        self.end_step()
+        return result
+
+    def _step_pieces(self, published: dict[Bucket, Pending]) -> Any:
+        """Step on all pieces at once; offloaded ones bucket by bucket, each on its way while the next one is stepped.
+
+        Collective: the shard group.
+        """
+        buckets = [bucket for bucket in self.in_order_of_forward() if self.is_used(bucket)]
+        result = None
+        if not self._steps_in_parts:
+            with contextlib.ExitStack() as stack:
+                for bucket in buckets:
+                    stack.enter_context(bucket.stepping())
+                result = self.optim.step()
+                self._offload_state(buckets)
+            return result
+        groups = [list(group["params"]) for group in self.param_groups]
+        for bucket in buckets:
+            with bucket.stepping():
+                own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
+                if own:
+                    with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
+                        result = self.optim.step()
+                    self._offload_state([bucket])
+                published[bucket] = bucket.publish()
+        return result
+
+    def _step_with(self, closure: Callable[[], float]) -> Any:
+        """Let the optimizer inside evaluate the model as often as it asks for."""
+        with contextlib.ExitStack() as stack:
 
             def evaluated() -> float:
+                stack.close()
                 loss = closure()
                 self.settle()
                 self._clip_as_configured()
+                for bucket in self.layout.buckets:
+                    if self.is_used(bucket):
+                        stack.enter_context(bucket.stepping())
                 return loss
 
             result = self.optim.step(evaluated)
-            for bucket in self.layout.buckets:
-                bucket.house(self.hosted.states())
-        self._send_buffers()
+            self._offload_state(self.layout.buckets)
         return result
 
-    def step_pieces(self) -> Any:
-        """Step the optimizer inside on pieces that show their gradients."""
-        result = self.optim.step()
-        for bucket in self.layout.buckets:
-            bucket.house(self.hosted.states())
-        return result
+    def _offload_state(self, buckets: Sequence[Bucket]) -> None:
+        """Move state that the optimizer inside has made to where the buckets' home keeps it."""
+        if self._home_keeps_state:
+            states = self.hosted.states()
+            for bucket in buckets:
+                bucket.offload_state(states)
 
-    def is_used(self, bucket: ShardedBucket) -> bool:
+    def _clip_as_configured(self) -> None:
+        if self.config.max_norm > 0 and self._grad_norm is None:
+            self.clip_grad_by_norm(self.config.max_norm)
+
+    def end_step(self) -> None:
+        """Raise on every rank what went wrong on any apart from the step itself, which is complete.
+
+        Collective: every rank of the world, where state may be on a disk; else none.
+        """
+        if self._home_keeps_state:
+            told = "The step was taken, and nothing is lost: what found no room stays in RAM and can be saved."
+            self.raise_together(self.home.problem(told))
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on every rank an error that any has, where tensors are offloaded to a disk or moved.
+
+        Collective: every rank of the world, where they are; else none.
+        """
+        if self.is_anywhere(error):
+            DistCoordinator().raise_together(error, name="offload to disk")
+
+    def is_anywhere(self, error: Exception | None) -> bool:
+        """Return whether any rank has an error, where tensors are offloaded to a disk or moved; else ``False``.
+
+        Collective: every rank of the world, where they are; else none.
+        """
+        if not self._home_keeps_state:
+            return False
+        return self.overflow_anywhere(error is not None)
+
+    def publish(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Bring what this rank's optimizer holds of some buckets, or all, into every rank's parameters.
+
+        Collective: the shard group.
+        """
+        self.gathers.wait()
+        pending = {bucket: bucket.publish() for bucket in (self.layout.buckets if buckets is None else buckets)}
+        for bucket, each in pending.items():
+            each.wait()
+            bucket.mark_changed()
+
+    def is_used(self, bucket: Bucket) -> bool:
         """Whether any of a bucket's parameters took part in backward on any rank."""
-        return any(self._agreed.get(slot.index) for slot in bucket.plan.slots)
-
-    def _send_buffers(self) -> None:
-        if not any(self._changed_buffers):
-            return
-        for buffer, has_changed in zip(self._buffers.buffers().values(), self._changed_buffers, strict=True):
-            if has_changed:
-                send_first(buffer, self.ranks.holders)
-        self._changed_buffers = []
-        self._buffers.forget()
+        return any(self._used_anywhere.get(slot.index) for slot in bucket.plan.slots)
 
     def _device(self) -> torch.device:
         """Return where small flags live that are shared with other ranks."""

@@ -1,4 +1,4 @@
-"""Where each parameter lies in which bucket, and which part of it which rank owns: pure arithmetic on numbers.
+"""The place of each parameter in a bucket, and which part of it each rank owns: pure arithmetic on numbers.
 
 Flat plans give every rank an equal slice of every bucket, wherever a parameter may be cut by that. Whole plans
 give each parameter to one rank and make a bucket's slices as long as what their ranks own.
@@ -70,7 +70,7 @@ def plan_flat(sizes: Sequence[tuple[int, int]], world_size: int, bucket_numel: i
     """Put parameters into buckets that are cut into equal slices.
 
     Args:
-        sizes: Number and element count of each parameter, in the order in which they are to lie.
+        sizes: Number and element count of each parameter, in the order in which they are laid out.
         world_size: Ranks that share each bucket.
         bucket_numel: A bucket takes no further parameter beyond this many elements; a larger one has its own.
     """

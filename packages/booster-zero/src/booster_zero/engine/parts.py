@@ -1,8 +1,8 @@
 """Stepping an optimizer on some of its parameters at a time, where that gives what one step on all of them gives.
 
 torch's own optimizers keep everything that they remember by parameter, so they may. Another class may count steps for
-a whole group, or keep something of its own: it is tried out on tiny tensors, and where a step in parts differs in a
-bit, it steps on everything at once.
+a whole group, or keep state of its own. It is probed on tiny tensors; if a step in parts differs in a single bit, it
+steps on everything at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def steps_in_parts(optimizer: Optimizer) -> bool:
             in_parts = probed_steps(optimizer, group, values, gradients, in_parts=True)
             if not all(torch.equal(one, other) for one, other in zip(at_once, in_parts, strict=True)):
                 return False
-    except Exception:  # noqa: BLE001 - whatever it minds about probes, a step on everything is right
+    except Exception:  # noqa: BLE001 - an optimizer that can't be probed steps on everything
         return False
     return True
 
@@ -56,7 +56,7 @@ def only(optimizer: Optimizer, held: Sequence[Sequence[nn.Parameter]]) -> Iterat
 
     Args:
         optimizer: The optimizer.
-        held: For each group, the parameters that it is to list.
+        held: For each group, the parameters that it lists meanwhile.
 
     Collective: none.
     """

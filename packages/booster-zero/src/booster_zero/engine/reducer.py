@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_runtime.collectives import Pending
-    from booster_zero.engine.bucket import ShardedBucket
+    from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.partition import Slot
 
 _MOST_IN_FLIGHT = 2
@@ -65,13 +65,13 @@ class Reducer:
 
     def __init__(
         self,
-        buckets: Iterable[ShardedBucket],
+        buckets: Iterable[Bucket],
         names: Mapping[int, str],
         *,
         overlap: bool,
         agree_on_record: Callable[[list[int], set[int]], set[int]],
     ) -> None:
-        self.buckets: list[ShardedBucket] = []
+        self.buckets: list[Bucket] = []
         self.is_paused = False
         self.used: set[int] = set()
         self.order: list[int] = []
@@ -83,8 +83,8 @@ class Reducer:
         self._agree_on_record = agree_on_record
         self._names = names
         self._overlap = overlap
-        self._place: dict[int, tuple[ShardedBucket, Slot]] = {}
-        self._filling: dict[ShardedBucket, _Filling] = {}
+        self._place: dict[int, tuple[Bucket, Slot]] = {}
+        self._filling: dict[Bucket, _Filling] = {}
         self._underway: deque[tuple[Pending, Tensor]] = deque()
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._is_open = False
@@ -97,7 +97,7 @@ class Reducer:
 
     # ---- layout
 
-    def set_buckets(self, buckets: Iterable[ShardedBucket]) -> None:
+    def set_buckets(self, buckets: Iterable[Bucket]) -> None:
         """Reduce these buckets from now on, in this order. Not during a round."""
         self.buckets = list(buckets)
         self._place = {slot.index: (bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots}
@@ -189,13 +189,13 @@ class Reducer:
             if bucket.is_active
         }
 
-    def _in_order(self) -> list[ShardedBucket]:
+    def _in_order(self) -> list[Bucket]:
         """Return the buckets in the order of the next round: those that others would wait for come last."""
         unsure = self.repeated | self.unused_somewhere | self.unused_anywhere
         if not unsure:
             return self.buckets
 
-        def comes_last(bucket: ShardedBucket) -> bool:
+        def comes_last(bucket: Bucket) -> bool:
             return any(
                 slot.index in unsure and parameter.requires_grad
                 for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
@@ -281,7 +281,7 @@ class Reducer:
         )
         raise GradientError(msg)
 
-    def _take(self, bucket: ShardedBucket, filling: _Filling, slot: Slot, parameter: nn.Parameter) -> None:
+    def _take(self, bucket: Bucket, filling: _Filling, slot: Slot, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, without a copy where it has the format that travels."""
         filling.taken.add(slot.index)
         if bucket.adds_at_once:
@@ -292,7 +292,7 @@ class Reducer:
             before = filling.gradients.get(slot.index)
             filling.gradients[slot.index] = flat if before is None else before + flat
 
-    def _add(self, bucket: ShardedBucket, slot: Slot, parameter: nn.Parameter) -> None:
+    def _add(self, bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> None:
         """Add a parameter's gradient to the bucket's."""
         with torch.no_grad():
             bucket.add_gradient(slot, self._gradient_of(slot, parameter))
@@ -313,7 +313,7 @@ class Reducer:
                 return
             self._start(bucket, filling)
 
-    def _start(self, bucket: ShardedBucket, filling: _Filling) -> None:
+    def _start(self, bucket: Bucket, filling: _Filling) -> None:
         gradients, filling.gradients, filling.is_started = filling.gradients, {}, True
         scratch = self._borrow(bucket)
         self._underway.append((bucket.start_reduction(gradients, scratch), scratch))
@@ -326,7 +326,7 @@ class Reducer:
             pending.wait()
         self._spare.setdefault(scratch.dtype, []).append(scratch)
 
-    def _borrow(self, bucket: ShardedBucket) -> Tensor:
+    def _borrow(self, bucket: Bucket) -> Tensor:
         """Return memory to receive into, long enough for any bucket; a few pieces serve all of them in turn."""
         wire = bucket.format.wire
         spare = self._spare.setdefault(wire, [])

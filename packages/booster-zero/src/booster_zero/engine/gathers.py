@@ -3,7 +3,7 @@
 What waits, and for what:
 
 - inside of the boosted model's ``forward``, every call of a torch function waits for the buckets in whose memory any of
-  its arguments lies: parameters, and views of them, wherever they are used (tied heads, ``F.linear(x, other.weight)``,
+  its arguments is: parameters, and views of them, wherever they are used (tied heads, ``F.linear(x, other.weight)``,
   layers that are run repeatedly); and every module waits for its own parameters before it runs, which covers kernels
   that torch's functions don't know of;
 - a module that is called from outside of that forward, compiled and scripted modules inside of it, and
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -29,32 +29,84 @@ from torch.overrides import TorchFunctionMode
 from booster_core.ranks import naming_missing_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from booster_runtime.collectives import Pending
-    from booster_zero.bucket import Bucket
+    from booster_zero.engine.bucket import Bucket
+
+
+class Wholes(Protocol):
+    """Brings whole values to where they are used: what a sharded optimizer tells it.
+
+    Collective: its methods are called on every rank of the world.
+    """
+
+    def begin_backward(self) -> None:
+        """Make ready for a backward."""
+
+    def end_backward(self) -> None:
+        """End a backward, also one that raised."""
+
+    def begin_step(self, buckets: Sequence[Bucket], names: Mapping[int, str]) -> None:
+        """Make ready for an update of the buckets' parameters."""
+
+    def end_step(self, published: Mapping[Bucket, Pending]) -> None:
+        """Let the next use of buckets see what the optimizer updated; see `Bucket.publish`."""
 
 
 class Gathers:
-    """The gathers that are underway.
+    """The gathers that are underway, of buckets whose whole values are always here.
 
     They are waited for, too, when the object goes or the process ends: gloo's threads write into the buckets until
     then.
+
+    Args:
+        overlaps: Let a step return while updated parameters are still being gathered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, overlaps: bool = False) -> None:
+        self._overlaps = overlaps
         self._pending: dict[int, Pending] = {}
         self._is_in_forward = False
         weakref.finalize(self, _wait_quietly, self._pending)
 
-    def start(self, bucket: Bucket, pending: Pending) -> None:
-        """Note that what a bucket holds comes with ``pending``."""
-        if bucket.flat.numel():
-            self._pending[_address(bucket.flat)] = pending
-        else:
-            pending.wait()
+    # ---- what the optimizer tells
+
+    def begin_backward(self) -> None:
+        """Wait for everything."""
+        self.wait()
+
+    def end_backward(self) -> None:
+        """Do nothing: the whole values stay."""
+
+    def begin_step(self, buckets: Sequence[Bucket], names: Mapping[int, str]) -> None:
+        """Wait for everything, and take in what somebody else has written into parameters.
+
+        Raises:
+            ConfigError: If a parameter was given other memory since it was laid out.
+        """
+        self.wait()
+        for bucket in buckets:
+            bucket.notice_changes(names)
+
+    def end_step(self, published: Mapping[Bucket, Pending]) -> None:
+        """Wait for updated parameters; where gathers overlap, on first use alone."""
+        if not self._overlaps:
+            for pending in published.values():
+                pending.wait()
+        for bucket in published:
+            bucket.mark_changed()
+        if self._overlaps:
+            for bucket, pending in published.items():
+                assert bucket.whole is not None, "what is published is whole"
+                if bucket.whole.numel():
+                    self._pending[_address(bucket.whole)] = pending
+                else:
+                    pending.wait()
+
+    # ---- waiting
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def wait(self) -> None:

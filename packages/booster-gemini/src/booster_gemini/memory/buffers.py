@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_gemini.chunk.pool import is_free
-from booster_gemini.memory.disk import ALIGNMENT, aligned, aligned_buffer
+from booster_runtime.memory import ALIGNMENT, aligned, aligned_buffer
+from booster_zero.engine import is_free
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Room:
+class Buffers:
     """Memory of a device or of the host.
 
     Args:

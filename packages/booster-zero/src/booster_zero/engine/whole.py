@@ -1,12 +1,13 @@
-"""Memory for gathered chunks, used again as soon as nobody reads it any more.
+"""How long a bucket keeps its whole values, the states they go through, and memory for them that is used again.
 
 New memory costs the CPU as much as a copy: each page of it is cleared on its first use. Whether a buffer is free is
-told by its storage's reference count: autograd, or anybody else, may still hold views of it after its chunk was
+told by its storage's reference count: autograd, or anybody else, may still hold views of it after its bucket was
 released.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,11 +22,53 @@ _LARGEST_FIT = 1.5
 """How many times as large as needed a buffer may be."""
 
 
+class Keep(enum.Enum):
+    """How long a rank keeps the whole values of a bucket."""
+
+    ALWAYS = "always"
+    """ZeRO stages 1 and 2: updates are gathered into the parameters after each step."""
+    UNTIL_STEP = "until the step"
+    """From the first use to the next step."""
+    IN_USE = "while in use"
+    """ZeRO stage 3: gathered before each use, released after it."""
+
+
+class WholeState(enum.Enum):
+    """What a rank has of a bucket's whole values."""
+
+    SHARDED = "sharded"
+    """Its own slice alone: parameters are placeholders."""
+    GATHERING = "gathering"
+    """A buffer that the other ranks' slices are arriving in; parameters are placeholders."""
+    GATHERED = "gathered"
+    """All: parameters are views of it."""
+
+
+TRANSITIONS: dict[WholeState, frozenset[WholeState]] = {
+    WholeState.SHARDED: frozenset({WholeState.GATHERING}),
+    WholeState.GATHERING: frozenset({WholeState.GATHERED, WholeState.SHARDED}),
+    WholeState.GATHERED: frozenset({WholeState.SHARDED}),
+}
+"""Where each state may lead. A gather that failed leads back to the beginning."""
+
+
+def check_transition(before: WholeState, after: WholeState) -> None:
+    """Check that a bucket may go from one state to another.
+
+    Raises:
+        RuntimeError: If the table has no such transition, which is an error in this package.
+    """
+    if after not in TRANSITIONS[before]:
+        allowed = ", ".join(sorted(state.value for state in TRANSITIONS[before]))
+        msg = f"A bucket that is {before.value} can't become {after.value}; it can become {allowed}."
+        raise RuntimeError(msg)
+
+
 class BufferPool:
     """Lends 1-D buffers.
 
     Args:
-        least_bytes: What a buffer has at least on the CPU, so that those of chunks that are not quite full can take
+        least_bytes: What a buffer has at least on the CPU, so that those of buckets that are not quite full can take
             each other's place. What is not touched takes no memory.
         most_idle_bytes: Idle memory beyond this is given back to the system, the largest buffers first.
     """
@@ -42,13 +85,13 @@ class BufferPool:
             if device.type != "cpu":  # torch's allocators for accelerators keep memory themselves
                 return torch.empty(numel, dtype=dtype, device=device)
             needed = numel * dtype.itemsize
-            room = max(needed, self._least_bytes)
+            length = max(needed, self._least_bytes)
             fitting = [
                 (buffer.numel(), position)
                 for position, buffer in enumerate(self._idle)
-                if room <= buffer.numel() <= _LARGEST_FIT * room and is_free(buffer)
+                if length <= buffer.numel() <= _LARGEST_FIT * length and is_free(buffer)
             ]
-            held = self._idle.pop(min(fitting)[1]) if fitting else torch.empty(room, dtype=torch.uint8)
+            held = self._idle.pop(min(fitting)[1]) if fitting else torch.empty(length, dtype=torch.uint8)
             return held[:needed].view(dtype)
 
     def give(self, buffer: Tensor) -> None:

@@ -1,0 +1,175 @@
+"""Where a rank's slices of buckets are kept: on the device, on the host, or in files of a folder of the host.
+
+A `Home` hands out their memory. It keeps each tensor where it was made. A subclass may move *blocks* between memories:
+a block is what one bucket keeps of one role, as one flat tensor. Buckets say when they use a block and when they have
+done so; in between, such a home may have it in another memory, or on a disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_core.errors import OffloadError
+from booster_runtime.collectives import Pending
+from booster_runtime.memory import zeros_in_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from booster_runtime.memory import MappedFolder
+
+
+class Role(enum.Enum):
+    """What a block holds of a bucket: this rank's slice of something."""
+
+    PARAM = "param"
+    """Working values."""
+    GRAD = "grad"
+    """Gradients."""
+    OPTIM = "optim"
+    """Masters and the optimizer's elementwise state, as bytes."""
+
+
+Key = tuple[int, Role]
+"""Names a block: a number that no other bucket has, and the role."""
+
+
+class Home:
+    """Keeps tensors where they were made.
+
+    Args:
+        folder: Where tensors of the host are kept; ``None`` for memory.
+
+    Attributes:
+        moves: Whether a block may ever be moved. Where it may not, buckets don't announce their uses.
+        is_on_disk: Whether tensors of the host are made in files.
+
+    Collective: none of its methods; ranks need not do the same.
+    """
+
+    moves: bool = False
+
+    def __init__(self, folder: MappedFolder | None = None) -> None:
+        self._folder = folder
+        self.is_on_disk = folder is not None
+        self._problem: OffloadError | None = None
+
+    # ---- memory
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device, compute: torch.device) -> Tensor:
+        """Return zeros that are kept between steps; in memory where the folder has no room, see `problem`.
+
+        Args:
+            numel: Number of elements.
+            dtype: Their format.
+            device: Where they are kept.
+            compute: The device that they are copied from and to.
+        """
+        filed = self.zeros_in_file(numel, dtype) if device.type == "cpu" else None
+        return zeros_in_memory(numel, dtype, device, compute) if filed is None else filed
+
+    def zeros_in_file(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Return zeros in a file; ``None`` where there is no folder, or no room in it, see `problem`."""
+        if self._folder is None:
+            return None
+        try:
+            return self._folder.zeros(numel, dtype)
+        except OffloadError as error:
+            self._problem = self._problem or error
+            return None
+
+    def problem(self, consequence: str = "") -> OffloadError | None:
+        """Return what has gone wrong since the last call, such as a full disk; it has done no harm to any values.
+
+        Args:
+            consequence: What has been done all the same, for the message.
+        """
+        problem, self._problem = self._problem, None
+        return OffloadError(f"{problem} {consequence}") if problem is not None and consequence else problem
+
+    # ---- blocks, for homes that move them
+
+    def add(self, key: Key, flat: Tensor, rebind: Callable[[Tensor | None], None]) -> None:
+        """Take over a block, which is not in use then.
+
+        Args:
+            key: Its name.
+            flat: Its values, 1-D.
+            rebind: Called, on the training thread within another method, with the memory in which the block is from
+                then on, of the same length and format; with ``None`` when it is not in memory.
+        """
+
+    def drop(self, key: Key) -> None:
+        """Forget a block altogether."""
+
+    def fetch(self, key: Key) -> Pending:
+        """Begin a use. After ``wait()`` the block stays where it can be computed with until `release`.
+
+        Parameters and gradients are on the device then; optimizer state there or on the host. Uses are counted.
+        """
+        del key
+        return Pending()
+
+    def release(self, key: Key, *, changed: bool) -> None:
+        """End a use.
+
+        Args:
+            key: The block.
+            changed: Whether it has been written to.
+        """
+
+    def forget(self, key: Key) -> None:
+        """Discard a block's values: the next use begins without."""
+
+    def reserve(self, num_bytes: int) -> None:
+        """Count device memory that is taken for what is not a block."""
+
+    def free(self, num_bytes: int) -> None:
+        """Count reserved memory as given back."""
+
+    def moment(self, name: str) -> None:
+        """Note what the model is doing, such as a module's name; for messages and pictures."""
+
+    def end_step(self) -> None:
+        """Note that an optimizer step has ended."""
+
+
+def zeros_in_memory(numel: int, dtype: torch.dtype, device: torch.device, compute: torch.device) -> Tensor:
+    """Return 1-D zeros; on the host page-locked where an accelerator computes, so that it copies them by itself."""
+    if device.type != "cpu":
+        return torch.zeros(numel, dtype=dtype, device=device)
+    if compute.type != "cpu":
+        return torch.zeros(numel, dtype=dtype, pin_memory=True)
+    return zeros_in_pages(numel, dtype)
+
+
+class Lane:
+    """A stream of copies and collectives in parallel to the one that computes; nothing on the CPU, which has none.
+
+    Args:
+        device: The device whose memory is copied from and to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run what the body starts after what has been started so far, and in parallel to what is started later."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            yield
+
+    def mark(self) -> torch.Event | None:
+        """Return an event that comes when everything started in the lane so far has ended."""
+        return None if self._stream is None else self._stream.record_event()

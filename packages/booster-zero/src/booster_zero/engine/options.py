@@ -1,0 +1,156 @@
+"""What ZeRO and Gemini both ask their users, and the precision and formats that follow from the answers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_core.errors import ConfigError
+from booster_core.plugin import check_no_masters
+from booster_core.precision import NARROW
+from booster_runtime.sharding import working_dtypes
+from booster_zero.engine.shard import Format
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Mapping, Sequence
+
+    from torch import nn
+
+    from booster_core.precision import PrecisionPolicy
+
+_WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """Options of every strategy that shards by buckets.
+
+    Args:
+        max_norm: Clip gradients by this global norm in each step before which ``clip_grad_by_norm`` was not called;
+            0 does not.
+        overlap_communication: Go on with backward while buckets are being reduced.
+        communication_dtype: Format in which gradients travel, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a dtype; ``None``
+            for the parameters' own. CPUs sum in fp32 whatever travels; devices in the format that travels.
+        master_weights: Keep fp32 masters of parameters whose working format is bf16 or fp16; without, the optimizer
+            updates the working parameters.
+        replica_size: Number of replicas of the sharded state: state is split within groups of
+            ``world_size / replica_size`` ranks, gradients are averaged over the groups.
+        partition: ``"flat"`` cuts parameters wherever that makes equal shares, ``"parameter"`` leaves them whole;
+            ``"auto"`` does what the optimizer's class needs, see `booster_runtime.sharding.elementwise`.
+        unused: ``"zero"`` lets a parameter that took no part in backward on this rank count as zero, and skips those
+            that took none on any rank; ``"raise"`` raises at the step, naming them for each rank.
+        broadcast_buffers: Give every rank, after each step, rank 0's values of buffers that forward changes, such as
+            running statistics.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    max_norm: float = 0.0
+    overlap_communication: bool = True
+    communication_dtype: torch.dtype | str | None = None
+    master_weights: bool = True
+    replica_size: int = 1
+    partition: str = "auto"
+    unused: str = "zero"
+    broadcast_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_norm < math.inf:
+            msg = f"`max_norm={self.max_norm}` must be 0 (no clipping) or the largest global norm of the gradients."
+            raise ConfigError(msg)
+        self._check_positive("replica_size", "a number of replicas")
+        self._check_known("partition", ("auto", "flat", "parameter"))
+        self._check_known("unused", ("zero", "raise"))
+        if self.communication_dtype is not None and self.wire_dtype is None:
+            msg = (
+                f"`communication_dtype={self.communication_dtype!r}` is not one of {', '.join(map(repr, _WIRES))}, "
+                "or a torch dtype of these."
+            )
+            raise ConfigError(msg)
+
+    def _check_positive(self, name: str, meaning: str) -> None:
+        value = getattr(self, name)
+        if value is not None and value < 1:
+            msg = f"`{name}={value}` must be positive; it is {meaning}."
+            raise ConfigError(msg)
+
+    def _check_known(self, name: str, known: Sequence[object]) -> None:
+        if getattr(self, name) not in known:
+            msg = f"`{name}={getattr(self, name)!r}` is not one of {', '.join(map(repr, known))}."
+            raise ConfigError(msg)
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """The format in which gradients travel; ``None`` for the parameters' own."""
+        dtype = self.communication_dtype
+        if isinstance(dtype, str):
+            return _WIRES.get(dtype)
+        return dtype if dtype in _WIRES.values() else None
+
+    def resolve_precision(self, policy: PrecisionPolicy, name: str) -> PrecisionPolicy:
+        """Return the policy with working parameters in the compute format, and masters of them where it is narrow.
+
+        Args:
+            policy: What the user asked for.
+            name: The plugin, for errors.
+
+        Raises:
+            ConfigError: If ``reduce_dtype`` and ``communication_dtype`` differ, or fp32 compute is to have masters.
+        """
+        wire = self.wire_dtype
+        if wire is not None:
+            if policy.reduce_dtype not in (torch.float32, wire):
+                msg = (
+                    f"`reduce_dtype={policy.reduce_dtype}` of the precision and `communication_dtype={wire}` of the "
+                    "plugin are two answers to one question. Give one of them."
+                )
+                raise ConfigError(msg)
+            policy = replace(policy, reduce_dtype=wire)
+        if policy.compute_dtype not in NARROW:
+            return check_no_masters(policy, name)
+        masters = policy.master_dtype if self.master_weights else policy.compute_dtype
+        return replace(policy, param_dtype=policy.compute_dtype, master_dtype=masters)
+
+    def formats(
+        self,
+        model: nn.Module,
+        policy: PrecisionPolicy,
+        device: torch.device,
+        *,
+        home: torch.device | None = None,
+        held: Container[int] | None = None,
+        copies: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> Callable[[nn.Parameter], Format]:
+        """Return what tells the formats and devices of each of a model's parameters.
+
+        Args:
+            model: The user's model.
+            policy: Precision of the run.
+            device: Where forward runs.
+            home: Where the optimizer steps; ``None`` for ``device``.
+            held: The ``id`` of parameters that the optimizer lists, where others are laid out too; those are trained,
+                and only they have masters. ``None`` where only listed parameters are laid out.
+            copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
+        """
+        working_dtype = working_dtypes(model, policy.param_dtype)
+        asked = self.wire_dtype or (policy.reduce_dtype if policy.reduce_dtype != torch.float32 else None)
+
+        def format_of(parameter: nn.Parameter) -> Format:
+            working = working_dtype(parameter)
+            is_trained = parameter.requires_grad or (held is not None and id(parameter) in held)
+            has_master = working in NARROW and policy.param_dtype is not None and (held is None or is_trained)
+            return Format(
+                working=working,
+                master=policy.master_dtype if has_master else working,
+                wire=asked or working,
+                device=device,
+                home=home or device,
+                is_trained=is_trained,
+                copies=(copies or {}).get(id(parameter), ()),
+            )
+
+        return format_of

@@ -1,0 +1,415 @@
+"""This rank's slice of a bucket: values, gradient and optimizer state, kept where its home keeps them.
+
+Two ranks, three parameters; the cut falls into ``b``::
+
+    all       |  a  a  a  a  .  |  b  b  b  b  b  b |  c  c  .  |
+    rank 0    |<--------- slice of rank 0 --->|                       pieces: a, start of b
+    rank 1                                    |<--- of rank 1 ------>|     pieces: rest of b, c
+
+``values`` is what the optimizer updates: the slice in the working format, or a copy of it in another format (fp32
+masters) or memory (the host). Tensors that others hold (pieces, entries of the optimizer's state) stay the same objects
+wherever a home moves their memory: they are views of it while it can be computed with, and placeholders otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster_runtime.collectives import Pending
+from booster_runtime.sharding import ParameterPiece, is_cut
+from booster_zero.engine.home import Role, zeros_in_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from booster_runtime.sharding import ShardingRanks, State
+    from booster_zero.engine.home import Home
+    from booster_zero.engine.partition import BucketPlan
+
+_ALIGNMENT_BYTES = 64
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """The number formats of a parameter and the devices of its copies; parameters of one format share buckets.
+
+    Args:
+        working: Format that forward reads.
+        master: Format that the optimizer updates.
+        wire: Format in which gradients travel.
+        device: Where forward runs.
+        home: Where the optimizer steps.
+        is_trained: Whether the parameter required a gradient when it was laid out.
+        copies: The stages of a pipeline that hold a copy of the parameter each; empty where one stage has it. Buckets
+            of the same copies must be laid out alike on each of the stages.
+    """
+
+    working: torch.dtype
+    master: torch.dtype
+    wire: torch.dtype
+    device: torch.device
+    home: torch.device
+    is_trained: bool
+    copies: tuple[int, ...] = ()
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the optimizer updates a copy instead of the working values."""
+        return self.working != self.master or self.device != self.home
+
+
+@dataclass(eq=False)
+class BucketPiece(ParameterPiece):
+    """The part of one parameter that this rank owns.
+
+    Attributes:
+        begin: Where the piece begins in this rank's slice of the bucket.
+    """
+
+    begin: int
+
+
+class Shard:
+    """What this rank owns of a bucket.
+
+    Args:
+        plan: Layout.
+        parameters: The bucket's parameters, in the order of the plan.
+        format: Formats and devices.
+        ranks: The ranks that share the bucket.
+        home: Keeps it.
+        own: The slice in the working format, shape ``(length of the slice,)``.
+
+    Attributes:
+        own: As given, wherever it is now.
+        values: What the optimizer updates; ``own`` itself where that has the right format and device.
+
+    Collective: none.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[nn.Parameter],
+        format: Format,  # noqa: A002 - the noun for it
+        ranks: ShardingRanks,
+        *,
+        home: Home,
+        own: Tensor,
+    ) -> None:
+        self.plan = plan
+        self.parameters = parameters
+        self.format = format
+        self.ranks = ranks
+        self.home = home
+        self.own = own
+        self.values = home.zeros(own.numel(), format.master, format.home, format.device) if format.has_copy else own
+        self.gradient: Tensor | None = None
+        self.has_gradient = False
+        self.pieces = list(self._cut())
+        self._used: Mapping[int, bool] = {}
+        self._number = next(_numbers)
+        self._uses: dict[Role, int] = {}  # of the blocks that a home may move
+        self._states: dict[int, State] = {}
+        self._packed: list[tuple[int, str, Tensor]] = []
+        self._views: list[tuple[Tensor, int]] = []  # the optimizer's tensors, and where each begins in its block
+        self._optim: Tensor | None = None
+        self._files: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def _cut(self) -> Iterator[BucketPiece]:
+        rank = self.ranks.shard_rank
+        for slot, parameter in zip(self.plan.slots, self.parameters, strict=True):
+            owned = self.plan.owned(slot, rank)
+            if owned is not None:
+                begin = slot.offset + owned[0] - self.plan.bounds[rank]
+                part = self.values[begin : begin + owned[1] - owned[0]]
+                if part.numel() == slot.numel:
+                    part = part.view(parameter.shape)
+                values = nn.Parameter(part, part.is_floating_point())
+                yield BucketPiece(slot.index, parameter, *owned, values, begin)
+
+    def hand_to_home(self) -> None:
+        """Let the home move values and masters, if it moves anything."""
+        self._add(Role.PARAM, self.own)
+        if self.format.has_copy and self.home.moves:
+            self._pack({})
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of this rank's slice."""
+        low, high = self.plan.bounds[self.ranks.shard_rank : self.ranks.shard_rank + 2]
+        return high - low
+
+    def slice_of(self, tensor: Tensor, piece: BucketPiece) -> Tensor:
+        """Return a piece's part of a 1-D tensor that covers this rank's slice, in the shape of the piece's values."""
+        return tensor[piece.begin : piece.begin + piece.stop - piece.start].view(piece.values.shape)
+
+    # ---- use
+
+    @contextlib.contextmanager
+    def in_use(self, *roles: Role, changes: bool) -> Iterator[None]:
+        """Have blocks where they can be computed with, for the block of code.
+
+        Args:
+            *roles: Which; none for all. Those that are not there are left out.
+            changes: Whether the code writes to them.
+        """
+        present = [role for role in roles or Role if role in self._uses]
+        for pending in [self._fetch(role) for role in present]:
+            pending.wait()
+        try:
+            yield
+        finally:
+            for role in present:
+                self._release(role, changed=changes)
+
+    def free(self) -> None:
+        """Give up all memory, because other buckets have taken this one's place; others may still hold the object."""
+        for role in [*self._uses]:
+            self._drop(role)
+        self.gradient = None
+        self._rebind_own(None)
+        if self.format.has_copy:
+            self._point(_placeholder(self.values))
+
+    def _fetch(self, role: Role) -> Pending:
+        if role not in self._uses:
+            return Pending()
+        self._uses[role] += 1
+        return self.home.fetch((self._number, role))
+
+    def _release(self, role: Role, *, changed: bool) -> None:
+        if role in self._uses:
+            self._uses[role] -= 1
+            self.home.release((self._number, role), changed=changed)
+
+    def _add(self, role: Role, flat: Tensor) -> None:
+        if not self.home.moves or not flat.numel():  # a rank may own nothing of a bucket
+            return
+        self._uses[role] = 0
+        rebind = {Role.PARAM: self._rebind_own, Role.GRAD: self._rebind_gradient, Role.OPTIM: self._rebind_optim}
+        self.home.add((self._number, role), flat, rebind[role])
+
+    def _drop(self, role: Role) -> int:
+        """Take a block from the home, and return how many uses of it were going on."""
+        self.home.drop((self._number, role))
+        return self._uses.pop(role)
+
+    # ---- values
+
+    def round_values(self) -> None:
+        """Bring the slice in the working format up to date with what the optimizer updated. Both are in use."""
+        if self.format.has_copy:
+            self.own.copy_(self.values)
+
+    def take_working_values(self) -> None:
+        """Bring the optimizer's values up to date with the slice in the working format. Both are in use.
+
+        Where a master rounds to the working value that is there, it is the truer of the two, and stays.
+        """
+        if self.format.has_copy:
+            own = self.own.to(self.values.device)
+            is_stale = self.values.to(own.dtype) != own
+            self.values.copy_(torch.where(is_stale, own.to(self.values.dtype), self.values))
+
+    def _rebind_own(self, flat: Tensor | None) -> None:
+        self.own = _placeholder(self.own) if flat is None else flat
+        if not self.format.has_copy:
+            self._point(self.own)
+
+    def _point(self, values: Tensor) -> None:
+        """Let the optimizer's pieces be views of values in other memory."""
+        self.values = values
+        for piece in self.pieces:
+            _assign(piece.values, self.slice_of(values, piece))
+
+    # ---- gradient
+
+    def make_gradient(self) -> Tensor:
+        """Return this rank's gradient to be written to; zeros where there was none."""
+        if self.gradient is None:
+            self.gradient = zeros_in_memory(self.numel, self.format.master, self.format.home, self.format.device)
+            self._add(Role.GRAD, self.gradient)
+        self.has_gradient = True
+        return self.gradient
+
+    def drop_gradient(self) -> None:
+        """Forget the gradient. Its memory is kept: asking for it again in each step takes longer than a sum."""
+        if Role.GRAD in self._uses and self.has_gradient:
+            self.home.forget((self._number, Role.GRAD))
+        self.has_gradient = False
+        for piece in self.pieces:
+            piece.values.grad = None
+
+    def zero_gradient(self) -> None:
+        """Set the gradient to zero, where there is one."""
+        if self.has_gradient and self.gradient is not None:
+            with self.in_use(Role.GRAD, changes=True):
+                self.gradient.zero_()
+
+    def show_gradient(self, used: Mapping[int, bool]) -> None:
+        """Let the optimizer see the gradients of parameters that were used; it leaves the others as they are.
+
+        Where blocks are moved, it sees them in `stepping` alone.
+        """
+        self._used = used
+        if not self.home.moves:
+            for piece in self.pieces:
+                is_seen = self.gradient is not None and used.get(piece.index)
+                piece.values.grad = self.slice_of(self.gradient, piece) if is_seen else None  # type: ignore[arg-type]
+
+    def used_gradients(self) -> list[Tensor]:
+        """Return the gradients of pieces whose parameters were used. The block is in use."""
+        if self.gradient is None or not self.has_gradient:
+            return []
+        return [
+            self.slice_of(self.gradient, piece)
+            for piece in self.pieces
+            if self._used.get(piece.index) and piece.values.numel()
+        ]
+
+    def _rebind_gradient(self, flat: Tensor | None) -> None:
+        assert self.gradient is not None, "a block that is kept has been made"
+        self.gradient = _placeholder(self.gradient) if flat is None else flat
+
+    # ---- optimizer state
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Have everything in use such that the optimizer can step on the pieces, where its state is."""
+        if not self.home.moves:
+            yield
+            return
+        with self.in_use(changes=True):
+            where = self.own.device if self._optim is None else self._optim.device
+            stays = self.format.has_copy or where == self.own.device
+            own = self.own
+            if not stays:
+                self._point(own.to(where))
+            assert self.gradient is not None, "the optimizer steps on buckets that have a gradient"
+            gradient = self.gradient.to(where)
+            for piece in self.pieces:
+                piece.values.grad = self.slice_of(gradient, piece) if self._used.get(piece.index) else None
+            try:
+                yield
+            finally:
+                for piece in self.pieces:
+                    piece.values.grad = None
+                if not stays:
+                    own.copy_(self.values)
+                    self._point(own)
+
+    def memory_for_state(self, piece: BucketPiece, key: str, dtype: torch.dtype) -> Tensor:
+        """Return memory for a piece's part of an elementwise state, in the shape of the piece's values; not filled."""
+        filed = self._file_for(key, dtype)
+        if filed is None:
+            return torch.empty(piece.values.shape, dtype=dtype, device=piece.values.device)
+        return self.slice_of(filed, piece)
+
+    def offload_state(self, states: Mapping[int, State]) -> None:
+        """Move this bucket's elementwise optimizer state to its home: to files, or into a block that may be moved.
+
+        What finds no room in a file stays in memory.
+
+        Args:
+            states: By parameter, what the optimizer keeps; entries are replaced.
+        """
+        if self.home.moves:
+            # A load brings them one by one.
+            self._states.update({piece.index: states[piece.index] for piece in self.pieces if piece.index in states})
+            with self.in_use(changes=True):
+                self._pack(self._states)
+        elif self.home.is_on_disk:
+            for piece in self.pieces:
+                state = states.get(piece.index, {})
+                for key, value in state.items():
+                    filed = self._file_for(key, value.dtype) if _is_elementwise(piece, key, value) else None
+                    if filed is not None and filed.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
+                        state[key] = self.slice_of(filed, piece).copy_(value)
+
+    def _file_for(self, key: str, dtype: torch.dtype) -> Tensor | None:
+        """Return the file for a state of all of this rank's pieces, end to end; ``None`` where there is none."""
+        if not self.home.is_on_disk or self.format.home.type != "cpu":
+            return None
+        known = self._files.get((key, dtype))
+        if known is None:
+            known = self.home.zeros_in_file(self.values.numel(), dtype)
+            if known is not None:
+                self._files[key, dtype] = known
+        return known
+
+    def _pack(self, states: Mapping[int, State]) -> None:
+        """Copy masters and elementwise state into one block, if they are not in it."""
+        entries = [
+            (piece.index, key, value)
+            for piece in self.pieces
+            for key, value in states.get(piece.index, {}).items()
+            if _is_elementwise(piece, key, value) and value.numel()
+        ]
+        known = {(index, key): value for index, key, value in self._packed}
+        if Role.OPTIM in self._uses and len(known) == len(entries) and all(known.get(e[:2]) is e[2] for e in entries):
+            return
+        kept = [self.values] if self.format.has_copy else []
+        tensors = [*kept, *(value for _, _, value in entries)]
+        starts = list(itertools.accumulate((_aligned(tensor) for tensor in tensors), initial=0))
+        if not starts[-1]:
+            return
+        device = tensors[0].device
+        block = zeros_in_memory(starts[-1], torch.uint8, device, device)
+        for tensor, start in zip(tensors, starts, strict=False):
+            _view(block, tensor, start).copy_(tensor)
+        uses = 0
+        if Role.OPTIM in self._uses:
+            for _ in range(self._uses[Role.OPTIM]):
+                self.home.release((self._number, Role.OPTIM), changed=False)
+            uses = self._drop(Role.OPTIM)
+        self._packed = entries
+        self._views = list(zip((value for _, _, value in entries), starts[len(kept) :], strict=False))
+        self._rebind_optim(block)
+        self._add(Role.OPTIM, block)
+        for _ in range(uses):  # whoever had the old block in use has the new one in use
+            self._fetch(Role.OPTIM).wait()
+
+    def _rebind_optim(self, flat: Tensor | None) -> None:
+        self._optim = flat
+        if self.format.has_copy:
+            self._point(_placeholder(self.values) if flat is None else _view(flat, self.values, 0))
+        for tensor, start in self._views:
+            _assign(tensor, _placeholder(tensor) if flat is None else _view(flat, tensor, start))
+
+
+def _is_elementwise(piece: BucketPiece, key: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_cut(key, value, piece.values.shape)
+
+
+def _assign(tensor: Tensor, values: Tensor) -> None:
+    """Let a tensor object have other memory, also of another device, to which ``.data`` can't always go."""
+    if tensor.device.type == values.device.type:
+        tensor.data = values
+        return
+    other = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+
+
+def _aligned(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _view(block: Tensor, like: Tensor, start: int) -> Tensor:
+    end = start + like.numel() * like.element_size()
+    return block[start:end].view(like.dtype).view(like.shape)
+
+
+def _placeholder(like: Tensor) -> Any:
+    """Return a tensor of the same shape, format and device that takes one element of memory."""
+    filler = float("nan") if like.is_floating_point() else 0
+    return torch.full((1,), filler, dtype=like.dtype, device=like.device).expand(like.shape)
