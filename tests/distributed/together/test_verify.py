@@ -48,8 +48,8 @@ def verify_plugin(name, precision):
 def test_every_plugin_trains_as_one_process(name):
     first, second = run_on_ranks(verify_plugin, 2, name, None)
     assert first == second
-    whats = {what for what, _, _ in first}
-    assert whats == {"initial parameter", "output", "evaluation loss", "loss", "gradient", "update"}
+    kinds = {what for what, _, _ in first}
+    assert kinds == {"initial parameter", "output", "evaluation loss", "loss", "gradient", "update"}
     names = {name for name, _ in tiny_llama().named_parameters()}
     assert {name for what, step, name in first if (what, step) == ("gradient", 2)} == names
 
