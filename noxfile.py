@@ -1,8 +1,8 @@
 """Every developer command of this repository: ``nox -l`` lists them, ``nox -s NAME -- ARGUMENTS`` runs one.
 
-Sessions that work on the checkout share one environment, ``.nox/checkout``, with every package installed editable,
-because installing torch takes longer than most of them run. Sessions that prove something about wheels have
-environments of their own. All install under ``constraints.txt``.
+Sessions on the checkout share one environment, ``.nox/checkout``, with every package installed editable,
+because installing torch takes longer than most sessions. Sessions that test wheels have their own environments. All
+install with ``constraints.txt``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ nox.options.reuse_venv = "yes"
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Everything that must hold before a change lands: lint, types, and all tests but the slow ones."""
+    """Run what must pass before a change is merged: lint, types, and all tests except the slow ones."""
     python = _checkout(session)
     _lint(session, python)
     _types(session, python)
@@ -69,7 +69,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def packaging(session: nox.Session) -> None:
-    """Build the wheels, install them beside core alone, and look at what a user sees."""
+    """Build the wheels, install them with only core, and test what a user sees."""
     _pytest(session, _checkout(session), "tests/packaging", *session.posargs)
 
 
@@ -81,7 +81,7 @@ def slow(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def zoo(session: nox.Session) -> None:
-    """Train every model of the zoo under every plugin, those too that the default run leaves out."""
+    """Train every model of the zoo under every plugin, including those that the default run leaves out."""
     _pytest(session, _checkout(session), "tests/zoo", *session.posargs)
 
 
@@ -95,27 +95,27 @@ def direct(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Run the tests that need CUDA devices; each says how many it lacks."""
+    """Run the tests that need CUDA devices; skips say how many are missing."""
     _pytest(session, _checkout(session), "tests", "-m", "gpu", *session.posargs)
 
 
 @nox.session
 @nox.parametrize("name", PACKAGES, ids=PACKAGES)
 def package(session: nox.Session, name: str) -> None:
-    """Run a package's own tests against its wheel in an environment that has nothing of ours but what it needs."""
+    """Run a package's own tests against its wheel, in an environment with only its own dependencies."""
     needed = {*_with_dependencies(name), *_with_dependencies(TESTING)}
     wheels = _wheels(session, [ROOT / "packages" / each for each in sorted(needed)])
     session.install("-c", CONSTRAINTS, *wheels, *_group("test"))
     session.run("python", "-m", "pip", "check")
     short = name.removeprefix("booster-")
     folders = [path for path in sorted(ROOT.glob(f"tests/*/{short}")) if any(path.glob("test_*.py"))]
-    # The core of all plugins must work where no plugin is installed, so none is there when its tests run.
+    # Core must work without plugins, so none is installed when its tests run.
     _pytest(session, "python", *map(str, folders), "-m", "not slow", *session.posargs)
 
 
 @nox.session
 def minimal_plugin(session: nox.Session) -> None:
-    """Put a stranger's plugin, built into a wheel, through the conformance kit against this core."""
+    """Run the conformance kit on a third-party plugin, built into a wheel, against this core."""
     wheels = _wheels(session, [*(ROOT / "packages" / each for each in _with_dependencies(TESTING)), EXAMPLE])
     session.install("-c", CONSTRAINTS, *wheels, *_group("test"))
     session.run("booster", "plugins", "--load")
@@ -151,7 +151,7 @@ def docs(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Train a small language model on bytes: ``nox -s demo -- --plugin ddp --nproc 2``.
 
-    The environment has the plugin's distribution, what that needs, and what the example imports; nothing else.
+    The environment contains only the plugin's distribution, its dependencies, and the imports of the example.
     """
     arguments = [*session.posargs]
     nproc = _option(session, arguments, "--nproc", "2")
@@ -193,7 +193,7 @@ def build(session: nox.Session, name: str) -> None:
 
 
 def _checkout(session: nox.Session) -> str:
-    """Return the Python of the environment that sessions on the checkout share, made anew when its inputs change."""
+    """Return the Python of the shared environment of the checkout; recreate it if its inputs have changed."""
     home = ROOT / ".nox" / "checkout"
     python = str(home / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python"))
     manifests = [ROOT / "pyproject.toml", Path(CONSTRAINTS), *sorted(ROOT.glob("packages/*/pyproject.toml"))]
@@ -207,7 +207,15 @@ def _checkout(session: nox.Session) -> str:
     groups = [*_group("lint"), *_group("types"), *_group("test")]
     install = ("-m", "pip", "install", "--quiet", "-c", CONSTRAINTS)
     _run(session, python, *install, *editable, *groups)
-    _run(session, python, *install, "--no-deps", "--target", str(home / "apart"), *_group("apart"))
+    _run(
+        session,
+        python,
+        *install,
+        "--no-deps",
+        "--target",
+        str(home / "isolated_libraries"),
+        *_group("isolated_libraries"),
+    )
     stamp.write_text(digest, encoding="ascii")
     return python
 
@@ -230,10 +238,10 @@ def _pytest(session: nox.Session, python: str, *arguments: str, success_codes: I
 
 
 def _workers() -> tuple[str, ...]:
-    """Return pytest's arguments for tests side by side.
+    """Return pytest's arguments for parallel tests.
 
-    Ranks wait for each other much of the time, so a run of tests keeps about one core busy. A file stays on one worker,
-    because its tests share fixtures.
+    Ranks wait for each other much of the time, so one test process keeps about one core busy. The tests of a file run
+    in one process, because they share fixtures.
     """
     return ("-n", str(max(2, (os.cpu_count() or 2) // 2)), "--dist", "loadfile")
 
@@ -243,7 +251,7 @@ def _run(session: nox.Session, python: str, *arguments: str, env: dict[str, str]
 
 
 def _option(session: nox.Session, arguments: list[str], name: str, default: str) -> str:
-    """Take an option and its value out of a list of arguments."""
+    """Remove an option from a list of arguments and return its value."""
     if name not in arguments:
         return default
     index = arguments.index(name)
@@ -260,7 +268,7 @@ def _group(name: str) -> list[str]:
 
 
 def _with_dependencies(name: str) -> list[str]:
-    """Return a package of ours and those of ours that it needs."""
+    """Return a package of this repository and those that it depends on."""
     needed = [name]
     for each in needed:
         dependencies = nox.project.load_toml(ROOT / "packages" / each / "pyproject.toml")["project"]["dependencies"]
@@ -269,7 +277,7 @@ def _with_dependencies(name: str) -> list[str]:
 
 
 def _lowest_versions() -> set[str]:
-    """Return each third party's requirement as a pin of its lowest version."""
+    """Return the third-party requirements, each pinned to its lowest version."""
     lowest = set()
     for name in PACKAGES:
         for text in nox.project.load_toml(ROOT / "packages" / name / "pyproject.toml")["project"]["dependencies"]:

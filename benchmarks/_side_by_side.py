@@ -1,6 +1,6 @@
-"""Timing training steps side by side: every contender lives in the same processes, and they take turns.
+"""Time training steps side by side: all contenders run in the same processes, in alternating steps.
 
-The machines are noisy and drift, so only ratios of neighbouring steps count. A step's time is that of the slower rank.
+Timings are noisy and drift, so only ratios of adjacent steps are reported. A step's time is that of the slower rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama's size; sequence length and batch are those of the bars in the design."""
+    """A Llama's size; the bars are defined for this sequence length and batch."""
 
     hidden: int
     layers: int
@@ -90,14 +90,14 @@ def on_each_transport(name: str, make: Callable[[], Callable[[], None]]) -> dict
 
 
 def take_turns(contenders: Mapping[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Return the seconds of each contender's steps, each the slower rank's, round by round.
+    """Return the seconds of each contender's steps by round; each is the slower rank's.
 
     Collective: every rank.
     """
     names = list(contenders)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(warmup + rounds):
-        # The order turns around each round: whoever comes after a garbage collection is not always the same.
+        # The order is reversed in each round, so that garbage collections don't always affect the same contender.
         for name in names if number % 2 else reversed(names):
             dist.barrier()
             start = time.perf_counter()
@@ -110,7 +110,7 @@ def take_turns(contenders: Mapping[str, Callable[[], None]], rounds: int, warmup
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median of the ratios round by round, and their quartiles."""
+    """Return the median of the ratios over rounds, and their quartiles."""
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
     low, _, high = statistics.quantiles(ratios, n=4)
     return statistics.median(ratios), low, high
@@ -152,7 +152,7 @@ def report_transports(
 
 
 def report(what: str, ours: Sequence[float], theirs: Sequence[float], bar: float) -> bool:
-    """Print a ratio and its bar, and return whether it is met."""
+    """Print a ratio and its bar, and return whether the bar is met."""
     median, low, high = ratio(ours, theirs)
     print(
         f"{what}: {median:.3f} (quartiles {low:.3f} to {high:.3f}; {statistics.median(ours) * 1e3:.0f} ms to "

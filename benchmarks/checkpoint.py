@@ -1,15 +1,15 @@
 """Speed of saving and loading a Llama and its AdamW state on several ranks, against the disk and against torch DCP.
 
 Run as ``python benchmarks/checkpoint.py [--size 110m] [--ranks 2] [--rounds 5] [--folder DIR]``. Every figure is a
-ratio of two things measured in turns (A B A B ...) in one run: the median over the rounds, and the lowest and highest
-round. What is compared:
+ratio of two alternating measurements (A B A B ...) in one run: the median over the rounds, and the lowest and highest
+round. The comparisons:
 
-- save: each rank writes an equal share of the same bytes into one file, with the same sync, from one buffer;
-- load: each rank reads the same bytes from the same files into memory that exists;
-- DCP: ``torch.distributed.checkpoint`` saving and loading the same model and optimizer state;
-- async: a copy of what the rank writes, into memory that exists.
+- save: each rank writes an equal part of the same bytes into one file, with the same sync, from one buffer;
+- load: each rank reads the same bytes from the same files into allocated memory;
+- DCP: ``torch.distributed.checkpoint`` saves and loads the same model and optimizer state;
+- async: a copy of the bytes that the rank writes, into allocated memory.
 
-Files are read back from the page cache, on either side.
+Files are read from the page cache on both sides.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from booster_core.ranks import DistCoordinator
 from booster_runtime.checkpoint import CheckpointIO, ModelPart, OptimizerPart
-from booster_runtime.checkpoint.naming import MODEL, OPTIMIZER, FileNames
-from booster_runtime.checkpoint.raw import as_bytes, pread_into, pwrite_from
+from booster_runtime.checkpoint.files.names import MODEL, OPTIMIZER, FileNames
+from booster_runtime.checkpoint.files.raw import as_bytes, pread_into, pwrite_from
 from booster_runtime.state import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
 
@@ -45,7 +45,7 @@ _MIB = 1 << 20
 
 
 class Model(nn.Module):
-    """A stack of the matrices of a Llama; nothing is computed here."""
+    """The matrices of a Llama, without a forward."""
 
     def __init__(self, width: int, depth: int, vocabulary: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def timed(action: Callable[[], object]) -> float:
 def in_turns(
     actions: Sequence[Callable[[], object]], rounds: int, between: Callable[[], object] = lambda: None
 ) -> list[list[float]]:
-    """Time actions in turns, after one round that does not count."""
+    """Time actions alternately, after one warmup round."""
     times: list[list[float]] = [[] for _ in actions]
     for index in range(rounds + 1):
         for action, record in zip(actions, times, strict=True):
@@ -145,13 +145,13 @@ def on_rank(size: str, rounds: int, folder: Path | None) -> None:
 
 
 class Bench:
-    """What is measured, on one rank.
+    """The measurements on one rank.
 
     Args:
         size: One of `SIZES`.
-        rounds: How often each thing is timed.
-        folder: Where files go.
-        coordinator: Rank facts.
+        rounds: Number of measurements of each action.
+        folder: Folder for the files.
+        coordinator: The coordinator of the ranks.
     """
 
     def __init__(self, size: str, rounds: int, folder: Path, coordinator: DistCoordinator) -> None:
@@ -192,14 +192,14 @@ class Bench:
         self.io.load_optimizer(self.adapter, self.files[1])
 
     def write_raw(self) -> None:
-        """Write the same bytes plainly."""
+        """Write the same bytes by plain I/O."""
         descriptor = os.open(self.folder / "raw", os.O_CREAT | os.O_WRONLY)
         pwrite_from(descriptor, as_bytes(self.buffer), self.first)
         os.fsync(descriptor)
         os.close(descriptor)
 
     def read_raw(self) -> None:
-        """Read the same bytes plainly."""
+        """Read the same bytes by plain I/O."""
         position = 0
         for path in self.files:
             length = min(path.stat().st_size, self.total - position)
@@ -209,7 +209,7 @@ class Bench:
             position += length
 
     def dcp_state(self) -> dict[str, object]:
-        """Return the state in torch's form."""
+        """Return the state as torch's state dict."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         return {"model": self.model.state_dict(), "optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
@@ -223,7 +223,7 @@ class Bench:
         dcp_load(self.dcp_state(), checkpoint_id=self.folder / "dcp")
 
     def save_in_background(self) -> None:
-        """Save with Booster, and go on."""
+        """Save with Booster in the background."""
         parts = [
             ModelPart(self.adapter, FileNames(base=MODEL)),
             OptimizerPart(self.adapter, FileNames(base=OPTIMIZER)),

@@ -1,4 +1,4 @@
-"""What the FSDP plugin adds to a step of torch's ``fully_shard`` by hand, of steps taken in turn on 2 gloo ranks.
+"""Step time of the FSDP plugin relative to torch's ``fully_shard``, over alternating steps on 2 gloo ranks.
 
 Bar: 1.01, with the same units, options, optimizer, clipping and batch.
 """
@@ -38,7 +38,7 @@ def boosted(size: str, samples: int, precision: str | None) -> Callable[[], None
 
 
 def by_hand(size: str, samples: int, precision: str | None) -> Callable[[], None]:
-    """Return the same step with torch alone."""
+    """Return the same step with plain torch."""
     model: Any = llama(size)
     formats = MixedPrecisionPolicy()
     if precision is not None:

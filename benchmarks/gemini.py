@@ -1,7 +1,7 @@
-"""Gemini's step, all on device, against FSDP2 with reshard and one process without communication.
+"""Gemini's step without offload, compared with FSDP2 with reshard and with one process without communication.
 
-All runs live in the same gloo ranks of one thread each and take turns (A B C A B C ...), so that what else the machine
-does touches all of them alike; what counts is the ratio within a turn, of the slower rank's times. FSDP2 is wrapped
+All runs share the same gloo ranks of one thread each and alternate (A B C A B C ...), so that other load on the machine
+affects all of them equally; the result is the ratio of the slower rank's times within a turn. FSDP2 is wrapped
 layer by layer, and Gemini's chunks are about as large as a layer.
 
     python benchmarks/gemini.py --size 25M --dtype bf16
@@ -37,14 +37,14 @@ SIZES = {
     "110M": {"hidden_size": 768, "num_hidden_layers": 8, "intermediate_size": 2048, "vocab_size": 32000},
 }
 LAYER_BYTES = {"25M": 7 * 2**20, "110M": 28 * 2**20}
-"""What a layer's parameters take in fp32: chunks are as large, so that both gather as much at a time."""
+"""Bytes of a layer's parameters in fp32: chunks have this size, so that both gather as much at a time."""
 TIME_BARS = {"fsdp2": 0.75, "alone": 1.25}
 MEMORY_BAR = 0.85
 SAMPLES, LENGTH = 2, 128
 
 
 def make_model(size: str, dtype: torch.dtype) -> nn.Module:
-    """Return a Llama with random weights, the same on each rank."""
+    """Return a Llama with random weights, the same on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def over(kind: str) -> contextlib.AbstractContextManager[None]:
 
 
 def timed(kinds: list[str], size: str, dtype: torch.dtype, options: dict[str, Any], turns: int) -> dict[str, Any]:
-    """Return the times of each kind's steps, turn by turn.
+    """Return the times of each kind's steps by turn.
 
     Collective: every rank of the world.
     """
@@ -120,13 +120,13 @@ def timed(kinds: list[str], size: str, dtype: torch.dtype, options: dict[str, An
             started = time.perf_counter()
             with over(kind):
                 step()
-            if turn >= 2:  # the first two steps make state, chunks and caches
+            if turn >= 2:  # the first two steps create state, chunks and caches
                 times[kind].append(time.perf_counter() - started)
     return times
 
 
 def peak_bytes(kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]) -> int:
-    """Return the peak of resident memory above what was there before the model was built.
+    """Return the peak of resident memory, relative to that before the model was built.
 
     Collective: every rank of the world.
     """
@@ -139,7 +139,7 @@ def peak_bytes(kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="25M")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
@@ -152,7 +152,7 @@ def main() -> None:
     dtype = torch.float32 if asked.dtype == "fp32" else torch.bfloat16
     kinds = [*(f"gemini {transport}" for transport in TRANSPORTS), *TIME_BARS]
     case = (asked.size, dtype, {"max_prefetch": asked.prefetch})
-    # Loaded under its own name: workers would not find functions of `__main__`.
+    # Imported by name: workers can't find functions of `__main__`.
     spec = importlib.util.spec_from_file_location("gemini_benchmark", Path(__file__).resolve())
     assert spec is not None
     assert spec.loader is not None
@@ -178,7 +178,7 @@ def main() -> None:
     if not asked.no_memory:
         peaks = {}
         for kind in ("gemini", *TIME_BARS):
-            close_ranks()  # a new process each: memory that was freed may stay with the old one
+            close_ranks()  # a new process each: freed memory may stay in the old process
             peaks[kind] = max(run_on_ranks(here.peak_bytes, asked.ranks, kind, *case, timeout_seconds=3600))
             print(f"  {kind:7} peak {peaks[kind] / 2**20:8.1f} MiB")
         print(f"  gemini / fsdp2 memory {peaks['gemini'] / peaks['fsdp2']:.3f} (bar {MEMORY_BAR})")

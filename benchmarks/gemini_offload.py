@@ -1,12 +1,12 @@
-"""A model that is three times as large as the memory it may take: Gemini's step with the rest of its state on a disk.
+"""Gemini's step with a budget of a third of its state, and the rest of the state on disk.
 
-One process, AdamW. Three things are timed in one run, one after the other in each round, so that a machine that is
-busy elsewhere slows all of them: a step with everything in RAM, the raw speed of the disk in both directions, and a
-step with a budget of a third of parameters, gradients and optimizer state. Bars: the step takes at most 1.3 times the
-longer of computing alone and of moving its bytes at the disk's raw speed, as the median over the rounds; the peak of
-RSS above an imported torch, from the first step on, is at most 1.1 times the budget, plus activations, which are what
-the run in RAM takes above its state once the C library has given back what the first steps left behind; and of the
-bytes that are on the disk between steps at least 0.8 are missing in RAM.
+One process, AdamW. Each round measures three things one after the other, so that other load on the machine
+affects all of them: a step with everything in RAM, the raw speed of the disk in both directions, and a
+step with a budget of a third of parameters, gradients and optimizer state. Bars: the median step takes at most 1.3
+times the maximum of computation alone and of moving its bytes at the disk's raw speed; the peak of RSS from the first
+step on, relative to that after importing torch, is at most 1.1 times the budget plus activations (measured as the
+memory of the run in RAM above its state, after the C library has returned the memory of the first steps); and RSS
+is reduced by at least 0.8 of the bytes that are on disk between steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 _BAR_SECONDS, _BAR_MEMORY, _BAR_RESIDENT = 1.3, 1.1, 0.8
 _BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 18}
 _WARM = 2
-"""Rounds that are not timed: the first records, the second follows the first plan."""
+"""Warmup rounds: the first records, the second follows the first plan."""
 
 
 def _status(name: str) -> int:
@@ -52,7 +52,7 @@ def _model(layers: int, hidden: int) -> torch.nn.Module:
 
 
 def _train(options: argparse.Namespace) -> None:
-    """Train a step for every line of standard input, and print what it took as a line of JSON."""
+    """Train a step for every line of standard input, and print its measurements as a line of JSON."""
     import transformers.models.llama  # noqa: F401 - imported before memory is looked at
 
     from booster_core import Booster, launch_from_torch
@@ -78,7 +78,7 @@ def _train(options: argparse.Namespace) -> None:
     for number, _ in enumerate(sys.stdin):
         if number == _WARM and not options.folder:
             give_back_freed()
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets the peak so far
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
         start, bytes_before = time.perf_counter(), (store.bytes_read + store.bytes_written if store else 0)
         loss = boosted(input_ids=tokens, labels=tokens).loss
         booster.backward(loss, wrapped)
@@ -98,7 +98,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 class _Disk:
-    """The raw speed of the disk, a gigabyte each way at a time."""
+    """Measures the raw speed of the disk, with one gigabyte in each direction."""
 
     def __init__(self, folder: str) -> None:
         from booster_gemini.memory.disk import DiskStore
@@ -111,7 +111,7 @@ class _Disk:
         self._offsets = [self._store.allocate(64 << 20) for _ in range(16)]
 
     def speeds(self) -> tuple[float, float]:
-        """Return bytes per second when writing, and when reading."""
+        """Return bytes per second of writing and of reading."""
         found = []
         for move in (self._store.write, self._store.read):
             start = time.perf_counter()
@@ -123,7 +123,7 @@ class _Disk:
 
 
 class _Trainer:
-    """A process that trains a step when it is asked to."""
+    """A process that trains one step per request."""
 
     def __init__(self, options: argparse.Namespace, *more: str) -> None:
         command = [sys.executable, __file__, "--train"]
@@ -132,7 +132,7 @@ class _Trainer:
         self._process = subprocess.Popen([*command, *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603 - this very file
 
     def step(self) -> dict[str, Any]:
-        """Train a step and return what it took."""
+        """Train a step and return its measurements."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("step\n")
@@ -148,7 +148,7 @@ class _Trainer:
 
 
 def main() -> None:
-    """Run the rounds and compare."""
+    """Run the rounds and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--folder", default="")
@@ -185,7 +185,7 @@ def main() -> None:
     print(f"peak {moved['peak'] / 1e9:.2f} GB, activations {activations / 1e9:.2f} GB; (peak - activations) / budget: "
           f"{over:.3f}; bar {_BAR_MEMORY}")  # fmt: skip
     fallen = (still["resident"] - moved["resident"]) / moved["on_disk"]
-    print(f"fallen RSS / bytes on disk: {fallen:.3f}; bar {_BAR_RESIDENT}")
+    print(f"reduction of RSS / bytes on disk: {fallen:.3f}; bar {_BAR_RESIDENT}")
     print(f"same losses: {all(one['loss'] == other['loss'] for one, other, _ in rounds)}")
 
 

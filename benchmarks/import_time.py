@@ -1,4 +1,4 @@
-"""What importing Booster adds to importing torch: the median of paired runs of whole processes.
+"""Import time of Booster relative to torch: the median of paired runs of whole processes.
 
 Bar: ``import booster_core`` and ``from booster_core import Booster`` take at most 1.05 of the time of ``import torch``,
 and ``booster plugins`` less than 0.3 s.
@@ -16,19 +16,19 @@ NUM_PAIRS = 15
 
 
 def seconds(*command: str) -> float:
-    """Return the wall time of a process, interpreter start included."""
+    """Return the wall time of a process, including the start of the interpreter."""
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - commands of this file
     return time.perf_counter() - start
 
 
 def main() -> int:
-    """Print each figure beside its bar; return 1 if one is missed."""
+    """Print each figure and its bar; return 1 if a bar is missed."""
     baseline = (sys.executable, "-c", "import torch")
     status = 0
     for statement in ("import booster_core", "from booster_core import Booster"):
         command = (sys.executable, "-c", statement)
-        seconds(*baseline), seconds(*command)  # files are in the page cache from here on
+        seconds(*baseline), seconds(*command)  # all files are in the page cache now
         pairs = [(seconds(*baseline), seconds(*command)) for _ in range(NUM_PAIRS)]
         ratio = statistics.median(ours / theirs for theirs, ours in pairs)
         ours, theirs = (statistics.median(pair[index] for pair in pairs) for index in (1, 0))

@@ -1,8 +1,8 @@
-"""What a step of a pipeline takes, to the ideal (m + p - 1) / m of its compute: m microbatches on p stages.
+"""Step time of a pipeline relative to the ideal (m + p - 1) / m of its compute: m microbatches on p stages.
 
-Bar: 1.1. Two stages compute a Llama on one thread each, and their compute is what the slower rank's record sums up.
-Four stages would share fewer cores here, so their layers sleep for a fixed time instead of computing; the other
-schedules are put to the same test against the length of their plans. The zero-bubble V has to be below the ideal of
+Bar: 1.1. Two stages compute a Llama on one thread each; the compute is the sum of the slower rank's record.
+Four stages would share too few cores here, so their layers sleep for a fixed time instead of computing; the other
+schedules are compared in the same way with the length of their plans. The zero-bubble V must be below the ideal of
 schedules that do not split backward.
 """
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 MICROBATCHES = 8
 FORWARD_SECONDS = 0.02
-"""Of each layer; backward takes twice as long."""
+"""Seconds of each layer's forward; backward takes twice as long."""
 
 
 class _Slow(torch.autograd.Function):
-    """Takes as long in forward as for the gradient of its input, and as for that of its weight."""
+    """Sleep equally long in forward, for the gradient of the input, and for that of the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, layer: SleepingLayer, pending: Any) -> Tensor:
-        del weight  # an argument so that its gradient is asked for
+        del weight  # an argument, so that autograd computes its gradient
         ctx.layer, ctx.pending = layer, pending
         time.sleep(FORWARD_SECONDS)
         return x.clone()
@@ -61,7 +61,7 @@ class _Slow(torch.autograd.Function):
 
 
 class _SlowForward:
-    """The forward of a sleeping layer; its weight's gradient can wait."""
+    """Run forward of a sleeping layer, whose weight gradient can be deferred."""
 
     weight_gradients: SplitBackward | None = None
 
@@ -86,21 +86,21 @@ class SleepingLayer(nn.Module):
 
 
 class SleepingModel(nn.Module):
-    """Layers of fixed duration, one after the other."""
+    """A sequence of layers of fixed duration."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList([SleepingLayer() for _ in range(num_layers)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Go through all layers."""
+        """Run all layers."""
         for layer in self.layers:
             x = layer(x)
         return x
 
 
 def _steps(booster: Booster, objects: Any, batch: dict[str, Tensor], criterion: Any, rounds: int) -> list[float]:
-    """Return the seconds of forward and backward of batches, each the slowest rank's."""
+    """Return the seconds of forward and backward of batches; each is the slowest rank's."""
     model, optimizer, *_ = objects
     seconds = []
     for number in range(rounds + 1):
@@ -134,7 +134,7 @@ def sleeping(style: str, num_chunks: int, rounds: int) -> list[float]:
 
 
 def computing(size: str, samples: int, folder: str, rounds: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of steps of a Llama, and what of them this rank has computed."""
+    """Return the seconds of steps of a Llama, and of this rank's computation in them."""
     model = llama(size)
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(SIZES[size].vocabulary, (samples * MICROBATCHES, LENGTH), generator=generator)
@@ -177,7 +177,7 @@ def main() -> int:
         plan = make_schedule(style, num_ranks, MICROBATCHES, num_chunks).duration
         ideal = plan * layers * FORWARD_SECONDS
         if style == "zbv":
-            # What no schedule reaches that computes gradients of inputs and weights together, with one stage a rank.
+            # The bound for schedules with one stage per rank that compute gradients of inputs and weights together.
             ideal = 3 * (MICROBATCHES + num_ranks - 1) * 8 / num_ranks * FORWARD_SECONDS
         against = "(m + p - 1) / m" if style == "zbv" else "the plan"
         what = f"Pipeline step, {num_ranks} ranks that sleep, {style}, to {against}"

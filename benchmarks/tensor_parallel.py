@@ -1,9 +1,8 @@
-"""Tensor parallelism's step against a Llama under DTensor's ``parallelize_module``, on 2 gloo ranks of one thread.
+"""Step time of tensor parallelism relative to a Llama under DTensor's ``parallelize_module``, on 2 gloo ranks.
 
-Both split the embedding and the head by vocabulary, take the loss of split logits, and step fused AdamW. They live in
-the same processes and take turns, so that what else the machine does touches both alike; what counts is the ratio
-within a turn, of the slower rank's times. A third contender does our work without sending anything: what is left is
-compute.
+Ranks have one thread. Both split the embedding and the head by vocabulary, compute the loss of sharded logits, and
+step fused AdamW. They share the same processes and alternate, so that other load on the machine affects both equally;
+the result is the ratio of the slower rank's times within a turn. A third contender runs our step without communication.
 
     python benchmarks/tensor_parallel.py --hidden 384 --dtype bf16
 """
@@ -41,7 +40,7 @@ FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def make_model(hidden: int, dtype: torch.dtype) -> nn.Module:
-    """Return a Llama with random weights, the same on each rank."""
+    """Return a Llama with random weights, the same on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -83,7 +82,7 @@ def ours(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def silent(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
-    """Return our layers' step with every sum over ranks left out: its numbers are wrong, its compute is all there."""
+    """Return our step without all-reduces: its results are wrong, but its computation is complete."""
     model: Any = make_model(hidden, dtype)
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     group = TensorGroup(alone[dist.get_rank()], dist.get_rank(), dist.get_world_size())
@@ -122,7 +121,7 @@ def by_hand(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
         plan[f"model.layers.*.{name}"] = RowwiseParallel()
     parallelize_module(model, mesh, plan)
     parameters = list(model.parameters())
-    # One group can't hold both kinds.
+    # One parameter group can't contain both kinds.
     groups = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False)]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, fused=True)
     batch = make_tokens()
@@ -142,7 +141,7 @@ STEPS = {"ours": ours, "by hand": by_hand, "silent": silent}
 
 
 def timed(hidden: int, dtype: torch.dtype, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each contender's steps, each the slower rank's, round by round.
+    """Return the seconds of each contender's steps by round; each is the slower rank's.
 
     Collective: every rank of the world.
     """
@@ -153,7 +152,7 @@ def timed(hidden: int, dtype: torch.dtype, rounds: int) -> dict[str, list[float]
 
 
 def peak_bytes(name: str, hidden: int, dtype: torch.dtype) -> int:
-    """Return the peak of resident memory above what was there before the model was built.
+    """Return the peak of resident memory, relative to that before the model was built.
 
     Collective: every rank of the world.
     """
@@ -174,7 +173,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--memory", action="store_true", help="measure peaks of memory too")
     asked = parser.parse_args()
-    # Loaded under its own name: workers would not find functions of `__main__`.
+    # Imported by name: workers can't find functions of `__main__`.
     spec = importlib.util.spec_from_file_location("tensor_parallel_benchmark", Path(__file__).resolve())
     assert spec is not None
     assert spec.loader is not None
@@ -192,7 +191,7 @@ def main() -> int:
             print(f"  the same compute without communication: {silent_ms:.0f} ms", flush=True)
             if asked.memory:
                 for kind in ("ours", "by hand"):
-                    close_ranks()  # a new process each: memory that was freed may stay with the old one
+                    close_ranks()  # a new process each: freed memory may stay in the old process
                     peak = max(run_on_ranks(here.peak_bytes, asked.ranks, kind, *case, timeout_seconds=900))
                     print(f"  peak of {kind:8} {peak / 2**20:8.1f} MiB", flush=True)
     close_ranks()

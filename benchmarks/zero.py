@@ -1,7 +1,7 @@
-"""ZeRO's step against DDP, ZeroRedundancyOptimizer and one process without communication, on gloo ranks of one thread.
+"""Step time of ZeRO relative to DDP, ZeroRedundancyOptimizer and one process without communication, on gloo ranks.
 
-All runs live in the same processes and take turns (A B C D A B C D ...), so that what else the machine does touches
-all of them alike; what counts is the ratio within a turn, of the slower rank's times.
+Ranks have one thread. All runs share the same processes and alternate (A B C D A B C D ...), so that other load on the
+machine affects all of them equally; the result is the ratio of the slower rank's times within a turn.
 
     python benchmarks/zero.py --size 25M --dtype bf16
 """
@@ -42,11 +42,11 @@ BARS = {"ddp": 0.95, "redundancy": 0.94, "alone": 1.12}
 SAMPLES, LENGTH = 2, 128
 OURS = tuple(f"zero {transport}" for transport in TRANSPORTS)
 STEPS = 4
-"""Steps that a contender takes in a row: what goes on after its step is its own to pay for."""
+"""Consecutive steps of a contender, so that work that continues after a step is charged to it."""
 
 
 def make_model(size: str, dtype: torch.dtype) -> nn.Module:
-    """Return a Llama with random weights, the same on each rank."""
+    """Return a Llama with random weights, the same on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def make_model(size: str, dtype: torch.dtype) -> nn.Module:
 def make_step(
     kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> tuple[Callable[[], None], Callable[[], int], Callable[[], None]]:
-    """Return a step of a kind of run, what tells the bytes of its optimizer state here, and what ends the last step."""
+    """Return functions for a step, for the bytes of this rank's optimizer state, and to finish the last step."""
     model = make_model(size, dtype)
     trained: Any = model
     optimizer: Any
@@ -104,7 +104,7 @@ def make_step(
         )
 
     def finish() -> None:
-        next(trained.parameters())  # waits for gathers that are underway
+        next(trained.parameters())  # waits for pending gathers
 
     return step, state_bytes, finish
 
@@ -116,7 +116,7 @@ def over(kind: str) -> contextlib.AbstractContextManager[None]:
 
 
 def timed(kinds: list[str], size: str, dtype: torch.dtype, options: dict[str, Any], turns: int) -> dict[str, Any]:
-    """Return the times of each kind's steps, turn by turn, and its state's bytes.
+    """Return the times of each kind's steps by turn, and the bytes of its state.
 
     Collective: every rank of the world.
     """
@@ -135,13 +135,13 @@ def timed(kinds: list[str], size: str, dtype: torch.dtype, options: dict[str, An
                     step()
                 if kind in OURS:
                     finish()
-            if turn:  # the first steps make state, buckets and caches
+            if turn:  # the first steps create state, buckets and caches
                 times[kind].append((time.perf_counter() - started) / STEPS)
     return {"times": times, "state": {kind: state_bytes() for kind, (_, state_bytes, _) in runs.items()}}
 
 
 def peak_bytes(kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]) -> int:
-    """Return the peak of resident memory above what was there before the model was built.
+    """Return the peak of resident memory, relative to that before the model was built.
 
     Collective: every rank of the world.
     """
@@ -156,7 +156,7 @@ def peak_bytes(kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="25M")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
@@ -164,12 +164,12 @@ def main() -> None:
     parser.add_argument("--overlap-allgather", action="store_true", help="gather while the next forward begins")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--bucket-mib", type=float, help="size of a bucket; the plugin's own choice without")
+    parser.add_argument("--bucket-mib", type=float, help="size of a bucket; by default the plugin's choice")
     parser.add_argument("--only", choices=["times", "memory"], help="measure one of the two")
     options = parser.parse_args()
     dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
     kinds = [*OURS, *BARS]
-    # Loaded under its own name: workers would not find functions of `__main__`.
+    # Imported by name: workers can't find functions of `__main__`.
     import importlib.util
     import sys
 
@@ -195,7 +195,7 @@ def main() -> None:
 
 
 def report_times(here: Any, kinds: list[str], case: tuple[Any, ...], options: argparse.Namespace) -> None:
-    """Print times, and ratios within turns, of the slower rank; and bytes of optimizer state."""
+    """Print times and ratios within turns of the slower rank, and bytes of optimizer state."""
     results = run_on_ranks(here.timed, options.ranks, kinds, *case, options.turns, timeout_seconds=3600)
     slowest = {
         kind: [max(times) for times in zip(*(result["times"][kind] for result in results), strict=True)]
@@ -214,17 +214,17 @@ def report_times(here: Any, kinds: list[str], case: tuple[Any, ...], options: ar
 
 
 def report_memory(here: Any, case: tuple[Any, ...], options: argparse.Namespace) -> None:
-    """Print peaks of resident memory, and how much of what the paper's sums give is saved against DDP.
+    """Print peaks of resident memory, and the savings relative to DDP as a fraction of the paper's formula.
 
-    Of P parameters of w bytes on N ranks, that is (N - 1) / N of the state's 2 P w, and with stage 2 of the gradients'
-    P w as well.
+    For P parameters of w bytes on N ranks, the formula gives (N - 1) / N of the state's 2 P w bytes, and with stage 2
+    of the gradients' P w bytes as well.
     """
-    # Blocks of a MiB go back to the kernel when they are freed, for all alike: what malloc keeps for later varies by
-    # more than the strategies differ.
+    # Return freed blocks of a MiB to the kernel: the free memory that malloc would keep varies by more than the
+    # strategies differ.
     os.environ.update(MALLOC_MMAP_THRESHOLD_=str(2**20), MALLOC_TRIM_THRESHOLD_=str(2**20))
     peaks = {}
     for kind in ("zero", "ddp", "redundancy"):
-        close_ranks()  # a new process each: memory that was freed may stay with the old one
+        close_ranks()  # a new process each: freed memory may stay in the old process
         peaks[kind] = max(run_on_ranks(here.peak_bytes, options.ranks, kind, *case, timeout_seconds=3600))
         print(f"  {kind:11} peak {peaks[kind] / 2**20:8.1f} MiB")
     with torch.device("meta"):

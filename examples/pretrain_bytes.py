@@ -1,11 +1,11 @@
 """Pretrain a small byte-level Llama on the source code of Python's own standard library.
 
-The same script runs in one process and on many:
+The same script runs in one process or several:
 
     python examples/pretrain_bytes.py
     torchrun --nproc-per-node 2 examples/pretrain_bytes.py --plugin ddp
 
-It needs nothing from the network: the corpus comes with every Python, and is found through ``sysconfig``.
+It needs no network: the corpus is part of every Python installation, and is found through ``sysconfig``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VOCABULARY = 256  # one token per byte
 
 
 class Windows(Dataset):
-    """Windows of ``length`` consecutive bytes that don't overlap."""
+    """Non-overlapping windows of ``length`` consecutive bytes."""
 
     def __init__(self, text: bytes, length: int) -> None:
         self.windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // length * length].view(
@@ -48,7 +48,7 @@ class Windows(Dataset):
 
 
 def read_corpus(max_bytes: int) -> tuple[bytes, bytes]:
-    """Return the text to train on, and that of every tenth file, which is held out for validation."""
+    """Return the training text, and the text of every tenth file, which is held out for validation."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
     files = [p for p in sorted(root.rglob("*.py")) if not skipped & set(p.relative_to(root).parts)]
@@ -76,7 +76,7 @@ def build_model(hidden: int, layers: int, length: int) -> LlamaForCausalLM:
 
 
 def learning_rate(step: int, steps: int, warmup: int) -> float:
-    """Return the factor on the learning rate: a linear warmup, then a cosine down to a tenth."""
+    """Return the factor of the learning rate: a linear warmup, then a cosine decay to a tenth."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
@@ -92,7 +92,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def memory_mib() -> float:
-    """Return the memory in use by this process: on its GPU where it has one, else resident."""
+    """Return this process's memory use in MiB: on its GPU if it has one, else resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated() / 2**20
     pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
@@ -203,7 +203,7 @@ def evaluate(model: torch.nn.Module, held_out, device: torch.device, max_batches
 
 @torch.no_grad()
 def sample(folder: Path, prompt: str = "def ", length: int = 120) -> str:
-    """Load the folder as any transformers user would, and return a text that the model continues."""
+    """Load the folder by transformers, and return the model's continuation of a prompt."""
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     problems = {kind: keys for kind, keys in report.items() if keys}
     if problems:

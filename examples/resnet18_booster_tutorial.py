@@ -1,11 +1,11 @@
-"""One training step of ResNet-18: the script of Colossal-AI's Booster tutorial, moved over.
+"""Run one training step of ResNet-18: the script of Colossal-AI's Booster tutorial, moved to Booster.
 
-What changed is the imports, and that nothing asks for a GPU. It runs in one process and on many:
+Only the imports changed, and it needs no GPU. It runs in one process or several:
 
     python examples/resnet18_booster_tutorial.py
     torchrun --nproc-per-node 2 examples/resnet18_booster_tutorial.py
 
-It needs torchvision, and no data set: the images are random numbers.
+It needs torchvision, but no data set: the images are random.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     scheduler = StepLR(optimizer, step_size=1, gamma=0.1)
     model, optimizer, criterion, _, scheduler = booster.boost(model, optimizer, criterion, lr_scheduler=scheduler)
 
-    # The launch seeded all ranks alike; each takes images of its own.
+    # The launch gave all ranks the same seed; each draws its own images.
     generator = torch.Generator().manual_seed(coordinator.rank)
     images = torch.randn(4, 3, args.image_size, args.image_size, generator=generator).to(booster.device)
     loss = criterion(model(images))
@@ -58,7 +58,7 @@ def main() -> None:
     new_model = resnet18()
     booster.load_model(new_model, str(args.out))
     if coordinator.is_master():
-        # Under DDP, BatchNorm's running statistics are those of rank 0, from where each forward hands them out.
+        # Under DDP, BatchNorm's running statistics are those of rank 0, which each forward broadcasts.
         trained = {name: value.cpu() for name, value in model.unwrap().state_dict().items()}
         loaded = new_model.state_dict()
         wrong = [name for name in trained if not torch.equal(trained[name], loaded[name])]

@@ -1,11 +1,11 @@
-"""A run that resumes by itself after a crash, and ends as if nothing had happened.
+"""Train with automatic resumption after a crash; the result is the same as without the crash.
 
     torchrun --nproc-per-node 2 --max-restarts 1 examples/resume_training.py --plugin ddp --crash-at 13
 
-Every few steps the whole training state is saved in the background. When a process dies, torchrun starts all of them
-again; they find the last checkpoint and go on from there: same order of samples, same dropout, same losses.
-``--crash-at`` makes rank 0 kill itself once, so that you can watch; without it this is how to write a run that may be
-stopped at any moment.
+Every few steps the whole training state is saved in the background. If a process dies, torchrun restarts all of them;
+they find the last checkpoint and continue from it, with the same order of samples, dropout masks and losses.
+``--crash-at`` makes rank 0 kill itself once, to show this; leave it out in your own runs, which may be stopped at any
+moment.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def crash_once(root: Path) -> None:
-    """Kill this process, unless it has happened in an earlier life."""
+    """Kill this process, unless a previous attempt was killed."""
     note = root / "crashed"
     if not note.exists():
         note.touch()
@@ -57,7 +57,7 @@ def crash_once(root: Path) -> None:
 def main() -> None:
     args = parse_arguments()
     coordinator = launch_from_torch(seed=1, timeout_seconds=60)
-    torch.manual_seed(1 + coordinator.rank)  # another dropout on each rank
+    torch.manual_seed(1 + coordinator.rank)  # different dropout masks on each rank
     plugin = args.plugin or ("ddp" if coordinator.world_size > 1 else None)
     booster = Booster(plugin=plugin)
 

@@ -1,4 +1,4 @@
-"""What all tests share: GPU tests run where there are GPUs, and no test may leave anything behind in its process."""
+"""Shared fixtures: skip GPU tests without GPUs, and fail tests that leak state of the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         wanted = marker.args[0] if marker.args else 1
         if torch.cuda.device_count() < wanted:
-            pytest.skip(f"needs {wanted} CUDA devices, and {torch.cuda.device_count()} are here")
+            pytest.skip(f"needs {wanted} CUDA devices, found {torch.cuda.device_count()}")
 
 
 def pytest_sessionfinish() -> None:
@@ -33,7 +33,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """Fail a test that leaves environment variables, threads, child processes or a process group behind."""
+    """Fail a test that leaks environment variables, threads, child processes or a process group."""
     environment, threads, children = _environment(), set(threading.enumerate()), _children()
     yield
     left = []
@@ -59,27 +59,27 @@ def nothing_left_behind():
 
 @pytest.fixture(scope="module")
 def simulated_device():
-    """Build the simulated accelerator; functions on ranks pass its library to ``simulated_device.load``."""
+    """Build the simulated accelerator; functions on ranks pass the library to ``simulated_device.load``."""
     from simulated_device import NotBuiltError, build
 
     try:
         library = build(Path(__file__).parents[1] / "build" / "simulated_device")
     except NotBuiltError as error:
         pytest.skip(str(error))
-    close_ranks()  # autograd counts the devices when it first runs, and would know of none
+    close_ranks()  # autograd counts the devices when it first runs, and would find none
     yield library
-    close_ranks()  # torch would take the device for the machine's accelerator in whatever they ran next
+    close_ranks()  # torch would use the device as the machine's accelerator in later tests
 
 
 _NAMELESS_POOL = "ThreadPoolExecutor-"
-"""How threads of a pool without a name are called. Ours have names."""
+"""Names of threads of unnamed pools. Ours have names."""
 _GRACE_SECONDS = 10.0
 
 
 def _ends_by_itself(thread: threading.Thread) -> bool:
-    """Return whether a thread is of a library's pool that was told to end, and does.
+    """Return whether a thread belongs to a library's pool that was shut down, and ends.
 
-    transformers shuts its readers' pool down without waiting for them. One that nobody told to end waits for ever.
+    transformers shuts down its pool of readers without waiting for them. Threads of other pools never end.
     """
     if thread.name.startswith(_NAMELESS_POOL):
         thread.join(_GRACE_SECONDS)
@@ -87,7 +87,7 @@ def _ends_by_itself(thread: threading.Thread) -> bool:
 
 
 _OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-"""Variables that pytest and torch set themselves, the latter when an optimizer is first used."""
+"""Variables that pytest sets, or torch when an optimizer is first used."""
 
 
 def _environment() -> dict[str, str]:
@@ -95,7 +95,7 @@ def _environment() -> dict[str, str]:
 
 
 def _children() -> set[int]:
-    """Return the process ids of this process' children (none where the kernel does not tell)."""
+    """Return the process ids of this process's children (empty if the kernel does not list them)."""
     pids: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread may have ended meanwhile

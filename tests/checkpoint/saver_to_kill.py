@@ -19,7 +19,7 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.ranks.world import close_world, open_world
-from booster_runtime.checkpoint.manifest import verify_folder
+from booster_runtime.checkpoint.run.manifest import verify_folder
 
 WIDTH = 40_000
 LAST = 1_000_000

@@ -15,8 +15,8 @@ from torch import nn
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles, ModelPart
-from booster_runtime.checkpoint import saver as saver_module
-from booster_runtime.checkpoint.naming import MODEL, FileNames
+from booster_runtime.checkpoint.files.names import MODEL, FileNames
+from booster_runtime.checkpoint.save import saver as saver_module
 from booster_runtime.state.replicated import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
 
@@ -193,7 +193,8 @@ def test_a_commit_that_fails_is_an_error_on_every_rank(use_async, tmp_path):
 SCRIPT = """
 import sys
 from torch import nn
-from booster_runtime.checkpoint import CheckpointFiles, saver as saver_module
+from booster_runtime.checkpoint import CheckpointFiles
+from booster_runtime.checkpoint.save import saver as saver_module
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.state.replicated import ReplicatedStateAdapter
 if sys.argv[2] == "fail":

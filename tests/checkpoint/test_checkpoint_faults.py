@@ -14,7 +14,8 @@ from torch import nn
 
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_runtime.checkpoint import CheckpointFiles, raw
+from booster_runtime.checkpoint import CheckpointFiles
+from booster_runtime.checkpoint.files import raw
 from booster_runtime.state.replicated import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
 

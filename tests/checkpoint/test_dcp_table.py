@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import inspect
+import io
 import pathlib
 import pickle
 import random
@@ -22,11 +23,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from booster_core.errors import CheckpointError
-from booster_runtime.checkpoint.index import read_json
-from booster_runtime.checkpoint.source import Source
+from booster_runtime.checkpoint.files.index import read_json
+from booster_runtime.checkpoint.load.source import Source
 from booster_runtime.state.jsonable import decode_json, encode_json
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of `no_dist=True`
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch says so of `no_dist=True`
+    pytest.mark.filterwarnings("ignore:Detected pickle protocol"),
+]
 
 CLASSES = [
     torch.Size,
@@ -92,6 +96,12 @@ def test_reads_every_protocol(protocol, folder):
         assert source.values == {"n": 3}
     finally:
         source.close()
+
+
+def test_torchs_own_unpickler_does_not_read_what_dcp_writes(folder):
+    """Where this fails, torch can: then its unpickler may replace ours."""
+    with pytest.raises(pickle.UnpicklingError, match="Unsupported operand"):
+        torch._weights_only_unpickler.load(io.BytesIO((folder / ".metadata").read_bytes()))
 
 
 @pytest.mark.parametrize(

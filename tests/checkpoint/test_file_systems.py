@@ -16,8 +16,9 @@ import torch
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.host import Host
-from booster_runtime.checkpoint import CheckpointFiles, raw, session
-from booster_runtime.checkpoint.manifest import verify_folder
+from booster_runtime.checkpoint import CheckpointFiles, session
+from booster_runtime.checkpoint.files import raw
+from booster_runtime.checkpoint.run.manifest import verify_folder
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
 from booster_testing.synthetic_state import SyntheticAdapter

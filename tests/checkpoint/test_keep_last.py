@@ -12,8 +12,8 @@ import pytest
 from booster_core import hookimpl
 from booster_core.errors import CheckpointError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
-from booster_runtime.checkpoint import steps
-from booster_runtime.checkpoint.steps_remote import open_steps
+from booster_runtime.checkpoint.run import steps
+from booster_runtime.checkpoint.run.steps_remote import open_steps
 from booster_testing.resumable import ResumableRun as Run
 
 

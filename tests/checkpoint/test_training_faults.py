@@ -14,8 +14,9 @@ import torch
 
 from booster_core.errors import CheckpointError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_runtime.checkpoint import manifest, steps, writer
-from booster_runtime.checkpoint.manifest import verify_folder
+from booster_runtime.checkpoint.run import manifest, steps
+from booster_runtime.checkpoint.run.manifest import verify_folder
+from booster_runtime.checkpoint.save import writer
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
 

@@ -10,8 +10,8 @@ import torch
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_runtime.checkpoint.files import CheckpointFiles
-from booster_runtime.checkpoint.manifest import verify_folder
+from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
+from booster_runtime.checkpoint.run.manifest import verify_folder
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
 

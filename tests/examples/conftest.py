@@ -1,4 +1,4 @@
-"""Running the examples as their readers do: as scripts, in processes of their own."""
+"""Run the examples as scripts, each in a new process."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="session")
 def run_example():
-    """Run an example in a folder, in one process or on several ranks under torchrun, and return what it printed.
+    """Run an example in a folder, in one process or on several ranks under torchrun, and return its output.
 
     ``through`` names a script that prepares the process and then runs the example.
     """

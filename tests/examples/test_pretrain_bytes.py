@@ -9,7 +9,7 @@ import torch
 
 
 class Run(NamedTuple):
-    """What a run of the demo left behind."""
+    """Results of a run of the demo."""
 
     result: dict
     output: str
@@ -18,7 +18,7 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def demo(run_example, tmp_path_factory):
-    """Run the demo at a small size in a folder of its own."""
+    """Run a small demo in a new folder."""
 
     def run(steps, batch_size, *more, nproc=None):
         folder = tmp_path_factory.mktemp("demo")
@@ -50,27 +50,27 @@ def in_bf16(demo):
     return demo(5, 4, "--precision", "bf16")
 
 
-def test_the_first_loss_is_that_of_guessing(alone):
+def test_first_loss_is_that_of_uniform_guessing(alone):
     assert alone.result["losses"][0] == pytest.approx(math.log(256), abs=0.3)
 
 
-def test_the_model_learns(alone):
+def test_training_reduces_the_loss(alone):
     assert alone.result["losses"][-1] < alone.result["losses"][0] - 1
 
 
-def test_one_and_two_processes_see_the_same_losses(alone, together):
-    # fp32 sums in another order, carried through 20 steps of Adam, which divides by small second moments.
+def test_one_and_two_processes_have_the_same_losses(alone, together):
+    # fp32 sums in another order, over 20 steps of Adam, which divides by small second moments.
     assert together.result["losses"] == pytest.approx(alone.result["losses"], rel=2e-4)
     assert together.result["losses"][0] == pytest.approx(alone.result["losses"][0], rel=1e-6)
 
 
-def test_two_runs_agree_bit_for_bit(together, together_again):
+def test_two_runs_are_bitwise_equal(together, together_again):
     assert len(together.result["losses"]) == 20
     assert together.result == together_again.result
 
 
 @pytest.mark.parametrize("name", ["together", "in_bf16"])
-def test_it_saves_what_transformers_loads(name, request):
+def test_transformers_loads_the_saved_model(name, request):
     from transformers import AutoModelForCausalLM
 
     run = request.getfixturevalue(name)
@@ -80,7 +80,7 @@ def test_it_saves_what_transformers_loads(name, request):
 
 
 @pytest.mark.parametrize("name", ["alone", "together", "in_bf16"])
-def test_it_reports_and_continues_a_text(name, request):
+def test_output_reports_the_loss_and_continues_a_text(name, request):
     run = request.getfixturevalue(name)
     assert f"validation loss {run.result['validation']:.3f}" in run.output
     before, _, text = run.output.partition("the model continues 'def ':\n")
@@ -90,7 +90,7 @@ def test_it_reports_and_continues_a_text(name, request):
 
 
 @pytest.mark.parametrize("name", ["alone", "together"])
-def test_it_draws_its_losses(name, request):
+def test_loss_curve_is_drawn(name, request):
     run = request.getfixturevalue(name)
     png = (run.folder / "out" / "loss.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n\x1a\n")

@@ -1,4 +1,4 @@
-"""Colossal-AI's Booster tutorial, moved over: one step of ResNet-18, saved and loaded, against torch alone."""
+"""Colossal-AI's Booster tutorial after the move: one step of ResNet-18, saved and loaded, compared with plain torch."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from apart import FOLDER, missing_libraries
+from isolated_libraries import FOLDER, missing_libraries
 
 WITH_TORCHVISION = Path(__file__).with_name("with_torchvision.py")
 SIZE = 64
@@ -29,11 +29,11 @@ print(float(losses[0]), float(norm))
 @pytest.fixture(autouse=True)
 def _needs_torchvision():
     if missing_libraries(["torchvision"]):
-        pytest.skip(f"torchvision is not installed, neither as usual nor in {FOLDER}")
+        pytest.skip(f"torchvision is not installed, neither in the environment nor in {FOLDER}")
 
 
 @pytest.mark.parametrize("nproc", [None, 2])
-def test_the_tutorial_runs(nproc, run_example, tmp_path):
+def test_tutorial_runs(nproc, run_example, tmp_path):
     from safetensors.torch import load_file
 
     output = run_example(

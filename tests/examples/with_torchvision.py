@@ -1,4 +1,4 @@
-"""Run a script that imports torchvision, also where torchvision lies apart and its own operators can't be loaded.
+"""Run a script that imports torchvision, also from the separate folder and without its compiled operators.
 
 Usage: ``with_torchvision.py SCRIPT ARGUMENTS``.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1] / "shared"))
-    from apart import use_libraries_apart
+    from isolated_libraries import use_isolated_libraries
 
-    use_libraries_apart()
+    use_isolated_libraries()
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

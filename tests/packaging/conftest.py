@@ -15,7 +15,7 @@ PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml")
 
 
 class Environment:
-    """A virtual environment that sees the third parties of the running one, but nothing of ours."""
+    """A virtual environment with the third-party packages of the running one, but without our packages."""
 
     def __init__(self, home, third_parties):
         venv.create(home, with_pip=False, symlinks=True)
@@ -30,7 +30,7 @@ class Environment:
         subprocess.run([sys.executable, "-m", "pip", *target, *map(str, wheels)], check=True, timeout=120)
 
     def run(self, *arguments, check=True, **options):
-        # A developer's PYTHONPATH would show what is not installed.
+        # A developer's PYTHONPATH would expose packages that are not installed.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
             [self.python, *arguments],
@@ -56,7 +56,7 @@ def build_wheel(tmp_path_factory):
     def build(project):
         if project not in built:
             out = home / project.name
-            # hatchling is installed here already, so no isolated environment has to fetch it.
+            # hatchling is installed already, so no isolated environment needs to download it.
             command = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(project)]
             subprocess.run([sys.executable, *command], check=True, timeout=120, stdout=subprocess.DEVNULL)
             (built[project],) = out.glob("*.whl")
@@ -67,7 +67,7 @@ def build_wheel(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def third_parties(tmp_path_factory):
-    """Return a folder of links to every installed package but ours, whose metadata would tell of them."""
+    """Return a folder of links to all installed packages except ours, whose metadata would reveal them."""
     folder = tmp_path_factory.mktemp("third_parties")
     for site in map(Path, sys.path):
         if site.name in {"site-packages", "dist-packages"}:
@@ -81,7 +81,7 @@ def third_parties(tmp_path_factory):
 
 @pytest.fixture
 def new_environment(tmp_path, third_parties):
-    """Return a function that makes an environment and installs wheels there."""
+    """Return a function that creates an environment and installs wheels in it."""
     made = []
 
     def make(*wheels):

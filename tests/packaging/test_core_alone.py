@@ -1,4 +1,4 @@
-"""What works with booster-core alone, and how the rest says which distribution brings it."""
+"""booster-core alone: what works, and errors that name the distribution to install."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_one_device_trains(core_alone):
         ("from booster_core import enable_activation_checkpointing", "ImportError"),
     ],
 )
-def test_what_the_toolkit_brings_names_its_distribution(core_alone, tmp_path, call, error):
+def test_features_of_the_toolkit_name_its_distribution(core_alone, tmp_path, call, error):
     script = f"{TRAIN}\ntry:\n    {call}\nexcept Exception as caught:\n    print(type(caught).__name__, caught)\n"
     folder = tmp_path / "run"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What a user sees of wheels installed beside core, and of strangers' broken ones."""
+"""What a user sees of installed wheels, and of broken third-party plugins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print("trained", type(booster.plugin).__name__)
 """
 
 
-def stranger(folder, name, distribution, *, hooks=None, body="pass"):
+def third_party_project(folder, name, distribution, *, hooks=None, body="pass"):
     """Write a third party's project."""
     package = distribution.replace("-", "_")
     class_name = "StrangePlugin"
@@ -75,7 +75,7 @@ def stranger(folder, name, distribution, *, hooks=None, body="pass"):
     return folder / distribution
 
 
-def test_core_alone_trains_on_one_device_and_says_what_to_install(build_wheel, new_environment):
+def test_core_alone_trains_on_one_device_and_names_what_to_install(build_wheel, new_environment):
     environment = new_environment(build_wheel(ROOT / "packages" / "booster-core"))
     assert environment.booster("plugins").stdout == "No plugin is installed. Run `pip install booster-ddp`.\n"
     done = environment.run("-c", TRAIN.replace('plugin="ddp"', ""))
@@ -90,7 +90,7 @@ def test_core_and_ddp_alone_train(core_and_ddp, new_environment):
     assert "doctor" in environment.booster("--help").stdout  # a verb of booster-runtime
 
 
-def test_a_class_that_is_not_installed_names_its_distribution(core_and_ddp, new_environment):
+def test_import_of_a_missing_plugin_class_names_its_distribution(core_and_ddp, new_environment):
     environment = new_environment(*core_and_ddp)
     environment.run("-c", "from booster_core.plugin import TorchDDPPlugin")
     done = environment.run("-c", "from booster_core.plugin import GeminiPlugin", check=False)
@@ -100,14 +100,12 @@ def test_a_class_that_is_not_installed_names_its_distribution(core_and_ddp, new_
     )
 
 
-def test_broken_strangers_are_listed_with_their_causes_and_disturb_nobody(
-    build_wheel, core_and_ddp, new_environment, tmp_path
-):
+def test_broken_third_party_plugins_are_listed_with_their_errors(build_wheel, core_and_ddp, new_environment, tmp_path):
     projects = [
-        stranger(tmp_path, "torn", "strange-syntax", hooks="def booster_plugins(:"),
-        stranger(tmp_path, "twin", "strange-first"),
-        stranger(tmp_path, "twin", "strange-second"),
-        stranger(tmp_path, "future", "strange-version", body="api_version = 999"),
+        third_party_project(tmp_path, "torn", "strange-syntax", hooks="def booster_plugins(:"),
+        third_party_project(tmp_path, "twin", "strange-first"),
+        third_party_project(tmp_path, "twin", "strange-second"),
+        third_party_project(tmp_path, "future", "strange-version", body="api_version = 999"),
     ]
     environment = new_environment(*core_and_ddp, *map(build_wheel, projects))
     lines = environment.run(environment.bin / "booster", "plugins", "--load", check=False).stdout.splitlines()
@@ -126,14 +124,14 @@ def test_broken_strangers_are_listed_with_their_causes_and_disturb_nobody(
     assert environment.run("-c", TRAIN).stdout == "trained TorchDDPPlugin\n"
 
 
-def test_listing_plugins_is_quick(core_and_ddp, new_environment):
+def test_listing_plugins_is_fast(core_and_ddp, new_environment):
     environment = new_environment(*core_and_ddp)
     times = []
     for _ in range(5):
         start = time.perf_counter()
         environment.booster("plugins")
         times.append(time.perf_counter() - start)
-    # The fastest of five: neighbours on the machine can only slow it down.
+    # The fastest of five: other processes on the machine can only slow it down.
     assert min(times) < 0.3
 
 

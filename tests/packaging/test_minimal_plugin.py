@@ -6,7 +6,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "minimal_plugin"
 
 
-def test_a_stranger_passes_the_conformance_kit_from_its_wheel(build_wheel, new_environment):
+def test_third_party_plugin_passes_the_conformance_kit_from_its_wheel(build_wheel, new_environment):
     ours = [build_wheel(ROOT / "packages" / name) for name in ("booster-core", "booster-runtime", "booster-testing")]
     environment = new_environment(*ours, build_wheel(EXAMPLE))
     assert "LocalSGDPlugin" in environment.booster("plugins", "--load").stdout
@@ -15,7 +15,7 @@ def test_a_stranger_passes_the_conformance_kit_from_its_wheel(build_wheel, new_e
     assert "failed" not in done.stdout
 
 
-def test_a_stranger_needs_less_than_a_hundred_lines():
+def test_third_party_plugin_has_less_than_a_hundred_lines():
     sources = [path.read_text() for path in (EXAMPLE / "src").rglob("*.py")]
     lines = [line for text in sources for line in text.splitlines() if line.strip()]
     code = []

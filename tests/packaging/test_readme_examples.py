@@ -1,4 +1,4 @@
-"""The fenced Python examples of READMEs and docs, each run as the script it is."""
+"""Run the Python examples in READMEs and docs, each as a script."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _examples():
 
 
 @pytest.mark.parametrize("text", list(_examples()))
-def test_an_example_runs_as_it_stands(text, tmp_path):
+def test_example_runs(text, tmp_path):
     if "booster_local_sgd" in text:
         text = f"import sys; sys.path.insert(0, {str(ROOT / 'examples/minimal_plugin/src')!r})\n{text}"
     script = tmp_path / "train.py"
@@ -66,15 +66,15 @@ LowLevelZeroPlugin(stages=2)  # type: ignore[call-arg]
 frozen = Booster().boost(net)
 frozen.optimizer.step()  # type: ignore[attr-defined]
 """
-"""What a user's type checker accepts, and what it must not: an ignored error that is none is an error."""
+"""Code that a user's type checker must accept, and lines that it must not: mypy reports unused ignores."""
 
 
-def test_scripts_of_users_type_check(tmp_path):
-    pytest.importorskip("mypy", reason="needs the type checker that the lint session installs")
-    # transformers and peft have their own opinions about types.
-    apart = re.compile("import peft|transformers|^def |^class |^ +def ", re.MULTILINE)
+def test_user_scripts_type_check(tmp_path):
+    pytest.importorskip("mypy", reason="needs mypy, which the lint session installs")
+    # transformers and peft have type errors of their own.
+    skipped = re.compile("import peft|transformers|^def |^class |^ +def ", re.MULTILINE)
     every = [text for param in _examples() if "README" in str(param.id) for text in param.values]
-    texts = [text for text in every if "Booster(" in text and not apart.search(text)]
+    texts = [text for text in every if "Booster(" in text and not skipped.search(text)]
     assert len(texts) >= 7, "the pages' scripts are found"
     for index, text in enumerate([TYPED, *texts]):
         (tmp_path / f"script_{index}.py").write_text(text)
@@ -89,6 +89,6 @@ def test_scripts_of_users_type_check(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_between_pages_lead_somewhere(page):
+def test_links_between_pages_resolve(page):
     targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []

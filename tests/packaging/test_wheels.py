@@ -21,12 +21,12 @@ NEEDED = {
     "booster-gemini": {*_TOOLKIT, "booster-zero"},
     "booster-hybrid": {*_TOOLKIT, "booster-zero"},
 }
-"""Packages of ours that each needs; those not listed need core and the toolkit."""
+"""Our packages that each package depends on; those not listed depend on core and the toolkit."""
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 
 
 @each_package
-def test_a_wheel_holds_its_sources_types_and_licence_and_nothing_else(build_wheel, package):
+def test_wheel_contains_only_sources_py_typed_and_license(build_wheel, package):
     names = zipfile.ZipFile(build_wheel(package)).namelist()
     module = package.name.replace("-", "_")
     info = f"{module}-{PROJECTS[package.name]['version']}.dist-info"
@@ -35,12 +35,12 @@ def test_a_wheel_holds_its_sources_types_and_licence_and_nothing_else(build_whee
     sources = {str(path.relative_to(package / "src")) for path in (package / "src").rglob("*") if path.is_file()}
     sources = {name for name in sources if "__pycache__" not in name}
     assert {name for name in names if not name.startswith(info)} == sources
-    # core's conformance kit is for plugins' tests; the tests themselves stay in the repository
+    # the conformance kit is a package; our own tests stay in the repository
     assert not [name for name in names if Path(name).name.startswith(("test_", "conftest"))]
 
 
 @each_package
-def test_metadata_is_what_an_index_shows(build_wheel, package):
+def test_metadata_for_the_package_index(build_wheel, package):
     wheel = zipfile.ZipFile(build_wheel(package))
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     metadata = Parser().parsestr(wheel.read(name).decode())
@@ -54,12 +54,12 @@ def test_metadata_is_what_an_index_shows(build_wheel, package):
     assert ours.keys() == NEEDED.get(package.name, _TOOLKIT)
     for name, specifier in ours.items():
         assert specifier.contains(PROJECTS[name]["version"]), f"{package.name} refuses the {name} of this checkout"
-        # A range, not one release: a fix of what is needed reaches users without a release of what needs it.
+        # A range, not one release: users get a fix of a dependency without a release of its dependents.
         assert {each.operator for each in specifier} == {">=", "<"}
 
 
 @each_package
-def test_a_source_distribution_builds_the_same_wheel(build_wheel, package, tmp_path):
+def test_source_distribution_builds_the_same_wheel(build_wheel, package, tmp_path):
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(package)]
     subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
     (archive,) = tmp_path.glob("*.tar.gz")
@@ -71,7 +71,7 @@ def test_a_source_distribution_builds_the_same_wheel(build_wheel, package, tmp_p
 
 
 @each_package
-def test_every_package_has_the_same_shape(package):
+def test_packages_have_the_same_layout(package):
     for name in ("README.md", "CHANGELOG.md", "LICENSE", "changelog.d/README.md"):
         assert (package / name).is_file(), name
     assert (package / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()

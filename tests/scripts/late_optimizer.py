@@ -1,4 +1,4 @@
-"""The optimizer is made after `boost`, from the parameters of what it returned, and stepped by itself."""
+"""Create the optimizer after `boost` from the boosted model's parameters, and step it directly."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The loader is not given to `boost`, so that every rank goes through all samples."""
+"""Don't pass the data loader to `boost`, so that every rank trains on all samples."""
 
 import sys
 

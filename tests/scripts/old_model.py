@@ -1,4 +1,4 @@
-"""The model that was passed to `boost` is called, not the one that it returned."""
+"""Call the model that was passed to `boost` instead of the returned one."""
 
 import sys
 

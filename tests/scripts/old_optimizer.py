@@ -1,4 +1,4 @@
-"""The optimizer that was passed to `boost` is stepped, not the one that it returned."""
+"""Step the optimizer that was passed to `boost` instead of the returned one."""
 
 import sys
 

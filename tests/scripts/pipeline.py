@@ -1,4 +1,4 @@
-"""A pipeline, saved as transformers save."""
+"""Train a pipeline and save it by `save_pretrained`."""
 
 import sys
 

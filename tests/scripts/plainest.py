@@ -1,4 +1,4 @@
-"""The plainest script: a loader given to `boost`, three steps, saved."""
+"""Pass a data loader to `boost`, train three steps, and save."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Every rank draws the same batch, because all are seeded alike."""
+"""Draw the same batch on every rank, because all have the same seed."""
 
 import sys
 

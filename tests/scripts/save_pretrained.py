@@ -1,4 +1,4 @@
-"""A script for transformers, down to its last line."""
+"""Train a transformers model and save it by `save_pretrained`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Rank 0 alone saves, as scripts do that hold a whole model on every rank."""
+"""Save on rank 0 only, as scripts with a whole model on every rank do."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Scripts as people write them, under each plugin: what they train is what plain PyTorch trains, or a clear error.
+"""Typical user scripts under each plugin: results equal those of plain PyTorch, or an error is raised.
 
-Most run on ranks that are kept warm, where only the launch is replaced by the group that is there. Some are started as
+Most run on reused ranks, where only the launch is replaced by the existing process group. Some are started as
 a user starts them.
 """
 
@@ -25,17 +25,17 @@ HERE = Path(__file__).parent
 SHARED = HERE.parent / "shared"
 TWO_RANKS = ["ddp", "fsdp", "zero", "gemini", "hybrid-tp"]
 REPLICAS = {"hybrid-tp": 1, "hybrid-pp": 1}
-"""Data parallel ranks of two, where not both are."""
+"""Data parallel size on two ranks, for plugins where it is not 2."""
 OWN_SAMPLES = ["plainest", "save_pretrained"]
 SAME_SAMPLES = ["same_batch", "loader_left_out"]
-REFUSED = {
+RAISING = {
     "old_optimizer": ("ConfigError", "`SGD.step` was called on the optimizer that was passed to `boost`"),
     "old_model": ("ConfigError", "was called in training, but not through the model that `boost` returned"),
 }
 
 
 def run(script, plugin, out):
-    """Run a script on a rank whose process group is there; return the error that it ends by."""
+    """Run a script on a rank with an existing process group; return the error that ends it."""
     arguments = [script, plugin, out]
     with (
         mock.patch.object(sys, "argv", arguments),
@@ -45,13 +45,13 @@ def run(script, plugin, out):
         warnings.simplefilter("default")  # as in a script
         try:
             runpy.run_path(str(HERE / f"{script}.py"), run_name="__main__")
-        except Exception as error:  # noqa: BLE001 - whatever a script ends by
+        except Exception as error:  # noqa: BLE001 - any error of the script
             return type(error).__name__, str(error)
     return None
 
 
 def trained_by_torch(global_batch):
-    """Return what plain PyTorch trains with so many samples in each of three steps."""
+    """Return the parameters after three steps of plain PyTorch with a number of samples in each."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for tokens in samples()[: 3 * global_batch].split(global_batch):
@@ -68,14 +68,14 @@ def assert_trained(folder, global_batch):
 
 @pytest.fixture(autouse=True)
 def _leave_nothing_behind(monkeypatch, tmp_path):
-    """Keep transformers from leaving its loading threads, and torch from setting a variable for good."""
+    """Prevent transformers from leaving loading threads, and torch from setting an environment variable permanently."""
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("plugin", TWO_RANKS)
 @pytest.mark.parametrize("script", [*OWN_SAMPLES, *SAME_SAMPLES])
-def test_two_ranks_train_what_torch_trains(script, plugin, tmp_path):
+def test_two_ranks_equal_plain_torch(script, plugin, tmp_path):
     out = tmp_path / "out"
     assert run_on_ranks(run, 2, script, plugin, str(out)) == [None, None]
     replicas = 1 if script in SAME_SAMPLES else REPLICAS.get(plugin, 2)
@@ -83,22 +83,22 @@ def test_two_ranks_train_what_torch_trains(script, plugin, tmp_path):
 
 
 @pytest.mark.parametrize("plugin", ["single", "ddp", "fsdp", "zero", "gemini", "hybrid"])
-def test_one_rank_trains_what_torch_trains(plugin, tmp_path):
+def test_one_rank_equals_plain_torch(plugin, tmp_path):
     out = tmp_path / "out"
     assert run_on_ranks(run, 1, "save_pretrained", plugin, str(out)) == [None]
     assert_trained(out, 2)
 
 
-def test_a_pipeline_trains_what_torch_trains(tmp_path):
+def test_pipeline_equals_plain_torch(tmp_path):
     out = tmp_path / "out"
     assert run_on_ranks(run, 2, "pipeline", "hybrid-pp", str(out)) == [None, None]
     assert_trained(out, 2)
 
 
 @pytest.mark.parametrize("plugin", ["single", *TWO_RANKS])
-@pytest.mark.parametrize("script", REFUSED)
-def test_what_is_from_before_boost_is_refused(script, plugin, tmp_path):
-    kind, text = REFUSED[script]
+@pytest.mark.parametrize("script", RAISING)
+def test_objects_from_before_boost_raise(script, plugin, tmp_path):
+    kind, text = RAISING[script]
     world_size = 1 if plugin == "single" else 2
     for error in run_on_ranks(run, world_size, script, plugin, str(tmp_path / "out")):
         assert error is not None
@@ -107,7 +107,7 @@ def test_what_is_from_before_boost_is_refused(script, plugin, tmp_path):
 
 
 @pytest.mark.parametrize("plugin", ["single", "ddp", "fsdp"])
-def test_a_late_optimizer_trains_what_torch_trains(plugin, tmp_path):
+def test_late_optimizer_equals_plain_torch(plugin, tmp_path):
     out = tmp_path / "out"
     world_size = 1 if plugin == "single" else 2
     assert run_on_ranks(run, world_size, "late_optimizer", plugin, str(out)) == [None] * world_size
@@ -115,7 +115,7 @@ def test_a_late_optimizer_trains_what_torch_trains(plugin, tmp_path):
 
 
 @pytest.mark.parametrize("plugin", ["zero", "gemini", "hybrid-tp"])
-def test_a_late_optimizer_is_refused_where_it_would_not_see_the_run(plugin, tmp_path):
+def test_late_optimizer_without_support_of_the_plugin_raises(plugin, tmp_path):
     for error in run_on_ranks(run, 2, "late_optimizer", plugin, str(tmp_path / "out")):
         assert error is not None, "parameters are trained that no boosted optimizer averages"
         assert "boost" in error[1]
@@ -123,7 +123,7 @@ def test_a_late_optimizer_is_refused_where_it_would_not_see_the_run(plugin, tmp_
 
 
 @pytest.mark.parametrize("plugin", TWO_RANKS)
-def test_saving_on_rank_0_alone_names_the_others(plugin, tmp_path):
+def test_saving_on_rank_0_only_names_the_other_ranks(plugin, tmp_path):
     errors = run_on_ranks(run, 2, "saved_on_rank_0", plugin, str(tmp_path / "out"))
     assert errors[1] is None
     assert errors[0][0] == "MissingRanksError"
@@ -140,7 +140,7 @@ def start(script, plugin, out, *launcher):
     )  # fmt: skip
 
 
-def test_the_plainest_script_started_by_python(tmp_path):
+def test_plain_script_started_by_python(tmp_path):
     done = start("plainest", "single", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert_trained(tmp_path / "out", 2)
@@ -152,14 +152,14 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 @pytest.mark.parametrize(
     "plugin", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in (*TWO_RANKS[1:], "hybrid-pp"))]
 )
-def test_a_script_started_by_torchrun(plugin, tmp_path):
+def test_script_started_by_torchrun(plugin, tmp_path):
     script = "pipeline" if plugin == "hybrid-pp" else "save_pretrained"
     done = start(script, plugin, tmp_path / "out", *TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert_trained(tmp_path / "out", 2 * REPLICAS.get(plugin, 2))
 
 
-def test_a_script_that_fails_says_why_last(tmp_path):
+def test_failing_script_prints_its_error_last(tmp_path):
     done = start("old_model", "ddp", tmp_path / "out", *TORCHRUN)
     assert done.returncode != 0
-    assert REFUSED["old_model"][1] in done.stderr
+    assert RAISING["old_model"][1] in done.stderr

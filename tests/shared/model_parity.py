@@ -1,7 +1,7 @@
-"""Models of the zoo and their heads, trained in one process, for tests that compare a hybrid plugin with that.
+"""Train models of the zoo and their heads in one process, for tests that compare the hybrid plugin with it.
 
-fp32 is compared tightly. In bf16 one process is no truth either: what is bounded is the distance to fp32, by a
-multiple of that of one process whose parameters are rounded alike.
+fp32 is compared with a small tolerance. bf16 in one process is not exact either: its distance to fp32, with equally
+rounded parameters, bounds that of the plugin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from apart import import_quietly
+from isolated_libraries import import_quietly
 from model_zoo import ZOO
 from model_zoo.transformers_heads import HEADS
 
@@ -31,16 +31,16 @@ MODELS = {**{name: model for name, model in ZOO.items() if name.startswith("tran
 _WITHOUT_POLICY = ("albert", "wav2vec2", "hubert")
 NAMES = [name for name in MODELS if not any(family in name for family in _WITHOUT_POLICY) and "balanced" not in name]
 _NO_EFFECT = 1e-6
-"""Rounding in a gradient that is zero, as a fraction of the model's largest: a few of fp32's 2**-24."""
+"""Rounding error of a zero gradient, relative to the model's largest gradient: a few times fp32's 2**-24."""
 _CANCELLING = {"transformers/sam", "transformers/bert_multiple_choice"}
-"""Models whose gradients are small sums of large terms of either sign, which only fp64 leaves enough digits."""
+"""Models whose gradients are small sums of large terms of either sign, and need fp64."""
 _NARROW = 2.5
-"""How much farther from fp32 than one process in bf16: sums over ranks round once more."""
+"""Allowed distance to fp32, relative to that of one process in bf16: sums over ranks round once more."""
 
 
 @dataclass
 class Plain:
-    """What a training in one process leaves behind.
+    """Results of a training in one process.
 
     Attributes:
         losses: The loss of each step.
@@ -56,7 +56,7 @@ class Plain:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer whose epsilon is above most gradients, so that their rounding stays small in parameters."""
+    """Return an optimizer whose epsilon exceeds most gradients, so that rounding errors stay small in parameters."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-2, weight_decay=0.0)
 
 
@@ -68,12 +68,12 @@ def find(name: str) -> ZooModel:
 
 
 def seeded(zoo: ZooModel) -> nn.Module:
-    """Return the model in the number format that it is compared in."""
+    """Return the model in the dtype of its comparison."""
     return zoo.seeded().double() if zoo.name in _CANCELLING else zoo.seeded()
 
 
 def in_format(zoo: ZooModel, batch: Batch) -> Batch:
-    """Return a batch in the number format that the model is compared in."""
+    """Return a batch in the dtype of the model's comparison."""
     if zoo.name not in _CANCELLING:
         return batch
     return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
@@ -102,7 +102,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_equal(ours: Mapping[str, Any], theirs: Mapping[str, Tensor], zoo: ZooModel, scale: float) -> None:
-    """Assert that named tensors agree; those without effect on the loss by the size of the model's gradients."""
+    """Assert that named tensors agree; those without effect on the loss relative to the model's largest gradient."""
     without = {name for name in theirs if any(fnmatch(name, pattern) for pattern in zoo.no_effect)}
     differences = {name: float((ours[name] - theirs[name]).abs().max()) for name in without}
     assert all(difference <= _NO_EFFECT * scale for difference in differences.values()), differences
@@ -123,14 +123,14 @@ def assert_narrow(
     dtype: torch.dtype = torch.bfloat16,
     scale: float = 1.0,
 ) -> None:
-    """Assert that gradients in a narrow format are about as near to fp32's as those of one process are.
+    """Assert that gradients in a narrow dtype are about as close to fp32's as those of one process.
 
     Args:
         zoo: The model.
         batch: The whole batch.
-        gradients: Called with names of parameters, returns their gradients under the plugin.
-        dtype: The format.
-        scale: What the loss is multiplied by in backward.
+        gradients: Returns the plugin's gradients of the named parameters.
+        dtype: The narrow dtype.
+        scale: Loss scale of backward.
     """
     whole = zoo.seeded()
     zoo.loss_of(whole, batch).backward()
@@ -152,5 +152,5 @@ def _distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float
 
 
 def cases(names: Iterable[str], default: Iterable[str]) -> list[Any]:
-    """Return the cases of a table, of which those that are not run by default are left to the long run."""
+    """Return the cases of a table; those that are not run by default are marked as slow."""
     return [pytest.param(name, marks=[] if name in default else [pytest.mark.slow]) for name in names]

@@ -1,4 +1,4 @@
-"""Plugins by the names under which tests run scripts; what each script trains, and on what."""
+"""Plugins by name for tests that run scripts, and the scripts' model and data."""
 
 import torch
 
@@ -9,7 +9,7 @@ NAMES = ["single", "ddp", "fsdp", "zero", "gemini", "hybrid", "hybrid-tp", "hybr
 
 
 def plugin_named(name: str) -> Plugin | str | None:
-    """Return what a script passes as ``Booster(plugin=...)``."""
+    """Return the plugin of a name, for ``Booster(plugin=...)``."""
     if name == "single":
         return None
     if not name.startswith("hybrid-"):
@@ -20,7 +20,7 @@ def plugin_named(name: str) -> Plugin | str | None:
 
 
 def make_model() -> torch.nn.Module:
-    """Return the same model everywhere; the script stays as it was seeded, or not."""
+    """Return the same model on every rank; the script's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return tiny_llama()

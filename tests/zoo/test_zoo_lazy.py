@@ -1,4 +1,4 @@
-"""Every model of the zoo has, built lazily, the weights that it has built eagerly under the same seed, bit for bit."""
+"""Models of the zoo that are built lazily have bitwise the weights of eager construction under the same seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from apart import FOLDER, missing_libraries
+from isolated_libraries import FOLDER, missing_libraries
 from model_zoo import ZOO, get_model
 
 from booster_core import Booster, LazyInitContext
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 RUN_EAGERLY: dict[str, dict[str, int]] = {}
-"""Operations that could not be recorded and ran at once instead, by model: there are none in the zoo."""
+"""Operations that ran eagerly because they can't be recorded, by model: none in the zoo."""
 
 BOOSTED = (
     "transformers/vit_classification",
@@ -28,14 +28,14 @@ BOOSTED = (
     "transformers/wav2vec2_ctc",
     "transformers/hubert_ctc",
 )
-"""Models on which Colossal-AI's lazy initialisation fails."""
+"""Models on which Colossal-AI's lazy initialization fails."""
 
 
 def build_both(name: str) -> dict[str, Any]:
-    """Build a model eagerly and lazily from one seed, and return what differs."""
+    """Build a model eagerly and lazily from one seed, and return the differences."""
     zoo = get_model(name)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries say of their own models is no business of this test
+        warnings.simplefilter("ignore")  # warnings of libraries about their own models
         torch.manual_seed(0)
         eager = zoo.build()
         generator_state = torch.get_rng_state()
@@ -57,13 +57,13 @@ def build_both(name: str) -> dict[str, Any]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers, tied and non-persistent ones too."""
+    """Return parameters and buffers, including tied and non-persistent ones."""
     parameters = model.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def ties_of(tensors: dict[str, Tensor]) -> list[list[str]]:
-    """Return the names that are one tensor, for each tensor."""
+    """Return the names of each tensor, to compare ties."""
     by_object: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         by_object.setdefault(id(tensor), []).append(name)
@@ -71,7 +71,7 @@ def ties_of(tensors: dict[str, Tensor]) -> list[list[str]]:
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are of one type and have the same bits; unset memory is compared by nobody."""
+    """Return whether two tensors have the same type and bits; uninitialized memory is not compared."""
     if type(one) is not type(other) or one.dtype != other.dtype or one.requires_grad != other.requires_grad:
         return False
     return torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
@@ -80,7 +80,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 @pytest.fixture(scope="module", autouse=True)
 def _close_workers():
     yield
-    close_ranks()  # these workers have imported what other tests must not see
+    close_ranks()  # these workers have imported modules that other tests must not see
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def _close_workers():
 )
 def test_lazy_weights_equal_eager_ones(name):
     if missing := missing_libraries(ZOO[name].needs):
-        pytest.skip(f"{', '.join(missing)} not installed, neither as usual nor in {FOLDER}")
+        pytest.skip(f"{', '.join(missing)} not installed, neither in the environment nor in {FOLDER}")
     (result,) = run_on_ranks(build_both, 1, name, timeout_seconds=120)
     assert result == {
         "lazy": True,
@@ -102,7 +102,7 @@ def test_lazy_weights_equal_eager_ones(name):
 
 
 def boost_both(name: str, plugin: str) -> list[str]:
-    """Boost a model built eagerly, and one built lazily from the same seed; return the names of what differs."""
+    """Boost a model built eagerly, and one built lazily from the same seed; return the names of differing tensors."""
     zoo = get_model(name)
     wholes = []
     with warnings.catch_warnings():
@@ -124,5 +124,5 @@ def boost_both(name: str, plugin: str) -> list[str]:
 @pytest.mark.parametrize("name", BOOSTED)
 def test_boosted_lazy_weights_equal_eager_ones(name, plugin):
     if missing := missing_libraries(ZOO[name].needs):
-        pytest.skip(f"{', '.join(missing)} not installed, neither as usual nor in {FOLDER}")
+        pytest.skip(f"{', '.join(missing)} not installed, neither in the environment nor in {FOLDER}")
     assert run_on_ranks(boost_both, 2, name, plugin, timeout_seconds=120) == [[], []]

@@ -1,7 +1,7 @@
-"""Every model of the zoo trains under every plugin on two ranks as in one process: same gradients, same parameters.
+"""Gradients and parameters of every zoo model under every plugin on two ranks equal those of one process.
 
 The optimizer is AdamW with an epsilon above most gradients, so that rounding errors of tiny gradients stay tiny in
-the parameters: what is tested is the plugin, not the conditioning of Adam. Both sides see dropout that drops nothing.
+the parameters: this tests the plugin, not the conditioning of Adam. Dropout probabilities are 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from apart import FOLDER, missing_libraries
+from isolated_libraries import FOLDER, missing_libraries
 from model_zoo import ZOO, ZooModel, get_model
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ WORLD_SIZE = 2
 SAMPLES = 4
 STEPS = 2
 NO_EFFECT = 1e-6
-"""Rounding in a gradient that is zero, as a fraction of the model's largest: a few of fp32's 2**-24."""
+"""Rounding error of a zero gradient, relative to the model's largest gradient: a few times fp32's 2**-24."""
 
 PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero-1": ("booster_zero.LowLevelZeroPlugin", {"stage": 1}),
@@ -35,7 +35,7 @@ PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemini": ("booster_gemini.GeminiPlugin", {"min_chunk_bytes": 2**14}),
     "hybrid": ("booster_hybrid.HybridParallelPlugin", {"tp_size": 2}),
 }
-"""Classes and options; the small models shall fill several buckets and chunks."""
+"""Classes and options, such that the small models fill several buckets and chunks."""
 HARD = (
     "timm/convit_base",
     "timm/convit_tiny",
@@ -48,11 +48,11 @@ HARD = (
     "transformers/bert_pretraining",
     "transformers/gpt2_double_heads",
 )
-"""Models that Colossal-AI leaves out of its low-level ZeRO: repeated layers, unusual inputs, parameters out of use."""
+"""Models that Colossal-AI excludes from its low-level ZeRO tests: repeated layers, odd inputs, unused parameters."""
 
 
 WITHOUT_POLICY = ("albert", "wav2vec2", "hubert")
-"""Families of transformers that tensor parallelism has no policy for; nor has it one for other libraries' models."""
+"""transformers families without a tensor parallel policy; models of other libraries have none either."""
 
 
 class Trained(NamedTuple):
@@ -68,7 +68,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_plainly(name: str) -> Trained:
-    """Train with torch alone on whole batches, or on the mean of the ranks' losses where samples are coupled."""
+    """Train with plain torch on whole batches, or on the mean of the ranks' losses if samples are coupled."""
     zoo = get_model(name)
     model = zoo.seeded()
     optimizer = make_optimizer(model)
@@ -89,7 +89,7 @@ def train_plainly(name: str) -> Trained:
 
 
 def train_boosted(name: str, plugin_class: str, options: dict[str, Any]) -> Trained | None:
-    """Train under a plugin on this rank's samples; rank 0 returns what came out, after all have agreed on it."""
+    """Train under a plugin on this rank's samples; rank 0 returns the result after all ranks have compared theirs."""
     coordinator = DistCoordinator()
     zoo = get_model(name)
     home, _, kind = plugin_class.rpartition(".")
@@ -103,7 +103,7 @@ def train_boosted(name: str, plugin_class: str, options: dict[str, Any]) -> Trai
         loss = loss_here(booster, zoo, model, step)
         booster.backward(loss, optimizer)
         whole = {name: booster.full_gradient(model, name) for name in shapes}
-        # A plugin may see a parameter without a gradient as one with a gradient of zero.
+        # A plugin may return a zero gradient for a parameter without a gradient.
         gradients.append({n: torch.zeros(shapes[n]) if grad is None else grad for n, grad in whole.items()})
         optimizer.step()
         optimizer.zero_grad()
@@ -114,7 +114,7 @@ def train_boosted(name: str, plugin_class: str, options: dict[str, Any]) -> Trai
 
 
 def loss_here(booster: Booster, zoo: ZooModel, model: nn.Module, step: int) -> Tensor:
-    """Return the loss of the samples of this rank, or of all where the ranks are parts of one replica."""
+    """Return the loss of this rank's samples, or of all samples if the ranks form one replica."""
     rank, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     if size == WORLD_SIZE:
         return zoo.loss_of(model, zoo.share(step, rank, SAMPLES))
@@ -128,7 +128,7 @@ def loss_here(booster: Booster, zoo: ZooModel, model: nn.Module, step: int) -> T
 
 @pytest.fixture(scope="module")
 def plain_runs():
-    """Return what a model's plain training gives; run once for all plugins, on the first rank's worker."""
+    """Return the result of a model's plain training; run once for all plugins, on the first rank's worker."""
     known: dict[str, Trained] = {}
 
     def train(name: str) -> Trained:
@@ -137,11 +137,11 @@ def plain_runs():
         return known[name]
 
     yield train
-    close_ranks()  # these workers have imported what other tests must not see
+    close_ranks()  # these workers have imported modules that other tests must not see
 
 
 def _cases() -> list[Any]:
-    """Return every model under every plugin; those of the long run are marked."""
+    """Return all pairs of models and plugins; slow ones are marked."""
     return [
         pytest.param(
             name,
@@ -161,7 +161,7 @@ def _has_policy(name: str) -> bool:
 
 
 def _is_rest(name: str, plugin: str) -> bool:
-    """Whether a model is not worth the default run's time under a plugin: the hard ones are, under each stage."""
+    """Return whether a model is left out of the default run under a plugin; the hard ones run under each stage."""
     return plugin in ("zero-1", "hybrid") and name not in HARD
 
 
@@ -169,12 +169,12 @@ def _is_rest(name: str, plugin: str) -> bool:
 def test_training_equals_one_process(name, plugin, plain_runs):
     model = ZOO[name]
     if missing := missing_libraries(model.needs):
-        pytest.skip(f"{', '.join(missing)} not installed, neither as usual nor in {FOLDER}")
+        pytest.skip(f"{', '.join(missing)} not installed, neither in the environment nor in {FOLDER}")
     expected = plain_runs(name)
     actual, _ = run_on_ranks(train_boosted, WORLD_SIZE, name, *PLUGINS[plugin], timeout_seconds=240)
     for step in range(STEPS):
         assert_equal(actual.gradients[step], expected.gradients[step], model.no_effect, largest(expected, step))
-    # A step of this optimizer is at most a tenth of the gradient, so the bound on gradients is one on steps too.
+    # A step of this optimizer is at most a tenth of the gradient, so the tolerance of gradients holds for steps, too.
     assert_equal(actual.parameters, expected.parameters, model.no_effect, largest(expected, STEPS - 1))
 
 
@@ -184,7 +184,7 @@ def largest(trained: Trained, step: int) -> float:
 
 
 def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], no_effect: tuple[str, ...], scale: float) -> None:
-    """Compare each tensor on its own scale, and those without an effect, which hold only rounding, on the model's."""
+    """Compare each tensor on its own scale, and those without effect on the loss on the model's scale."""
     assert ours.keys() == theirs.keys()
     without = {name for name in theirs if any(fnmatch(name, pattern) for pattern in no_effect)}
     differences = {name: float((ours[name] - theirs[name]).abs().max()) for name in without}
@@ -198,5 +198,5 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], no_effect: 
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_the_default_run_has_the_hard_models(name):
+def test_default_run_includes_the_hard_models(name):
     assert not ZOO[name].slow

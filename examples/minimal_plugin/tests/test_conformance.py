@@ -1,4 +1,4 @@
-"""The conformance kit of booster-testing, inherited: it tries each capability that the plugin declares."""
+"""Run the conformance kit of booster-testing: it tests each capability that the plugin declares."""
 
 from __future__ import annotations
 

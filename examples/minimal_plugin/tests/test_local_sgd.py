@@ -1,4 +1,4 @@
-"""What the conformance kit cannot know: when ranks average, and that averaging each step is plain SGD."""
+"""Tests of local SGD itself: when ranks average, and that averaging after each step equals plain SGD."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train_on_rank(sync_every, num_steps):
     return train(SAMPLES.chunk(2)[rank], LocalSGDPlugin(sync_every=sync_every), num_steps)
 
 
-def test_averaging_after_each_step_of_plain_sgd_is_training_on_the_global_batch():
+def test_averaging_after_each_sgd_step_equals_training_on_the_global_batch():
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -47,17 +47,17 @@ def test_averaging_after_each_step_of_plain_sgd_is_training_on_the_global_batch(
         model(SAMPLES).square().mean().backward()
         optimizer.step()
     for weights in run_on_ranks(train_on_rank, 2, 1, 3):
-        # fp64; the mean of means and the mean of steps differ in rounding only
+        # fp64; the two means differ by rounding only
         torch.testing.assert_close(weights, weights_of(model), rtol=1e-13, atol=1e-14)
 
 
-def test_ranks_go_apart_between_averages_and_meet_at_them():
+def test_parameters_differ_between_averages_and_are_equal_after_them():
     first, second = run_on_ranks(train_on_rank, 2, 3, 2)
     assert not torch.equal(first, second)
     first, second = run_on_ranks(train_on_rank, 2, 3, 3)
     assert torch.equal(first, second)
 
 
-def test_a_period_below_one_is_refused():
+def test_sync_every_below_one_raises():
     with pytest.raises(ConfigError, match="`sync_every=0` counts optimizer steps and must be at least 1"):
         LocalSGDPlugin(sync_every=0)

@@ -1,4 +1,4 @@
-"""What DDP's plugin adds to torch's DDP, and that it is torch's DDP underneath."""
+"""The DDP plugin: options, compression hooks, unused parameters, BatchNorm and `no_sync`."""
 
 import contextlib
 
@@ -23,14 +23,14 @@ def boost(model, lr=0.1, precision=None, **options):
 
 
 def batch(step, samples=4):
-    """This rank's part of a global batch, and the whole of it."""
+    """Return this rank's part of a global batch, and the global batch."""
     generator = torch.Generator().manual_seed(step)
     whole = torch.randn(samples * dist.get_world_size(), 8, generator=generator)
     return whole[dist.get_rank() :: dist.get_world_size()], whole
 
 
 def train(steps=4, **options):
-    """Gradients by step of the plugin, and of one process on whole batches."""
+    """Return, for each step, the plugin's gradients and those of one process on global batches."""
     torch.manual_seed(0)
     reference = TinyMLP()
     torch.manual_seed(0)
@@ -82,12 +82,12 @@ def test_powersgd_gives_every_rank_the_same_gradients():
         assert torch.equal(ours, theirs)
 
 
-def test_reduce_dtype_is_brought_about_by_a_hook():
+def test_narrow_reduce_dtype_registers_a_compression_hook():
     policy = PrecisionPolicy(reduce_dtype=torch.bfloat16)
     for pairs in run_on_ranks(train, 2, steps=3, precision=policy):
         difference = [float((ours - expected).abs().max() / expected.abs().max()) for ours, expected in pairs]
-        assert difference[0] < 1e-6, "the first step finds out about unused parameters, in fp32"
-        assert all(1e-4 < later < 2e-2 for later in difference[1:]), "later ones sum in bf16"
+        assert difference[0] < 1e-6, "the first step reduces in fp32"
+        assert all(1e-4 < later < 2e-2 for later in difference[1:]), "later steps reduce in bf16"
 
 
 @pytest.mark.parametrize(
@@ -100,19 +100,19 @@ def test_reduce_dtype_is_brought_about_by_a_hook():
         ({"comm_hook_state": object()}, "without `comm_hook`"),
     ],
 )
-def test_options_are_checked_at_once(options, match):
+def test_invalid_options_raise(options, match):
     with pytest.raises(ConfigError, match=match):
         TorchDDPPlugin(**options)
 
 
-def test_hook_that_is_neither_name_nor_function():
+def test_comm_hook_of_wrong_type_raises():
     with pytest.raises(TypeError, match="got `int`"):
         TorchDDPPlugin(comm_hook=3)
 
 
-def test_reduce_dtype_and_hook_that_contradict():
+def test_reduce_dtype_that_contradicts_comm_hook_raises():
     policy = PrecisionPolicy(reduce_dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match="can't both be had"):
+    with pytest.raises(ConfigError, match="contradict each other"):
         Booster("cpu", policy, TorchDDPPlugin(comm_hook="fp16_compress"))
 
 
@@ -153,14 +153,14 @@ def first_step_decides(unused_on):
     return found, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_the_first_step_finds_that_all_parameters_are_used():
+def test_first_step_detects_that_all_parameters_are_used():
     results = run_on_ranks(first_step_decides, 2, ())
     assert [found for found, _ in results] == [[False] * 3] * 2
     assert torch.equal(results[0][1], results[1][1])
 
 
 def unused_on_one_rank_only():
-    """Every second rank leaves one branch out, in every step; compare with the same done by hand."""
+    """Skip one branch on odd ranks in every step; compare with gradients averaged by hand."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
 
@@ -173,7 +173,7 @@ def unused_on_one_rank_only():
             return self.branches["a"](x) + (self.branches["b"](x) if both else 0)
 
     branches = Branches()
-    reference = Branches()  # over the same parameters, and not boosted
+    reference = Branches()  # shares the parameters; not boosted
     booster, boosted, optimizer = boost(branches)
     both = dist.get_rank() % 2 == 0
     for step in range(3):
@@ -198,7 +198,7 @@ def unused_on_one_rank_only():
     assert boosted.module.find_unused_parameters
 
 
-def test_a_parameter_unused_on_some_ranks_counts_as_zero_there():
+def test_parameter_unused_on_some_ranks_has_zero_gradient_there():
     run_on_ranks(unused_on_one_rank_only, 2)
 
 
@@ -217,7 +217,7 @@ def becomes_unused_later():
         optimizer.zero_grad()
 
 
-def test_a_parameter_that_becomes_unused_later_raises_before_the_step():
+def test_parameter_that_becomes_unused_raises_before_the_step():
     expect_on_ranks(GradientError, "'extra.weight', 'extra.bias'.*find_unused_parameters=True", becomes_unused_later, 2)
 
 
@@ -230,7 +230,7 @@ def unfrozen_after_boost():
     optimizer.step()
 
 
-def test_unfreezing_after_boost_raises_instead_of_training_apart():
+def test_unfreezing_after_boost_raises():
     expect_on_ranks(GradientError, "frozen when `boost` was called.*'first.weight'", unfrozen_after_boost, 2)
 
 
@@ -241,7 +241,7 @@ def frozen_model():
     return boosted(torch.ones(1, 8)).sum().item()
 
 
-def test_a_frozen_model_is_boosted_without_ddp():
+def test_frozen_model_is_boosted_without_ddp():
     assert len(run_on_ranks(frozen_model, 2)) == 2
 
 
@@ -254,7 +254,7 @@ def plain_backward_in_the_first_step():
     return torch.cat([p.detach().flatten() for p in model.unwrap().parameters()])
 
 
-def test_backward_without_booster_is_averaged_all_the_same():
+def test_plain_backward_is_averaged():
     first, second = run_on_ranks(plain_backward_in_the_first_step, 2)
     assert torch.equal(first, second)
 
@@ -277,7 +277,7 @@ def starts_from_rank_0():
     return {name: tensor.clone() for name, tensor in boosted.state_dict().items()}
 
 
-def test_all_ranks_start_from_rank_0():
+def test_parameters_and_buffers_are_broadcast_from_rank_0():
     first, second = run_on_ranks(starts_from_rank_0, 2)
     for name, tensor in first.items():
         assert torch.equal(second[name], tensor), name
@@ -306,7 +306,7 @@ def sync_batchnorm(momentum):
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        # Unequal shares: the statistics are of samples, not of ranks. Loss weights make the gradients those of a mean.
+        # Unequal batches: statistics are over samples, not ranks. The loss is scaled so that averaging gives the mean.
         whole = torch.randn(6, 3, 8, generator=generator) * 3 + 5
         own = whole[:2] if dist.get_rank() == 0 else whole[2:]
         booster.backward(boosted(own).square().sum() / 6 * dist.get_world_size(), optimizer)
@@ -324,8 +324,23 @@ def sync_batchnorm(momentum):
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_sync_batchnorm_equals_batchnorm_of_the_global_batch(momentum):
+def test_sync_batchnorm_equals_batchnorm_on_the_global_batch(momentum):
     run_on_ranks(sync_batchnorm, 2, momentum)
+
+
+class BatchNormAct(nn.BatchNorm1d):
+    """BatchNorm that applies an activation, as timm's ``BatchNormAct2d``."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_sync_batchnorm_of_a_subclass_that_overrides_forward_raises():
+    expect_on_ranks(ConfigError, r"drop the forward of 1 .*'norm' \(BatchNormAct\)", sync_batchnorm_of_a_subclass, 2)
+
+
+def sync_batchnorm_of_a_subclass():
+    boost(Normed(BatchNormAct(5)), sync_batchnorm=True)
 
 
 def no_sync_communicates_once():
@@ -360,7 +375,7 @@ def missing_rank():
         optimizer.step()
 
 
-def test_a_rank_that_never_calls_backward_is_named():
+def test_rank_that_does_not_call_backward_is_named():
     with pytest.raises(RankError) as caught:
         run_on_ranks(missing_rank, 2, group_timeout_seconds=3)
     assert isinstance(caught.value.__cause__, MissingRanksError)

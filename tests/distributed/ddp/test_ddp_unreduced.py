@@ -1,4 +1,4 @@
-"""Gradients that DDP's reducer can't average: what raises, and on which ranks."""
+"""Gradients that DDP's reducer does not average are averaged at the step, or raise on every rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def other_side_after_no_sync():
         optimizer.zero_grad()
 
 
-def test_a_synchronised_backward_through_other_parameters_than_those_of_no_sync_raises():
+def test_synchronized_backward_through_other_parameters_than_under_no_sync_raises():
     expect_on_ranks(
         GradientError, "could not finish averaging.*find_unused_parameters=True", other_side_after_no_sync, 2
     )
@@ -66,13 +66,17 @@ def losses_of_two_heads(*, under_no_sync):
     return {name: p.detach().clone() for name, p in model.unwrap().named_parameters()}
 
 
-def test_two_losses_that_share_a_part_of_the_parameters_raise_and_name_no_sync():
+def test_two_losses_that_share_some_parameters_raise_and_name_no_sync():
     expect_on_ranks(
-        GradientError, "under `booster.no_sync`, forward included", losses_of_two_heads, 2, under_no_sync=False
+        GradientError,
+        "all forward and backward passes.*`booster.no_sync`",
+        losses_of_two_heads,
+        2,
+        under_no_sync=False,
     )
 
 
-def test_two_losses_that_share_a_part_of_the_parameters_are_right_under_no_sync():
+def test_two_losses_that_share_some_parameters_are_averaged_under_no_sync():
     first, second = run_on_ranks(losses_of_two_heads, 2, under_no_sync=True)
     torch.manual_seed(0)
     reference = Heads()
@@ -88,7 +92,7 @@ def test_two_losses_that_share_a_part_of_the_parameters_are_right_under_no_sync(
 
 
 def other_method_than_forward():
-    """Backward through the user's own method; DDP's forward takes no part."""
+    """Run backward through a submodule; DDP's forward is not called."""
     _, model, optimizer = boost(TinyMLP())
     for step in range(3):
         model.first(own(step)).square().mean().backward()
@@ -97,7 +101,7 @@ def other_method_than_forward():
     return {name: p.detach().clone() for name, p in model.unwrap().named_parameters()}
 
 
-def test_backward_outside_of_forward_is_averaged_at_the_step():
+def test_backward_that_bypasses_forward_is_averaged_at_the_step():
     first, second = run_on_ranks(other_method_than_forward, 2)
     torch.manual_seed(0)
     reference = TinyMLP()
@@ -120,7 +124,7 @@ def backward_on_one_rank_only():
     optimizer.step()
 
 
-def test_a_backward_that_one_rank_alone_runs_names_the_other():
+def test_extra_backward_on_one_rank_names_the_other_rank():
     with pytest.raises(RankError) as caught:
         run_on_ranks(backward_on_one_rank_only, 2, group_timeout_seconds=10)
     assert isinstance(caught.value.__cause__, MissingRanksError)
@@ -128,7 +132,7 @@ def test_a_backward_that_one_rank_alone_runs_names_the_other():
 
 
 def counted_reductions(**options):
-    """Return how often gradients were averaged outside of DDP in steps that leave nothing to it."""
+    """Return how often gradients were averaged outside of DDP in steps that DDP averages completely."""
     booster, model, optimizer = boost(TinyMLP(), **options)
     for step in range(3):
         booster.backward(model(own(step)).square().mean(), optimizer)
@@ -148,5 +152,5 @@ def counted_reductions(**options):
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_nothing_is_averaged_twice(options):
+def test_gradients_are_not_averaged_twice(options):
     assert run_on_ranks(counted_reductions, 2, **options) == [0, 0]

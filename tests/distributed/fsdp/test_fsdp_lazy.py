@@ -21,7 +21,7 @@ MODELS = {
 
 
 def values_and_first_step(name, lazily, precision):
-    """Return the whole model right after `boost` and after one step."""
+    """Return the whole model after `boost` and after one step."""
     torch.manual_seed(3)
     if lazily:
         with LazyInitContext():
@@ -49,7 +49,7 @@ def values_and_first_step(name, lazily, precision):
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_lazy_model_has_the_values_of_an_eager_one_and_trains_alike(name, precision):
+def test_lazy_model_equals_eager_model_after_boost_and_a_step(name, precision):
     lazy = run_on_ranks(values_and_first_step, 2, name, True, precision)
     eager = run_on_ranks(values_and_first_step, 2, name, False, precision)
     for ours, theirs in zip(lazy, eager, strict=True):

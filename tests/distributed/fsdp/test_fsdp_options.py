@@ -1,4 +1,4 @@
-"""What each option of the FSDP plugin changes: when parameters are gathered, among whom, and what stays whole."""
+"""Effects of the FSDP plugin's options: when and over which ranks parameters are gathered, and what is replicated."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from booster_testing.models import TinyMLP
 from booster_testing.training import whole_model
 
 WIDTHS = (4, 8, 12, 16, 20, 24)
-"""Of rows that two and four ranks split evenly."""
+"""Divisible by two and four ranks."""
 
 
 def make_layers():
-    """Return layers of different sizes, so that a gather's size tells whose it is."""
+    """Return layers of different sizes, so that the size of a gather identifies its layer."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in itertools.pairwise(WIDTHS)))
 
@@ -62,7 +62,7 @@ def events_of_a_step(options):
 
 
 def ahead(events, what):
-    """Return for each layer how many layers had been gathered, in this pass, when something happened to it."""
+    """Return, for each layer, how many layers had been gathered in this pass at the time of its event."""
     passes = {
         "forward": events[: events.index(("forward", 4)) + 1],
         "reduce": events[events.index(("forward", 4)) + 1 :],
@@ -74,7 +74,7 @@ def ahead(events, what):
     return [found[layer] for layer in range(5)]
 
 
-def test_by_default_each_layer_is_gathered_twice():
+def test_each_layer_is_gathered_twice_by_default():
     for events, sizes in run_on_ranks(events_of_a_step, 2, {}):
         gathered = [layer for kind, layer in events if kind == "gather"]
         assert sorted(gathered) == sorted([*range(5)] * 2)
@@ -83,23 +83,23 @@ def test_by_default_each_layer_is_gathered_twice():
         assert ahead(events, "forward") == [1, 2, 3, 4, 5]
 
 
-def test_layers_that_stay_gathered_are_gathered_once():
+def test_layers_are_gathered_once_without_reshard_after_forward():
     for events, _ in run_on_ranks(events_of_a_step, 2, {"reshard_after_forward": False}):
         assert [layer for kind, layer in events if kind == "gather"] == [*range(5)]
 
 
-def test_a_number_gathers_among_so_many_ranks_in_backward():
+def test_reshard_to_a_number_of_ranks_gathers_over_these_in_backward():
     for _, sizes in run_on_ranks(events_of_a_step, 4, {"reshard_after_forward": 2}):
         assert sizes[:5] == [4] * 5
         assert set(sizes[5:]) == {2}
 
 
-def test_forward_gathers_ahead():
+def test_forward_prefetch():
     for events, _ in run_on_ranks(events_of_a_step, 2, {"forward_prefetch": 2}):
         assert ahead(events, "forward") == [3, 4, 5, 5, 5]
 
 
-def test_backward_gathers_ahead():
+def test_backward_prefetch():
     plain = run_on_ranks(events_of_a_step, 2, {})[0][0]
     for events, _ in run_on_ranks(events_of_a_step, 2, {"backward_prefetch": 3}):
         further = [a - b for a, b in zip(ahead(events, "reduce"), ahead(plain, "reduce"), strict=True)]
@@ -107,7 +107,7 @@ def test_backward_gathers_ahead():
         assert min(further) >= 0
 
 
-# ---- what stays whole, and what is sent
+# ---- replicated parameters and buffers
 
 
 def whole_parameters(options):
@@ -130,7 +130,7 @@ def whole_parameters(options):
         ({"ignored_parameters": ["first.weight"]}, ["first.weight"]),
     ],
 )
-def test_ignored_parameters_stay_whole_and_are_averaged(options, expected):
+def test_ignored_parameters_are_replicated_and_averaged(options, expected):
     torch.manual_seed(0)
     plain = TinyMLP()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -152,12 +152,12 @@ def running_means(options):
 
 
 @pytest.mark.parametrize("is_sent", [True, False])
-def test_running_statistics_are_sent_or_left(is_sent):
+def test_broadcast_buffers_broadcasts_running_statistics(is_sent):
     first, second = run_on_ranks(running_means, 2, {"broadcast_buffers": is_sent})
     assert torch.equal(first, second) == is_sent
 
 
-# ---- parameters that are frozen for a while
+# ---- parameters that are frozen temporarily
 
 
 def freezes_and_unfreezes(unit_classes):
@@ -184,5 +184,5 @@ def freezes_and_unfreezes(unit_classes):
 
 
 @pytest.mark.parametrize("unit_classes", [[], ["Linear"]], ids=["one unit", "layers"])
-def test_parameters_may_be_frozen_and_unfrozen(unit_classes):
+def test_parameters_can_be_frozen_and_unfrozen(unit_classes):
     run_on_ranks(freezes_and_unfreezes, 2, unit_classes)

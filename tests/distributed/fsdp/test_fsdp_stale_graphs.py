@@ -1,4 +1,4 @@
-"""Backward through a forward from before the parameters changed raises, as autograd does without FSDP."""
+"""Backward through a graph that is older than the parameters raises, as autograd does without FSDP."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def backward_after_step(name, direct, recomputed):
 
 @pytest.mark.parametrize("direct", [False, True], ids=["backward of the optimizer", "backward of the loss"])
 @pytest.mark.parametrize("name", UNITS)
-def test_backward_of_a_graph_from_before_the_step_raises(name, direct):
+def test_backward_of_a_graph_older_than_the_step_raises(name, direct):
     expect_on_ranks(
         GradientError, "modified by an inplace operation.*before the step", backward_after_step, 2, name, direct, False
     )
 
 
-def test_backward_of_a_recomputed_graph_from_before_the_step_raises():
+def test_backward_of_a_recomputed_graph_older_than_the_step_raises():
     expect_on_ranks(
         GradientError,
         "modified by an inplace operation",
@@ -85,7 +85,7 @@ def second_backward_after_step():
     optimizer.backward(out.abs().mean())
 
 
-def test_second_backward_through_one_forward_raises_after_the_step():
+def test_second_backward_through_one_forward_after_the_step_raises():
     expect_on_ranks(GradientError, "modified by an inplace operation", second_backward_after_step, 2)
 
 
@@ -97,12 +97,12 @@ def backward_after_load(folder):
     optimizer.backward(out.square().mean())
 
 
-def test_backward_of_a_graph_from_before_loading_raises(tmp_path):
+def test_backward_of_a_graph_older_than_loading_raises(tmp_path):
     expect_on_ranks(GradientError, "loading a checkpoint", backward_after_load, 2, tmp_path / "model")
 
 
 def goes_on_after_the_error():
-    """Training goes on where a script has caught the error: the next gradients are those of a model boosted afresh."""
+    """Catch the error; the next gradients must equal those of a newly boosted model."""
     gradients = []
     for raises in (True, False):
         booster, model, optimizer = boost(UNITS["root without parameters"])
@@ -118,12 +118,12 @@ def goes_on_after_the_error():
     return all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_training_goes_on_after_the_error():
+def test_training_continues_after_the_error():
     assert run_on_ranks(goes_on_after_the_error, 2) == [True, True]
 
 
 def graphs_that_are_not_stale():
-    """Two forwards and a step of another model in between; a step that an overflow skipped."""
+    """Run two forwards with a step of another model in between, and a step that an overflow skips."""
     _, model, optimizer = boost(UNITS["one unit"])
     _, other, other_optimizer = boost(UNITS["one unit"])
     first, second = model(data()), model(data(1))
@@ -144,5 +144,5 @@ def graphs_that_are_not_stale():
     optimizer.backward(out.square().mean())
 
 
-def test_graphs_whose_parameters_have_not_changed_run_backward():
+def test_graphs_with_unchanged_parameters_run_backward():
     run_on_ranks(graphs_that_are_not_stale, 2)

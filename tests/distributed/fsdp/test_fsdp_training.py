@@ -1,4 +1,4 @@
-"""FSDP against one process on models of many kinds, each gradient by name; and what users do besides training."""
+"""FSDP compared with one process on various models, by parameter name; evaluation, generation and loading."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make(name):
 
 
 def loss_of(model, name, rank, world_size):
-    """Return the mean loss over this rank's share of four samples."""
+    """Return the mean loss over this rank's part of four samples."""
     generator = torch.Generator().manual_seed(0)
     if name == "conv":
         pixels = torch.randn(4, 3, 8, 8, generator=generator)[rank::world_size]
@@ -120,7 +120,7 @@ def assert_parity(name, options, world_size):
     expected_gradients, expected_norm, expected = plainly(name)
     for gradients, norm, parameters in run_on_ranks(gradients_and_step, world_size, name, options):
         assert gradients.keys() == expected_gradients.keys()
-        # Attention does not depend on the bias of its keys: what is there as its gradient is rounding.
+        # Attention does not depend on the bias of its keys: its gradient is rounding noise.
         is_zero = {key for key, gradient in expected_gradients.items() if float(gradient.abs().max()) < 1e-7}
         assert all(float(gradients[key].abs().max()) < 1e-7 for key in is_zero)
         chosen = expected_gradients.keys() - is_zero
@@ -136,12 +136,12 @@ def assert_parity(name, options, world_size):
 
 @pytest.mark.parametrize("options", ["layers", "small units"])
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_norm_and_step_equal_those_of_one_process(name, options):
+def test_gradients_norm_and_step_equal_one_process(name, options):
     assert_parity(name, OPTIONS[options], 2)
 
 
 @pytest.mark.parametrize("options", OPTIONS.keys() - {"layers", "small units"})
-def test_every_option_gives_the_gradients_of_one_process(options):
+def test_gradients_with_each_option_equal_one_process(options):
     assert_parity("tied llama", OPTIONS[options], 4)
 
 
@@ -157,13 +157,13 @@ def memory_kept(name, options):
     return kept, state, sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_parameters_and_state_are_split_over_the_ranks():
+def test_parameters_and_state_are_sharded():
     for kept, state, whole in run_on_ranks(memory_kept, 4, "llama", {}):
         assert kept == pytest.approx(whole / 4, rel=0.05)
         assert state == pytest.approx(2 * whole / 4, rel=0.05)
 
 
-# ---- used differently on different ranks, and formats side by side
+# ---- different use on different ranks, and mixed dtypes
 
 
 class Branches(nn.Module):
@@ -195,7 +195,7 @@ def branch_gradients():
     return gradients, {name: not torch.equal(before[name], after[name]) for name in names}
 
 
-def test_a_parameter_that_some_ranks_use_counts_as_zero_on_the_others():
+def test_parameter_unused_on_some_ranks_has_zero_gradient_there():
     torch.manual_seed(0)
     model = Branches()
     sum(model(torch.ones(2, 4), goes_left=left).square().sum() / 2 for left in (True, False)).backward()
@@ -233,7 +233,7 @@ def mixed_formats():
     return formats, gradient
 
 
-def test_parameters_of_several_formats_in_one_unit_train():
+def test_parameters_of_several_dtypes_in_one_unit_train():
     torch.manual_seed(0)
     model = MixedFormats()
     data = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
@@ -257,7 +257,7 @@ def batch_norm_under(precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_ranks_agree_on_weights_and_running_statistics(precision):
+def test_weights_and_running_statistics_are_the_same_on_every_rank(precision):
     (first, buffers), *others = run_on_ranks(batch_norm_under, 2, precision)
     assert all(tensor.isfinite().all() for tensor in first.values())
     for whole, own in others:
@@ -265,7 +265,7 @@ def test_ranks_agree_on_weights_and_running_statistics(precision):
         assert [name for name in buffers if not torch.equal(buffers[name], own[name])] == []
 
 
-# ---- besides training
+# ---- evaluation, generation, loading, groups
 
 
 def generated(name, precision):
@@ -282,13 +282,13 @@ def generated(name, precision):
 
 
 @pytest.mark.parametrize("name", ["tied llama", "gpt2", "t5"])
-def test_generate_gives_what_one_process_generates(name):
+def test_generate_equals_one_process(name):
     plain = make(name).eval()
     expected = plain.generate(torch.arange(1, 6).view(1, 5), max_new_tokens=4, do_sample=False).tolist()
     assert run_on_ranks(generated, 2, name, None) == [(expected, expected)] * 2
 
 
-def test_generate_runs_in_the_precision_of_the_run():
+def test_generate_uses_the_precision_of_the_run():
     first, second = run_on_ranks(generated, 2, "tied llama", "bf16")
     assert first == second
 
@@ -310,7 +310,7 @@ def evaluated_between_backward_and_step(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
-def test_an_evaluation_between_backward_and_step_does_not_hide_the_step(options):
+def test_evaluation_between_backward_and_step_uses_the_updated_parameters_afterwards(options):
     model = make("tied llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     expected = []
@@ -342,12 +342,12 @@ def load_after_evaluation(folder):
     return loaded == expected, [name for name in before if not torch.equal(before[name], after[name])]
 
 
-def test_a_model_is_loaded_into_its_shards_also_after_an_evaluation(tmp_path):
+def test_loading_after_an_evaluation_loads_into_the_shards(tmp_path):
     assert run_on_ranks(load_after_evaluation, 2, str(tmp_path)) == [(True, [])] * 2
 
 
 def in_place_on_outputs():
-    """A unit that returns a view, changed in place by the one around it."""
+    """A unit that returns a view, which the unit around it changes in place."""
 
     class Inplace(nn.Module):
         def __init__(self) -> None:
@@ -374,7 +374,7 @@ def in_place_on_outputs():
     torch.testing.assert_close(booster.full_gradient(model, "inner.weight"), plain.inner.weight.grad)
 
 
-def test_an_operation_in_place_on_a_units_output_keeps_its_gradient():
+def test_in_place_operation_on_the_output_of_a_unit_keeps_its_gradient():
     run_on_ranks(in_place_on_outputs, 2)
 
 
@@ -395,12 +395,12 @@ def groups_added_later():
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
-def test_groups_can_be_added_later():
+def test_param_groups_can_be_added_later():
     assert run_on_ranks(groups_added_later, 2) == [["first.weight", "first.bias", "second.weight"]] * 2
 
 
 def zeroed_under_no_sync():
-    """Gradients that were accumulated without reduction are gone after `zero_grad`."""
+    """Check that `zero_grad` drops gradients that were accumulated without reduction."""
     booster = Booster("cpu", plugin=TorchFSDPPlugin())
     torch.manual_seed(0)
     model = TinyMLP()
@@ -417,7 +417,7 @@ def zeroed_under_no_sync():
     return torch.equal(*results)
 
 
-def test_zero_grad_drops_what_was_accumulated_without_reduction():
+def test_zero_grad_drops_gradients_accumulated_without_reduction():
     assert run_on_ranks(zeroed_under_no_sync, 2) == [True, True]
 
 
@@ -442,7 +442,7 @@ def rprop_steps():
         torch.testing.assert_close(whole[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_an_optimizer_that_dtensors_can_not_do_steps_on_rows():
+def test_optimizer_without_dtensor_support_steps_on_rows():
     run_on_ranks(rprop_steps, 3)
 
 
@@ -467,7 +467,7 @@ def test_max_norm_clips_each_step():
         assert whole > 0.06
 
 
-# ---- what a user can get wrong
+# ---- user errors
 
 
 def boost(options, model_name="mixed bag", optimizer_class=None):
@@ -485,11 +485,11 @@ def boost(options, model_name="mixed bag", optimizer_class=None):
         ({"forward_methods": ["encode"]}, "`forward_methods` names 'encode', which TinyMixedBag does not have"),
     ],
 )
-def test_an_option_that_does_not_fit_is_refused_on_every_rank(options, message):
+def test_invalid_option_raises_on_every_rank(options, message):
     expect_on_ranks(ConfigError, message, boost, 2, options)
 
 
-def test_an_optimizer_over_all_parameters_as_one_vector_is_refused():
+def test_optimizer_over_all_parameters_as_one_vector_raises():
     expect_on_ranks(ConfigError, "LBFGS can't be sharded", boost, 2, {}, "conv", torch.optim.LBFGS)
 
 
@@ -499,7 +499,7 @@ def boost_aliases():
     Booster("cpu", plugin=TorchFSDPPlugin()).boost(model)
 
 
-def test_two_parameters_over_the_same_memory_are_refused():
+def test_two_parameters_that_share_memory_raise():
     expect_on_ranks(
         ConfigError, "'first.bias' and 'second.weight' are two objects over the same memory", boost_aliases, 2
     )
@@ -512,5 +512,5 @@ def boost_dtensors():
     Booster("cpu", plugin=TorchFSDPPlugin()).boost(model)
 
 
-def test_a_model_of_dtensors_is_refused():
+def test_model_with_dtensors_raises():
     expect_on_ranks(ConfigError, "Parameter 'first.weight' is a DTensor already", boost_dtensors, 2)

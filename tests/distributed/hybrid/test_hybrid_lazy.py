@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from apart import import_quietly
+from isolated_libraries import import_quietly
 from model_zoo import ZOO
 from model_zoo.transformers_heads import HEADS
 

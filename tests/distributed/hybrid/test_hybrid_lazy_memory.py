@@ -15,7 +15,7 @@ import torch
 
 from booster_core import Booster, DistCoordinator, LazyInitContext
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime.checkpoint import safetensors_file
+from booster_runtime.checkpoint.files import safetensors_file
 from booster_testing import run_on_ranks
 from booster_testing.memory import peak_memory
 

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from apart import import_quietly
+from isolated_libraries import import_quietly
 from model_zoo import get_model
 
 from booster_core import Booster, enable_activation_checkpointing

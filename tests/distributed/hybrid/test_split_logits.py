@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from apart import import_quietly
+from isolated_libraries import import_quietly
 from model_zoo import ZOO, get_model
 from model_zoo.transformers_heads import HEADS
 from torch.nn import functional

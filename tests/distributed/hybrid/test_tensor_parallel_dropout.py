@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from apart import import_quietly
+from isolated_libraries import import_quietly
 
 from booster_core import Booster, enable_activation_checkpointing
 from booster_hybrid import HybridParallelPlugin

@@ -119,7 +119,7 @@ def whole_values(model, optimizer):
 
 
 def save_and_go_on(name, folder):
-    from booster_runtime.checkpoint.files import CheckpointFiles
+    from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
 
     io, coordinator = CheckpointFiles(DistCoordinator()), DistCoordinator()
     model, optimizer = sharded_run(name)
@@ -131,7 +131,7 @@ def save_and_go_on(name, folder):
 
 
 def load_and_go_on(name, folder):
-    from booster_runtime.checkpoint.files import CheckpointFiles
+    from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
 
     io, coordinator = CheckpointFiles(DistCoordinator()), DistCoordinator()
     model, optimizer = sharded_run(name)

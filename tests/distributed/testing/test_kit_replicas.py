@@ -1,4 +1,4 @@
-"""The conformance kit finds replicas that drift apart; each plugin here breaks in one way, the first in none."""
+"""The conformance kit detects replicas that differ; the first plugin here is correct, each other has one fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _AveragingOptimizer(OptimizerWrapper):
 
 
 class AveragingPlugin(Plugin):
-    """Plain data parallelism: gradients are averaged before the step."""
+    """Average gradients before the step: correct data parallelism."""
 
     name = "averaging"
     api_version = API_VERSION
@@ -67,7 +67,7 @@ class _OwnersOnly(ReplicatedStateAdapter):
 
 
 class DriftOutsideOfShards(OffByOneRounding):
-    """Lists what a rank owns only, as strategies do that shard their state."""
+    """List only the shards that a rank owns, as strategies that shard their state do."""
 
     def state_adapter(self, model, optimizer, context):
         return _OwnersOnly(model, optimizer, context.coordinator)
@@ -83,11 +83,11 @@ def test_equal_replicas_pass():
 
 
 @pytest.mark.parametrize("plugin", [WithoutAveraging, OffByOneRounding])
-def test_drifted_parameters_are_named(plugin):
-    with pytest.raises(AssertionError, match=r"drifted apart: .*embedding\.weight.* \(ranks 0 and 1\)"):
+def test_differing_parameters_are_named(plugin):
+    with pytest.raises(AssertionError, match=r"differ between ranks: .*embedding\.weight.* \(ranks 0 and 1\)"):
         _kit_for(plugin).test_ranks_hold_equal_parameters()
 
 
-def test_drift_that_no_shard_shows_is_found_in_the_outputs():
+def test_difference_that_no_shard_shows_is_found_in_the_outputs():
     with pytest.raises(AssertionError, match="Ranks 0 and 1 compute different outputs from the same batch"):
         _kit_for(DriftOutsideOfShards).test_ranks_hold_equal_parameters()

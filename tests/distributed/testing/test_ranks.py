@@ -34,7 +34,7 @@ class Point:
 
 
 class OddError(Exception):
-    """Cannot be read back after pickling."""
+    """An exception that can be pickled but not unpickled."""
 
     def __init__(self, a, b):
         super().__init__("odd")
@@ -146,17 +146,17 @@ def test_ranks_share_a_process_group():
     assert all(torch.equal(result[2], torch.tensor([6.0])) for result in results)
 
 
-def test_workers_stay_warm_and_grow():
+def test_workers_are_reused_and_added():
     pids = run_on_ranks(_pid, 1)
     assert run_on_ranks(_pid, 2)[:1] == pids
     assert run_on_ranks(_pid, 1) == pids
 
 
-def test_classes_of_the_test_file_travel_both_ways():
+def test_classes_of_the_test_file_can_be_arguments_and_results():
     assert run_on_ranks(_echo, 2, Point(3), scale=2) == [Point(6), Point(6)]
 
 
-def test_an_exception_comes_back_with_its_rank_and_traceback():
+def test_exception_has_its_rank_and_traceback():
     with pytest.raises(RankError, match=r"failed on ranks 1, 0 of 2; on rank 1:\n(.|\n)*_fail_on") as caught:
         run_on_ranks(_fail_on, 2, 1, "no luck")
     assert caught.value.rank == 1
@@ -171,13 +171,13 @@ def test_all_exceptions_are_reported():
     assert "rank 1 says no" in str(caught.value)
 
 
-def test_an_exception_that_cannot_be_read_back_is_reported_as_text():
+def test_exception_that_cannot_be_unpickled_is_reported_as_text():
     with pytest.raises(RankError, match="OddError: odd") as caught:
         run_on_ranks(_raise_odd, 1)
     assert caught.value.exceptions == {0: None}
 
 
-def test_a_failed_assert_shows_the_values():
+def test_failed_assert_shows_local_variables():
     with pytest.raises(RankError, match="number = 41"):
         run_on_ranks(_fail_assert, 1)
 
@@ -194,17 +194,17 @@ def test_expect_on_ranks_returns_the_exceptions():
         ((ValueError, RuntimeError), "luck", "rank 0's message does not match 'luck'"),
     ],
 )
-def test_expect_on_ranks_wants_the_same_on_every_rank(error_type, match, complaint):
+def test_expect_on_ranks_requires_the_error_on_every_rank(error_type, match, complaint):
     with pytest.raises(AssertionError, match=complaint):
         expect_on_ranks(error_type, match, _fail_on, 2, 1, "no luck")
 
 
-def test_expect_on_ranks_complains_of_success():
+def test_expect_on_ranks_fails_on_success():
     with pytest.raises(AssertionError, match="rank 1 raised nothing"):
         expect_on_ranks(ValueError, "", _pid, 2)
 
 
-def test_a_hang_is_ended_with_stacks():
+def test_hang_is_ended_with_stacks():
     start = time.monotonic()
     with pytest.raises(RankTimeoutError, match=r"did not end within 1 s on ranks 1 of 2(.|\n)*in _sleep_on"):
         run_on_ranks(_sleep_on, 2, 1, 60, timeout_seconds=1)
@@ -212,13 +212,13 @@ def test_a_hang_is_ended_with_stacks():
     assert run_on_ranks(_pid, 2)[0] in worker_pids()
 
 
-def test_a_hang_in_a_collective_is_ended_with_stacks():
+def test_hang_in_a_collective_is_ended_with_stacks():
     with pytest.raises(RankTimeoutError, match=r"on ranks 1 of 2(.|\n)*in _hang_in_collective"):
         run_on_ranks(_hang_in_collective, 2, timeout_seconds=1)
 
 
 @pytest.mark.parametrize(("how", "words"), [("exit", "ended with exit code 7"), ("kill", "was killed by SIGKILL")])
-def test_a_death_is_noticed_at_once(monkeypatch, how, words):
+def test_process_death_is_detected_at_once(monkeypatch, how, words):
     monkeypatch.setattr(ranks, "_GRACE_SECONDS", 0.5)
     start = time.monotonic()
     with pytest.raises(RankDiedError, match=f"the process of rank 1 {words}"):
@@ -227,25 +227,25 @@ def test_a_death_is_noticed_at_once(monkeypatch, how, words):
     assert len(run_on_ranks(_pid, 2)) == 2
 
 
-def test_a_call_finds_a_clean_state():
+def test_each_call_starts_from_a_clean_state():
     before = run_on_ranks(_state, 1)
     run_on_ranks(_dirty, 1)
     assert run_on_ranks(_state, 1) == before == [(torch.float32, True, 1, 0, None, "1")]
 
 
-def test_equal_seeds_on_every_call_and_rank():
+def test_seeds_are_the_same_in_every_call_and_rank():
     first, second = run_on_ranks(_draw, 2)
     assert torch.equal(first, second)
     assert torch.equal(first, run_on_ranks(_draw, 1)[0])
 
 
-def test_a_forgotten_thread_is_named():
+def test_leaked_thread_is_named():
     with pytest.raises(RankError, match="left behind on rank 0: thread 'forgotten'"):
         run_on_ranks(_leave_thread, 1)
 
 
-def test_a_process_group_of_its_own_is_named():
-    with pytest.raises(RankError, match="left behind on rank 0: a process group that it initialised itself"):
+def test_leaked_process_group_is_named():
+    with pytest.raises(RankError, match="left behind on rank 0: a process group that it initialized itself"):
         run_on_ranks(_leave_group, 1)
 
 
@@ -277,11 +277,11 @@ def _look_again_after(calls):
     return before
 
 
-def test_cycles_that_a_call_leaves_are_collected():
+def test_reference_cycles_of_a_call_are_collected():
     run_on_ranks(_make_cycles, 1)
     run_on_ranks(_forget, 1)
     assert not run_on_ranks(_which_live, 1)[0]["forgotten"]
-    (before,) = run_on_ranks(_look_again_after, 1, 1)  # ends with a look at all objects
+    (before,) = run_on_ranks(_look_again_after, 1, 1)  # the last call collects all objects
     try:
         assert run_on_ranks(_which_live, 1) == [{"forgotten": False, "kept": False}]
     finally:
@@ -301,18 +301,18 @@ def test_imported_modules_do_not_slow_later_calls():
     assert run_on_ranks(_num_objects, 1)[0] < 20_000
 
 
-def test_groups_made_within_the_default_group_are_no_leak():
+def test_subgroups_of_the_default_group_are_not_a_leak():
     run_on_ranks(_make_and_forget_group, 2)
 
 
-def test_workers_see_the_environment_of_the_test(monkeypatch):
+def test_workers_get_the_environment_of_the_test(monkeypatch):
     monkeypatch.setenv("COLOUR", "blue")
     assert run_on_ranks(_environment_variable, 2, "COLOUR") == ["blue", "blue"]
     monkeypatch.delenv("COLOUR")
     assert run_on_ranks(_environment_variable, 1, "COLOUR") == [None]
 
 
-def test_warnings_are_errors_where_the_test_says_so():
+def test_workers_apply_the_warning_filters_of_the_test():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RankError, match="UserWarning: careful"):
@@ -323,13 +323,13 @@ def test_warnings_are_errors_where_the_test_says_so():
 
 
 @pytest.mark.parametrize("fn", [lambda: None, time.sleep])
-def test_a_function_that_cannot_be_found_elsewhere_is_refused(fn):
+def test_function_that_is_not_at_top_level_raises(fn):
     with pytest.raises(TypeError, match="top level of a module's file"):
         run_on_ranks(fn, 1)
 
 
 @pytest.mark.parametrize("world_size", [0, 9])
-def test_a_world_size_out_of_range_is_refused(world_size):
+def test_world_size_out_of_range_raises(world_size):
     with pytest.raises(ValueError, match=f"`world_size={world_size}` is not between 1 and 8"):
         run_on_ranks(_pid, world_size)
 
@@ -342,7 +342,7 @@ def _is_alive(pid):
     return True
 
 
-def test_a_script_can_run_its_own_functions(tmp_path):
+def test_script_can_run_its_own_functions(tmp_path):
     (tmp_path / "script.py").write_text(
         textwrap.dedent("""
         from booster_testing import run_on_ranks

@@ -239,7 +239,7 @@ def test_repeated_enabling_raises():
 
 
 def test_a_module_inside_of_another_raises():
-    with pytest.raises(ConfigError, match=r"'blocks\.(\d)\.inner' lies inside of 'blocks\.\1'"):
+    with pytest.raises(ConfigError, match=r"'blocks\.(\d)\.inner' is inside of 'blocks\.\1'"):
         enable_activation_checkpointing(make_stack(), ["Block", "Linear"])
 
 

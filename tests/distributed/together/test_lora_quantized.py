@@ -5,7 +5,7 @@ The product refuses this elsewhere than on CUDA, where those kernels are made fo
 
 import pytest
 import torch
-from apart import FOLDER, import_quietly, missing_libraries, use_libraries_apart
+from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 
 from booster_core import Booster, LazyInitContext
 from booster_core.errors import ConfigError
@@ -53,7 +53,7 @@ def bits(number):
 
 def enabled(booster, number, *, lazy=False):
     """Return a model with adapters whose linear layers are packed."""
-    use_libraries_apart()
+    use_isolated_libraries()
     import_quietly(["bitsandbytes"])
     torch.manual_seed(3)
     if lazy:
@@ -114,3 +114,48 @@ def refuse_lazy():
 
 def test_a_lazy_base_is_refused():
     run_on_ranks(refuse_lazy, 1)
+
+
+def gpt2():
+    torch.manual_seed(3)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2))
+
+
+def pack_gpt2():
+    """Return how far the outputs of packed layers are from those of the layers, and how many were packed."""
+    use_isolated_libraries()
+    import_quietly(["bitsandbytes"])
+    plain, packed = gpt2().eval(), gpt2().eval()
+    quantization.quantize_linears(packed, bits(4))
+    packed.to("cpu")
+    num_packed = sum(type(layer).__name__ == "Linear4bit" for layer in packed.modules())
+    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact, rounded = (model.transformer(tokens).last_hidden_state for model in (plain, packed))
+    return num_packed, float((exact - rounded).norm() / exact.norm())
+
+
+def test_layers_of_gpt2_are_packed():
+    ((num_packed, error),) = run_on_ranks(pack_gpt2, 1)
+    assert num_packed == 2 * 4
+    assert 0 < error < 0.2, "4 bits are within a few per cent of the weights; transposed ones would be far off"
+
+
+def refuse_experts():
+    use_isolated_libraries()
+    import_quietly(["bitsandbytes"])
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    config = transformers.Qwen3MoeConfig(**sizes, **experts)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    with pytest.raises(ConfigError, match=r"can't be quantised: .*'model\.layers\.0\.mlp\.experts'"):
+        quantization.quantize_linears(model, bits(4))
+    assert not any(type(layer).__name__ == "Linear4bit" for layer in model.modules())
+    named = bits(4)
+    named.llm_int8_skip_modules = ["experts", "gate"]
+    quantization.quantize_linears(model, named)
+    assert sum(type(layer).__name__ == "Linear4bit" for layer in model.modules()) == 4
+
+
+def test_layers_that_cannot_be_packed_are_named():
+    run_on_ranks(refuse_experts, 1)

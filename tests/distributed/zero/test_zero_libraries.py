@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 import torch.distributed as dist
-from apart import FOLDER, import_quietly, missing_libraries, use_libraries_apart
+from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 from torch import nn
 
 from booster_core import Booster
@@ -31,7 +31,7 @@ def _close_workers():
 def make(name, **changes):
     """Return a small model and an optimizer of a library over it, in two groups."""
     home, kind, settings = OPTIMIZERS[name]
-    use_libraries_apart()
+    use_isolated_libraries()
     import_quietly([home])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))

@@ -1,12 +1,12 @@
-"""Tiny models of the libraries that people train, built from configs with random weights: no network, no hub.
+"""Tiny models of common libraries, built from configs with random weights, without network access.
 
-``ZOO`` has them by name. Building one imports its library, so only processes that build see transformers and the like;
-those that are installed apart (timm, diffusers, torchrec, torchvision) become importable on the way.
+``ZOO`` has them by name. Building one imports its library; libraries in the separate folder (timm, diffusers, torchrec,
+torchvision) become importable then.
 """
 
 from __future__ import annotations
 
-from apart import import_quietly, use_libraries_apart
+from isolated_libraries import import_quietly, use_isolated_libraries
 
 from model_zoo.diffusers_models import MODELS as _DIFFUSERS
 from model_zoo.registry import Batch, ZooModel
@@ -25,14 +25,14 @@ ZOO: dict[str, ZooModel] = {
 
 
 def get_model(name: str) -> ZooModel:
-    """Return a model of the zoo by name, with its library imported, as quietly as it goes.
+    """Return a model of the zoo by name; import its library without warnings.
 
     Raises:
-        KeyError: If there is none of that name.
+        KeyError: If there is no model of that name.
     """
     model = ZOO[name]
     if model.needs != ("transformers",):
-        use_libraries_apart()
+        use_isolated_libraries()
     import_quietly(model.needs)
     return model
 

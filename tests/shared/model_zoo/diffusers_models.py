@@ -1,4 +1,4 @@
-"""Models of diffusers: an image quantiser and a denoiser."""
+"""diffusers models: an image quantizer and a denoiser."""
 
 from __future__ import annotations
 

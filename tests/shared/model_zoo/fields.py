@@ -1,4 +1,4 @@
-"""Batches drawn field by field: each field is a recipe for one argument of a model's forward."""
+"""Random batches: each field is a recipe for one argument of a model's forward."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def normal(*shape: int) -> Field:
 
 
 def same(values: object) -> Field:
-    """Return a recipe that gives each sample the same values."""
+    """Return a recipe for values that are the same in each sample."""
     return lambda _generator, samples: torch.stack([torch.as_tensor(values)] * samples)

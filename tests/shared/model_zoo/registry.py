@@ -1,4 +1,4 @@
-"""What a model of the zoo is: a way to build it, batches for it, and a loss, all the same in every process."""
+"""The definition of a zoo model: how to build it, batches, and a loss, all the same in every process."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ def weighted_outputs(output: Any, _batch: Batch) -> Tensor:
 
 
 def own_loss(output: Any, _batch: Batch) -> Tensor:
-    """Return the loss that the model computes itself, where it is given labels."""
+    """Return the loss that the model computes itself from labels."""
     loss: Tensor = output.loss
     return loss
 
 
 def join_tensors(batches: Sequence[Mapping[str, Tensor]]) -> Batch:
-    """Put batches of tensors together."""
+    """Concatenate batches of tensors."""
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZooModel:
-    """One model, tiny, with random weights.
+    """A tiny model with random weights.
 
     Args:
         name: Library and name, as in ``"timm/convit_tiny"``.
         build: Returns the model; draws its weights from torch's default generator.
         batch: Draws a number of samples from a generator.
-        loss: Makes a scalar of output and batch; a mean over samples unless ``couples_samples``.
-        loss_only: Fields of the batch that go to the loss and not to the model.
-        join: Puts batches together to a larger one.
+        loss: Computes a scalar from output and batch; a mean over samples unless ``couples_samples``.
+        loss_only: Fields of the batch for the loss that the model does not take.
+        join: Concatenates batches.
         needs: Top-level modules that it imports.
         couples_samples: Whether a sample's loss depends on the other samples (batch norm, load balancing), so that
             the gradient of a whole batch is not the mean of those of its parts.
-        no_effect: Patterns of parameters that change nothing, so that their gradients are zero but for rounding:
-            attention's softmax doesn't see a bias of the keys.
-        slow: Whether it is left to the long run.
+        no_effect: Patterns of parameters without effect on the loss, whose gradients are zero except for rounding:
+            attention's softmax does not depend on a bias of the keys.
+        slow: Whether its tests are marked as slow.
     """
 
     name: str
@@ -70,7 +70,7 @@ class ZooModel:
     slow: bool = False
 
     def seeded(self) -> nn.Module:
-        """Return the model in training mode, equal in every process, with dropout that drops nothing."""
+        """Return the model in training mode, equal in every process, with dropout probability 0."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(11)
             model = self.build().train()
@@ -80,21 +80,21 @@ class ZooModel:
         return model
 
     def loss_of(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """Run the model, or what `boost` made of it, forward and return the loss."""
+        """Run forward of the plain or boosted model and return the loss."""
         output = model(**{name: value for name, value in batch.items() if name not in self.loss_only})
         return self.loss(output, batch)
 
     def share(self, step: int, rank: int, samples: int) -> Batch:
-        """Return a rank's samples of a step, no two alike."""
+        """Return a rank's samples of a step, all different."""
         return self.batch(torch.Generator().manual_seed(1000 * step + rank), samples)
 
     def whole(self, step: int, world_size: int, samples: int) -> Batch:
-        """Return what all ranks' shares of a step are together."""
+        """Return the samples of all ranks of a step."""
         return self.join([self.share(step, rank, samples) for rank in range(world_size)])
 
 
 def _floats(output: Any) -> list[Tensor]:
-    """Return the floating-point tensors of an output that have a gradient, in order."""
+    """Return the floating-point tensors of an output that require gradients, in order."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() and output.requires_grad and output.dim() > 0 else []
     values = output.values() if hasattr(output, "values") else output if isinstance(output, (list, tuple)) else ()

@@ -1,4 +1,4 @@
-"""Recommenders of torchrec: dense features beside bags of numbers of any length, looked up in embedding tables."""
+"""torchrec recommenders: dense features, and bags of ids of any length that are looked up in embedding tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _deepfm() -> nn.Module:
 
 
 def _draw(generator: torch.Generator, samples: int) -> Batch:
-    """Draw dense features, bags of zero to three numbers for each key, and whether the user clicked."""
+    """Return random dense features, bags of zero to three ids for each key, and click labels."""
     from torchrec import KeyedJaggedTensor
 
     lengths = torch.randint(4, (len(_KEYS) * samples,), generator=generator)
@@ -70,7 +70,7 @@ def _draw(generator: torch.Generator, samples: int) -> Batch:
 
 
 def _join(batches: Sequence[Batch]) -> Batch:
-    """Put batches together: a key's bags of all batches follow each other."""
+    """Concatenate batches, key by key."""
     from torchrec import KeyedJaggedTensor
 
     bags = [batch["sparse_features"] for batch in batches]

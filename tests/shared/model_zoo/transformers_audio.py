@@ -1,4 +1,4 @@
-"""Models of transformers that hear: Whisper, wav2vec 2.0, HuBERT."""
+"""Audio models of transformers: Whisper, wav2vec 2.0, HuBERT."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from model_zoo.transformers_build import from_config
 _VOCABULARY = 32
 _WORDS = numbers(_VOCABULARY, 6, low=3)
 _CLASSES = {"num_labels": 8}
-"""More than the labels use: over evenly spread labels, the gradients of biases cancel to rounding."""
+"""More than the labels use: with evenly distributed labels, the gradients of biases cancel to rounding errors."""
 _WHISPER: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
     "num_mel_bins": 8,

@@ -1,4 +1,4 @@
-"""Building a model of transformers from a config."""
+"""Build a transformers model from a config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _build(config_class: str, model_class: str, settings: dict[str, Any]) -> nn.
     config = getattr(transformers, config_class)(**settings)
     _without_dropout(config)
     model: nn.Module = getattr(transformers, model_class)(config)
-    # Queries and embeddings that start at zero lie where a layer norm is steepest, or stop gradients on their way.
+    # Queries and embeddings that start at zero make layer norms ill-conditioned, or have zero gradients.
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.any() and parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -32,7 +32,7 @@ def _build(config_class: str, model_class: str, settings: dict[str, Any]) -> nn.
 
 
 def _without_dropout(config: Any) -> None:
-    """Set the probabilities that functions read from the config to zero, in sub-configs too."""
+    """Set dropout probabilities in the config and its sub-configs to zero."""
     from transformers import PreTrainedConfig
 
     for name, value in vars(config).items():

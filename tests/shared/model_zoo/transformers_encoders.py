@@ -33,7 +33,7 @@ _T5: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _SHIFTS = ("qa_outputs.bias", "bert.encoder.layer.1.output.LayerNorm.bias")
-"""Positions are compared with each other: what shifts all alike changes nothing."""
+"""Positions are compared with each other: shifting all of them equally has no effect."""
 _POSITIONS = {"start_positions": numbers(_LENGTH), "end_positions": numbers(_LENGTH)}
 
 

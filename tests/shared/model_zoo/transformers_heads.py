@@ -1,4 +1,4 @@
-"""Heads that people train on top of transformers' language models, and variants of these: for tensor parallelism.
+"""Heads of transformers' language models, and variants of these models, for tests of tensor parallelism.
 
 They are not part of the zoo, which has one model of each kind for each plugin.
 """
@@ -67,7 +67,7 @@ def _one(name: str, family: str, settings: dict[str, Any], head: str) -> ZooMode
         batch=batch_of(input_ids=_TOKENS, **fields),
         loss=own_loss,
         needs=("transformers",),
-        # What shifts all positions or keys alike changes nothing.
+        # Shifting all positions or keys equally has no effect.
         no_effect=("*k_proj.bias", "*qa_outputs.bias") + (("*norm*.bias", "*ln_f.bias") if "question" in head else ()),
     )
 

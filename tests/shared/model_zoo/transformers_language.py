@@ -97,14 +97,14 @@ def _gpt2(
         batch=batch_of(**{"input_ids": _TOKENS, **fields}),
         loss=loss,
         needs=("transformers",),
-        # Choices are compared, and positions too, so that what shifts all alike changes nothing.
+        # Choices and positions are compared with each other: shifting all of them equally has no effect.
         no_effect=("multiple_choice_head.summary.bias", "qa_outputs.bias", *no_effect),
         slow=name in {"token_classification", "question_answering"},
     )
 
 
 def _both_losses(output: Any, _batch: Any) -> Any:
-    """Return the sum of language modelling and multiple choice."""
+    """Return the sum of the language modeling and multiple choice losses."""
     return output.loss + output.mc_loss
 
 

@@ -1,4 +1,4 @@
-"""Models of transformers that see: ViT, SAM, BLIP-2."""
+"""Vision models of transformers: ViT, SAM, BLIP-2."""
 
 from __future__ import annotations
 

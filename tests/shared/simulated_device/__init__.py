@@ -1,7 +1,7 @@
-"""An accelerator without hardware, for tests: device type ``"simulated"``, built from ``device.cpp`` by the test run.
+"""A simulated accelerator for tests: device type ``"simulated"``, compiled from ``device.cpp`` by the test run.
 
-Its memory is counted and can be limited, its operators and collectives are the CPU's; see ``device.cpp``. It takes
-torch's one place for devices from outside, and stays until the process ends, so tests use it in rank workers, which the
+Its memory is counted and can be limited; operators and collectives run on the CPU, see ``device.cpp``. It registers as
+torch's private-use backend until the process ends, so tests use it in rank workers, which the
 fixture ``simulated_device`` ends afterwards:
 
     def on_rank(library): simulated_device.load(library); model.to("simulated"); ...
@@ -30,11 +30,11 @@ _BUILD_SECONDS = 600
 
 
 class NotBuiltError(Exception):
-    """The device cannot be built here; the message says why."""
+    """Raised if the device can't be built; the message says why."""
 
 
 def build(folder: Path) -> str:
-    """Return the path of the device's library, compiled into a folder unless that has it already.
+    """Return the path of the device's library; compile it into a folder unless it exists there.
 
     Raises:
         NotBuiltError: If there is no compiler, or it fails.
@@ -44,7 +44,7 @@ def build(folder: Path) -> str:
 
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        msg = "neither g++ nor clang++ is here to build the simulated device"
+        msg = "neither g++ nor clang++ was found to build the simulated device"
         raise NotBuiltError(msg)
     abi = int(torch.compiled_with_cxx11_abi())
     command = [compiler, "-O1", "-std=c++20", "-w", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
@@ -55,7 +55,7 @@ def build(folder: Path) -> str:
     library = folder / f"simulated_device_{key}.so"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several test runs may share the folder
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test sessions may share the folder
         if not library.exists():
             fresh = library.with_suffix(".new")
             done = subprocess.run(
@@ -69,7 +69,7 @@ def build(folder: Path) -> str:
 
 
 def load(library: str) -> None:
-    """Make the device known to torch in this process; again does nothing."""
+    """Register the device with torch in this process; later calls do nothing."""
     import torch
 
     if torch._C._get_privateuse1_backend_name() == NAME:
@@ -81,7 +81,7 @@ def load(library: str) -> None:
 
 
 def _module() -> types.ModuleType:
-    """Return what ``torch.simulated`` is to be: the functions that torch expects of a device's module, as on CUDA."""
+    """Return the module ``torch.simulated``: the functions that torch expects of a device module, as ``torch.cuda``."""
     import torch
 
     ops: Any = torch.ops.simulated_device
@@ -95,7 +95,7 @@ def _module() -> types.ModuleType:
     module.synchronize = lambda device=None: None
     module.empty_cache = lambda: None
     module._is_in_bad_fork = lambda: False
-    # Kernels are the CPU's and draw from its generator.
+    # Kernels run on the CPU and use its generator.
     module.manual_seed = module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda device=None: torch.get_rng_state()
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
@@ -109,7 +109,7 @@ def _module() -> types.ModuleType:
 
 @contextlib.contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Let the device hold at most ``num_bytes`` in all; beyond, allocations raise ``torch.OutOfMemoryError``."""
+    """Limit the device's memory to ``num_bytes``; larger allocations raise ``torch.OutOfMemoryError``."""
     import torch
 
     ops: Any = torch.ops.simulated_device
@@ -122,7 +122,7 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
 
 
 def bytes_moved() -> tuple[int, int]:
-    """Return how many bytes were copied so far from host to device, and from device to host."""
+    """Return the number of bytes copied so far from host to device, and from device to host."""
     import torch
 
     ops: Any = torch.ops.simulated_device
@@ -130,7 +130,7 @@ def bytes_moved() -> tuple[int, int]:
 
 
 def cpu_view(tensor: Tensor) -> Tensor:
-    """Return a tensor of the device as one of the CPU, over the same memory."""
+    """Return a device tensor as a CPU tensor that shares its memory."""
     import torch
 
     return torch.ops.simulated_device.cpu_view(tensor)

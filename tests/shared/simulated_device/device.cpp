@@ -1,9 +1,9 @@
-// An accelerator without hardware, for tests: device type "simulated" over torch's PrivateUse1 key.
+// A simulated accelerator for tests: device type "simulated" over torch's PrivateUse1 key.
 //
-// Its memory is the host's, but every allocation is counted and a limit can be set, beyond which OutOfMemoryError is
-// raised as on CUDA. Its operators are the CPU's: a fallback shows the CPU's kernel the same memory as CPU tensors, and
-// adopts what the kernel allocated, so nothing is copied and results have the CPU's bits. Collectives go to the
-// group's CPU backend in the same way. Streams and events exist and do nothing, because nothing runs asynchronously.
+// It uses host memory, but every allocation is counted, and allocations above a limit raise OutOfMemoryError as on
+// CUDA. Operators run on the CPU: a fallback passes the same memory as CPU tensors to the CPU's kernel, and adopts its
+// allocations, so nothing is copied and results are bitwise those of the CPU. Collectives use the group's CPU backend in
+// the same way. Streams and events do nothing, because nothing runs asynchronously.
 
 #include <ATen/Functions.h>
 #include <ATen/EmptyTensor.h>
@@ -35,7 +35,7 @@ using torch::jit::Stack;
 const c10::Device kDevice(c10::DeviceType::PrivateUse1, 0);
 const c10::Device kHost(c10::DeviceType::CPU);
 
-// ---- memory: what is allocated, the highest it was, the limit, and the bytes that crossed
+// ---- memory: allocated bytes, their peak, the limit, and bytes copied between host and device
 
 class Accounts {
  public:
@@ -89,7 +89,7 @@ Accounts& accounts() {
   return *one;
 }
 
-// What stands behind a device pointer: memory of its own, or a CPU storage that an operator's kernel made.
+// The memory of a device pointer: allocated for it, or a CPU storage that an operator's kernel allocated.
 struct Block {
   void* own = nullptr;
   c10::Storage adopted;
@@ -112,7 +112,7 @@ struct DeviceAllocator final : at::Allocator {
     block->num_bytes = static_cast<int64_t>(num_bytes);
     return {block->own, block, &release, kDevice};
   }
-  // Without a raw deleter, because a block is not its data pointer.
+  // No raw deleter: the context is not the data pointer.
   at::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, std::size_t num_bytes) const override { std::memcpy(to, from, num_bytes); }
   static void no_release(void*) {}
@@ -121,7 +121,7 @@ struct DeviceAllocator final : at::Allocator {
 DeviceAllocator device_allocator;
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &device_allocator)
 
-// Pinned memory is plain memory that is remembered, so that `is_pinned` answers as on CUDA.
+// Pinned memory is plain memory that is recorded, so that `is_pinned` returns the same as on CUDA.
 struct PinnedAllocator final : at::Allocator {
   at::DataPtr allocate(size_t num_bytes) override {
     void* data = c10::alloc_cpu(std::max<size_t>(num_bytes, 1));
@@ -156,7 +156,7 @@ struct PinnedAllocator final : at::Allocator {
 
 PinnedAllocator pinned_allocator;
 
-// ---- one device, whose streams and events have nothing to wait for
+// ---- one device, whose streams and events never wait
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = c10::DeviceType::PrivateUse1;
@@ -217,7 +217,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   return true;
 }();
 
-// ---- tensors: making them, seeing them as the CPU's, adopting the CPU's
+// ---- tensors: creating them, viewing them as CPU tensors, adopting CPU tensors
 
 const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
@@ -233,7 +233,7 @@ Tensor empty_strided(
   return at::detail::empty_strided_generic(sizes, strides, &device_allocator, kKeys, c10::dtype_or_default(dtype));
 }
 
-// The view keeps the storage alive: a collective may still be at work on it when the device tensor is gone.
+// The view keeps the storage alive: a collective may still use it when the device tensor is freed.
 Tensor cpu_view(const Tensor& tensor) {
   if (tensor.is_cpu()) return tensor;
   auto options = tensor.options().device(kHost).pinned_memory(false);
@@ -266,7 +266,7 @@ struct Seen {
   Tensor host;
 };
 
-// How one call's arguments are shown to the CPU and its results brought back.
+// Converts the arguments of a call to CPU tensors, and its results back.
 class Translation {
  public:
   c10::IValue to_host(const c10::IValue& value) {
@@ -328,7 +328,7 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   Translation translation;
   const auto first = stack->size() - schema.arguments().size();
   for (auto i = first; i < stack->size(); ++i) (*stack)[i] = translation.to_host((*stack)[i]);
-  // Indices may lie on the host, as on CUDA; anything else in two places is a mistake of the caller's.
+  // Indices may be on the host, as on CUDA; other mixed devices are a user error.
   TORCH_CHECK(
       !translation.mixes_devices() || schema.name().find("index") != std::string::npos, schema.name(),
       ": expected all tensors to be on the same device, but found some on the CPU and some on the simulated device");
@@ -393,7 +393,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
-// Where the CPU has a kernel, but other devices would take an operator apart, the CPU's is taken for its bits.
+// Operators that other devices decompose use the CPU's kernel, so that results are bitwise equal.
 [[maybe_unused]] const bool kernels_over_compositions_are_registered = [] {
   auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -410,7 +410,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   return true;
 }();
 
-// Attention takes the form that the CPU would take, so that results keep the CPU's bits.
+// Attention uses the CPU's variant, so that results are bitwise equal.
 int64_t choose_attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout,
     bool is_causal, std::optional<double> scale, bool enable_gqa) {
@@ -421,7 +421,7 @@ int64_t choose_attention(
       seen(query), seen(key), seen(value), host_mask, dropout, is_causal, scale, enable_gqa);
 }
 
-// ---- autocast, with the CPU's choice of operators
+// ---- autocast, for the same operators as on the CPU
 
 void run_cast(const c10::OperatorHandle& op, Stack* stack, at::ScalarType dtype) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastPrivateUse1);
@@ -466,7 +466,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 // ---- collectives, over the group's CPU backend
 
-// gloo gathers equal sizes only; NCCL gathers any by broadcasting each rank's in turn, and so do we.
+// gloo gathers equal sizes only. As NCCL does, gather other sizes by one broadcast from each rank.
 void all_gather(const c10::OperatorHandle& op, Stack* stack) {
   const auto num_arguments = op.schema().arguments().size();
   const auto first = stack->size() - num_arguments;
@@ -492,8 +492,8 @@ void all_gather(const c10::OperatorHandle& op, Stack* stack) {
   stack->emplace_back(last);
 }
 
-// torch has kernels for these, which want a backend registered for the device; ours take their place, without the
-// warning that this deserves elsewhere.
+// torch's kernels of these need a backend registered for the device; replace them, without the warning about
+// overridden kernels.
 struct Quiet final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
@@ -513,7 +513,7 @@ struct Quiet final : c10::WarningHandler {
   return true;
 }();
 
-// ---- what tests ask and set
+// ---- functions for tests
 
 TORCH_LIBRARY(simulated_device, m) {
   m.def("memory_allocated() -> int", []() -> int64_t { return accounts().allocated(); });

@@ -7,7 +7,7 @@ from booster_core.plugin import discovery
 from booster_fsdp import TorchFSDPPlugin
 
 
-def test_it_is_found_by_name():
+def test_plugin_is_found_by_name():
     assert discovery.load("fsdp") is TorchFSDPPlugin
 
 
@@ -28,20 +28,20 @@ def test_options_reach_the_config():
         ({"backward_prefetch": -1}, "`backward_prefetch=-1` must be at least 0"),
         ({"max_norm": -1.0}, "`max_norm=-1.0` must be 0"),
         ({"partition": "rows"}, "`partition='rows'` is not one of"),
-        ({"unit_classes": ["A"], "unit_min_numel": 3}, "`unit_classes` and `unit_min_numel` are two answers"),
+        ({"unit_classes": ["A"], "unit_min_numel": 3}, "`unit_classes` and `unit_min_numel` all choose the units"),
     ],
 )
-def test_a_wrong_option_is_refused_at_once(options, message):
+def test_invalid_option_raises(options, message):
     with pytest.raises(ConfigError, match=message):
         TorchFSDPPlugin(**options)
 
 
 @pytest.mark.parametrize("option", ["unit_classes", "ignored_modules", "ignored_parameters", "forward_methods"])
-def test_a_string_in_place_of_names_is_refused(option):
+def test_string_instead_of_names_raises(option):
     with pytest.raises(TypeError, match=f"`{option}='Block'` is one string"):
         TorchFSDPPlugin(**{option: "Block"})
 
 
-def test_a_wrong_precision_is_refused_at_once():
+def test_invalid_precision_raises():
     with pytest.raises(ConfigError, match="Unknown precision 'int4'"):
         TorchFSDPPlugin(precision="int4")

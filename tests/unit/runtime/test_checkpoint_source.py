@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from booster_core.errors import CheckpointError
-from booster_runtime.checkpoint.naming import MODEL, OPTIMIZER, FileNames
-from booster_runtime.checkpoint.plan import TensorSpec, natural_order, split_into_files
-from booster_runtime.checkpoint.source import open_source
+from booster_runtime.checkpoint.files.layout import TensorSpec, natural_order, split_into_files
+from booster_runtime.checkpoint.files.names import MODEL, OPTIMIZER, FileNames
+from booster_runtime.checkpoint.load.source import open_source
 
 
 def put(folder, name, value=1.0, keys=("a",)):
@@ -123,7 +123,7 @@ def test_files_are_filled_in_natural_order_up_to_a_size():
 
 
 def test_wider_elements_come_first_so_that_values_are_aligned(tmp_path):
-    from booster_runtime.checkpoint.safetensors_file import SafetensorsContainer
+    from booster_runtime.checkpoint.files.safetensors_file import SafetensorsContainer
 
     specs = [
         TensorSpec(key="a", shape=(3,), dtype=torch.uint8),

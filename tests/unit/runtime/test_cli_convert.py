@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from booster_core.cli import main
 from booster_core.errors import CheckpointError
-from booster_runtime.checkpoint.convert import convert
-from booster_runtime.checkpoint.source import Source
+from booster_runtime.checkpoint.load.source import Source
+from booster_runtime.checkpoint.tools.convert import convert
 from booster_testing import peak_memory
 from booster_testing.resumable import ResumableRun
 
@@ -115,7 +115,7 @@ def test_a_folder_that_transformers_loads(training, tmp_path):
 
 def test_pieces_of_a_tensor_make_it_whole(training, tmp_path):
     training.booster.save_model(torch.nn.Linear(33, 50), tmp_path / "a.safetensors")
-    from booster_runtime.checkpoint.source_adapter import SourceAdapter
+    from booster_runtime.checkpoint.tools.source_adapter import SourceAdapter
 
     source = Source(tmp_path / "a.safetensors", "model")
     try:

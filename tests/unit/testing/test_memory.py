@@ -12,7 +12,7 @@ from booster_testing import data_limit, peak_memory
 MIB = 2**20
 
 
-def test_a_peak_is_seen_after_it_has_passed():
+def test_peak_is_measured_after_memory_was_freed():
     with peak_memory() as peak:
         block = torch.ones(64 * MIB, dtype=torch.uint8)
         del block
@@ -20,7 +20,7 @@ def test_a_peak_is_seen_after_it_has_passed():
     assert abs(peak.kept_bytes) < 8 * MIB
 
 
-def test_what_stays_is_seen():
+def test_kept_memory_is_measured():
     with peak_memory() as peak:
         block = torch.ones(64 * MIB, dtype=torch.uint8)
     assert 60 * MIB < peak.kept_bytes < 80 * MIB
@@ -56,7 +56,7 @@ def test_pages_of_files_that_stay_mapped_do_not_count(tmp_path):
     assert peak.peak_bytes < 8 * MIB
 
 
-def test_sampling_sees_a_peak():
+def test_sampling_measures_a_peak():
     with peak_memory(maps_files=True) as peak:
         block = torch.ones(64 * MIB, dtype=torch.uint8)
         time.sleep(0.1)
@@ -64,7 +64,7 @@ def test_sampling_sees_a_peak():
     assert 60 * MIB < peak.peak_bytes < 80 * MIB
 
 
-def test_beyond_the_limit_allocations_raise():
+def test_allocations_beyond_the_limit_raise():
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with data_limit(64 * MIB):
         torch.ones(16 * MIB, dtype=torch.uint8)

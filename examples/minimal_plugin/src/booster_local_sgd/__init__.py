@@ -1,4 +1,4 @@
-"""Local SGD as a plugin of Booster: ranks train apart and average their parameters every few steps."""
+"""Local SGD as a Booster plugin: ranks train independently and average their parameters every few steps."""
 
 from __future__ import annotations
 

@@ -8,5 +8,5 @@ from booster_local_sgd.plugin import LocalSGDPlugin
 
 @hookimpl
 def booster_plugins() -> list[type[LocalSGDPlugin]]:
-    """Return the plugin that this package brings."""
+    """Return the plugins of this package."""
     return [LocalSGDPlugin]

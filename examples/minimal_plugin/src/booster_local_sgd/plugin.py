@@ -1,4 +1,4 @@
-"""`LocalSGDPlugin`: every rank steps by itself, and all ranks average their parameters every few steps."""
+"""`LocalSGDPlugin`: every rank steps independently, and all ranks average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class LocalSGDPlugin(Plugin):
-    """Data parallelism that communicates every few steps only.
+    """Train in data parallel and communicate only every few steps.
 
     Args:
-        sync_every: Optimizer steps from one averaging of the parameters to the next; 1 averages after each.
+        sync_every: Number of optimizer steps between two averages of the parameters; 1 averages after each step.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
     Raises:
@@ -55,11 +55,11 @@ class LocalSGDPlugin(Plugin):
         self.precision = precision
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
-        """Return the policy; there are no masters beside the parameters."""
+        """Return the policy; master parameters are not supported."""
         return check_no_masters(policy, self.name)
 
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
-        """Start all ranks from rank 0's parameters.
+        """Broadcast rank 0's parameters and buffers, and wrap model and optimizer.
 
         Collective: every rank of the world.
         """
@@ -73,7 +73,7 @@ class LocalSGDPlugin(Plugin):
         return objects._replace(model=ModelWrapper(model, precision=context.precision), optimizer=optimizer)
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
-        """Return core's view of replicas, after making the ranks' parameters replicas of each other.
+        """Average the parameters over the ranks, and return the view of replicated state.
 
         Collective: every rank of the world.
         """
@@ -86,7 +86,7 @@ class LocalSGDPlugin(Plugin):
 
 
 class LocalSGDOptimizer(OptimizerWrapper):
-    """An optimizer that averages the model's parameters over the ranks every ``sync_every`` steps."""
+    """Step an optimizer, and average the model's parameters over the ranks every ``sync_every`` steps."""
 
     def __init__(self, optim: Optimizer, model: nn.Module, sync_every: int, **kwargs: Any) -> None:
         super().__init__(optim, **kwargs)
@@ -95,7 +95,7 @@ class LocalSGDOptimizer(OptimizerWrapper):
         self.num_steps = 0
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step on this rank's gradients, and average when it is time.
+        """Step on this rank's gradients, and average after every ``sync_every`` steps.
 
         Collective: every rank of the world, in step.
         """
@@ -107,7 +107,7 @@ class LocalSGDOptimizer(OptimizerWrapper):
 
 
 def average(model: nn.Module) -> None:
-    """Replace trained parameters and floating buffers by their mean over the ranks.
+    """Average trained parameters and floating-point buffers over the ranks, in place.
 
     Collective: every rank of the world.
     """

@@ -30,6 +30,17 @@ if TYPE_CHECKING:
     from booster_core.precision.loss_scaler import DynamicLossScaler
     from booster_core.state.adapter import StateAdapter
 
+__all__ = [
+    "CheckpointIO",
+    "LoadReport",
+    "LoadedCheckpoint",
+    "MovingAverage",
+    "TrainingObjects",
+    "TrainingState",
+    "local_path",
+    "scheme_of",
+]
+
 CHECKPOINT_GROUP = "booster.checkpoint_io"
 DEFAULT_ENGINE = "runtime"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

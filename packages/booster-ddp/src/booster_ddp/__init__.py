@@ -1,4 +1,4 @@
-"""Data parallelism through ``torch.nn.parallel.DistributedDataParallel``, as a plugin of Booster."""
+"""Data parallelism as a Booster plugin, through ``torch.nn.parallel.DistributedDataParallel``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averaging gradients over all ranks without DDP's reducer, where that has not done it."""
+"""Average gradients over all ranks without DDP's reducer, for steps in which the reducer did not run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[int]:
-    """Average gradients over all ranks in place, in their own format.
+    """Average gradients over all ranks in place, in their own dtype.
 
-    A parameter that some rank did not use counts as zero there, as it does under DDP; one that no rank used keeps no
-    gradient. Gradients that were averaged before stay as they are, whatever ranks have added to them since is averaged.
+    A parameter that a rank did not use counts as zero there, as under DDP; a parameter that no rank used keeps no
+    gradient. Gradients that were averaged before keep their values; only what ranks have added since is averaged.
 
     Args:
         parameters: The trained parameters, the same on every rank.
-        bucket_bytes: Gradients are averaged in pieces of about this size.
+        bucket_bytes: Size of the buckets in which gradients are averaged.
 
     Returns:
         For each parameter the number of ranks that had a gradient.
@@ -47,10 +47,10 @@ def _average(gradients: Sequence[Tensor], bucket_bytes: int) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for alike in by_dtype.values():
+    for same_dtype in by_dtype.values():
         bucket: list[Tensor] = []
         num_bytes = 0
-        for gradient in alike:
+        for gradient in same_dtype:
             bucket.append(gradient)
             num_bytes += gradient.numel() * gradient.element_size()
             if num_bytes >= bucket_bytes:

@@ -1,11 +1,11 @@
 """Torch's gradient compression hooks by name.
 
-A hook replaces DDP's all-reduce of a gradient bucket by one that moves fewer bytes. Of torch's hooks the quantising
-ones are not among the names, because they need every tensor on CUDA, nor is batched PowerSGD, which fails in an
-assertion of torch 2.13. Any function that torch's ``register_comm_hook`` takes may be passed instead of a name.
+A hook replaces DDP's all-reduce of a gradient bucket by one that moves fewer bytes. Two kinds of torch's hooks have no
+name here: the quantizing ones, which need every tensor on CUDA, and batched PowerSGD, which fails an assertion in torch
+2.13. Any function that torch's ``register_comm_hook`` takes may be passed instead of a name.
 """
 
-# No postponed annotations here: torch compares those of a hook with the classes themselves.
+# No postponed annotations here: torch compares a hook's annotations with classes.
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ Hook = Any  # Callable[[object, GradBucket], torch.futures.Future[Tensor]], whic
 
 
 def allreduce(state: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average in the gradients' own format, as DDP does without a hook."""
+    """Average in the gradients' own dtype, as DDP does without a hook."""
     return default_hooks.allreduce_hook(state, bucket)  # type: ignore[arg-type]  # None is the default group
 
 
@@ -34,7 +34,7 @@ def fp16_compress(state: ProcessGroup | None, bucket: GradBucket) -> torch.futur
 def bf16_compress(state: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average in bf16: half the bytes, three significant digits, on any backend.
 
-    torch refuses its hook of this name outside of CUDA, although gloo sums bf16 as well.
+    torch refuses its own hook of this name on other devices than CUDA, although gloo can sum bf16.
     """
     return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
@@ -46,14 +46,14 @@ _STATELESS: dict[str, Hook] = {
 }
 _POWER_SGD = "powersgd"
 BY_DTYPE = {torch.float16: "fp16_compress", torch.bfloat16: "bf16_compress"}
-"""The hook that sums gradients in a format narrower than their own."""
+"""The hook that sums gradients in each dtype that is narrower than fp32."""
 
 
 def check_comm_hook(hook: str | Callable[..., Any] | None) -> None:
     """Check a ``comm_hook`` option.
 
     Raises:
-        ConfigError: If it is a name that is not known.
+        ConfigError: If it is an unknown name.
         TypeError: If it is neither a name nor a function.
 
     Collective: none.
@@ -63,20 +63,20 @@ def check_comm_hook(hook: str | Callable[..., Any] | None) -> None:
         msg = f"Unknown `comm_hook={hook!r}`. Use one of {', '.join(map(repr, names))}, or a function."
         raise ConfigError(msg)
     if hook is not None and not isinstance(hook, str) and not callable(hook):
-        msg = f"`comm_hook` is a name or a function; got `{type(hook).__name__}`."
+        msg = f"`comm_hook` must be a name or a function; got `{type(hook).__name__}`."
         raise TypeError(msg)
 
 
 def register_comm_hook(ddp: DistributedDataParallel, hook: str | Callable[..., Any], state: object) -> None:
-    """Have a DDP model reduce its gradients through a hook.
+    """Register a gradient compression hook on a DDP model.
 
     Args:
         ddp: The DDP model.
         hook: A name that `check_comm_hook` accepts, or a function.
-        state: What the hook is called with; ``None`` for the default group, or PowerSGD's defaults (rank 1 after
+        state: First argument of the hook; ``None`` for the default group, or PowerSGD's defaults (rank 1 after
             1,000 steps of plain averaging).
 
-    Collective: none, but every rank must register the same.
+    Collective: none, but every rank must register the same hook.
     Reference: Vogels et al. 2019, "PowerSGD" (arXiv:1905.13727).
     """
     if hook == _POWER_SGD:

@@ -18,24 +18,26 @@ class DDPConfig:
     """Options of ``torch.nn.parallel.DistributedDataParallel`` under their own names, and three of ours.
 
     Args:
-        broadcast_buffers: Broadcast rank 0's buffers before each forward that is followed by a synchronised backward.
-        bucket_cap_mb: Size in MiB of the buckets in which gradients are reduced.
-        find_unused_parameters: Look, in each forward, for parameters that take no part in it. ``None`` finds out in
-            the first step whether that is needed. Where parameters are unused only in later steps, pass ``True``.
-        check_reduction: Kept by torch for old scripts, without an effect there; ``True`` raises.
-        gradient_as_bucket_view: Let gradients be views of the buckets, which saves one copy of them.
-        static_graph: Promise that each step uses the same parameters in the same way.
+        broadcast_buffers: Broadcast rank 0's buffers at the start and before each forward that is followed by a
+            synchronized backward.
+        bucket_cap_mb: Size in MiB of the buckets in which gradients are reduced. ``None`` is torch's default: 25, and
+            1 for the bucket that is ready first.
+        find_unused_parameters: Search the graph of each forward for unused parameters. ``None`` decides in the first
+            step whether that is needed. If parameters become unused only in later steps, pass ``True``.
+        check_reduction: Accepted by torch for old scripts, without effect; ``True`` raises.
+        gradient_as_bucket_view: Make gradients views of the buckets, which saves one copy of them.
+        static_graph: Declare that each step uses the same parameters in the same way.
         comm_hook: Name of a gradient compression hook, see `booster_ddp.comm_hooks`, or a function that torch's
             ``register_comm_hook`` takes.
-        comm_hook_state: State for a hook that takes one: a process group or ``PowerSGDState``; by default made here.
-        sync_batchnorm: Turn the model's BatchNorm layers into ones whose statistics are those of the global batch.
+        comm_hook_state: State for the hook: a process group or ``PowerSGDState``. Created if left out.
+        sync_batchnorm: Replace the model's BatchNorm layers by ones that use the statistics of the global batch.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
     """
 
     broadcast_buffers: bool = True
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: float | None = None
     find_unused_parameters: bool | None = None
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
@@ -45,7 +47,7 @@ class DDPConfig:
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
-        if not self.bucket_cap_mb > 0:
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             msg = f"`bucket_cap_mb={self.bucket_cap_mb}` must be positive; it is the size of a gradient bucket in MiB."
             raise ConfigError(msg)
         if self.check_reduction:

@@ -8,5 +8,5 @@ from booster_ddp.plugin import TorchDDPPlugin
 
 @hookimpl
 def booster_plugins() -> list[type[TorchDDPPlugin]]:
-    """Return the plugin that this package brings."""
+    """Return the plugins of this package."""
     return [TorchDDPPlugin]

@@ -1,4 +1,4 @@
-"""`TorchDDPPlugin`: ``torch.nn.parallel.DistributedDataParallel`` behind `Booster`; torch does the work."""
+"""`TorchDDPPlugin`: ``torch.nn.parallel.DistributedDataParallel`` as a plugin of `Booster`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from booster_core.errors import ConfigError, GradientError
@@ -22,8 +23,10 @@ from booster_core.plugin import (
 from booster_ddp.comm_hooks import BY_DTYPE, register_comm_hook
 from booster_ddp.config import DDPConfig
 from booster_ddp.first_step import FirstStep
+from booster_ddp.rank_local import RankLocal
 from booster_ddp.sync_batchnorm import convert_sync_batchnorm
 from booster_ddp.unreduced import UnreducedGradients
+from booster_runtime.state import ReplicatedStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,21 +37,24 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext
     from booster_core.precision import PrecisionPolicy
+    from booster_core.state import StateAdapter
+
+_DEFAULT_BUCKET_CAP_MB = 25  # torch's
 
 
 class TorchDDPPlugin(Plugin):
-    """Data parallelism with the whole model on every rank: gradients are averaged as backward produces them.
+    """Train a full replica of the model on every rank; gradients are averaged during backward.
 
     Args:
         broadcast_buffers: See `DDPConfig`, which documents this and the following options.
         bucket_cap_mb: Bucket size in MiB.
-        find_unused_parameters: Look for unused parameters; ``None`` does where the first step finds some.
-        check_reduction: Without effect in torch; ``True`` raises.
-        gradient_as_bucket_view: Gradients are views of the buckets.
-        static_graph: Each step uses the same parameters in the same way.
-        comm_hook: Gradient compression, by name or as a function.
+        find_unused_parameters: Search for unused parameters; ``None`` decides in the first step.
+        check_reduction: No effect in torch; ``True`` raises.
+        gradient_as_bucket_view: Make gradients views of the buckets.
+        static_graph: Declare that each step uses the same parameters in the same way.
+        comm_hook: Gradient compression hook, by name or as a function.
         comm_hook_state: State of the hook.
-        sync_batchnorm: Global batch statistics in BatchNorm layers.
+        sync_batchnorm: Use the global batch's statistics in BatchNorm layers.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
     Raises:
@@ -77,7 +83,7 @@ class TorchDDPPlugin(Plugin):
     def __init__(
         self,
         broadcast_buffers: bool = True,  # noqa: FBT001, FBT002 - positional as in the tutorials
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | None = None,
         find_unused_parameters: bool | None = None,  # noqa: FBT001
         check_reduction: bool = False,  # noqa: FBT001, FBT002
         gradient_as_bucket_view: bool = False,  # noqa: FBT001, FBT002
@@ -102,18 +108,18 @@ class TorchDDPPlugin(Plugin):
         self.precision = precision
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
-        """Return the policy; a ``reduce_dtype`` narrower than fp32 is brought about by a compression hook.
+        """Return the policy; a ``reduce_dtype`` narrower than fp32 is implemented by a compression hook.
 
         Raises:
-            ConfigError: If it needs masters, or its ``reduce_dtype`` contradicts ``comm_hook`` or has no hook.
+            ConfigError: If it needs masters, or its ``reduce_dtype`` has no hook or contradicts ``comm_hook``.
         """
         wanted = policy.reduce_dtype
         if wanted != torch.float32 and (
             wanted not in BY_DTYPE or self.config.comm_hook not in (None, BY_DTYPE[wanted])
         ):
             msg = (
-                f"`reduce_dtype={wanted}` and `comm_hook={self.config.comm_hook!r}` can't both be had under DDP. "
-                "Give one of them; `reduce_dtype` may be torch.float32, torch.bfloat16 or torch.float16."
+                f"`reduce_dtype={wanted}` and `comm_hook={self.config.comm_hook!r}` contradict each other. "
+                "Pass one of them; `reduce_dtype` may be torch.float32, torch.bfloat16 or torch.float16."
             )
             raise ConfigError(msg)
         return check_no_masters(policy, self.name)
@@ -127,34 +133,50 @@ class TorchDDPPlugin(Plugin):
         place_model(original, objects.optimizer, context.device, context.precision)
         if self.config.sync_batchnorm:
             convert_sync_batchnorm(original, context.device.type)
-        trained = [parameter for parameter in original.parameters() if parameter.requires_grad]
+        rank_local = RankLocal.of(original)
+        is_reduced = any(p.requires_grad and p not in rank_local for p in original.parameters())
         model = ModelWrapper(original, precision=context.precision)
         asked = False if self.config.static_graph else self.config.find_unused_parameters
-        bucket_bytes = int(self.config.bucket_cap_mb * 2**20)
+        bucket_bytes = int((self.config.bucket_cap_mb or _DEFAULT_BUCKET_CAP_MB) * 2**20)
         has_optimizer = objects.optimizer is not None
-        unreduced = UnreducedGradients(model, context, bucket_bytes=bucket_bytes, can_wait=has_optimizer)
+        unreduced = UnreducedGradients(
+            model, context, bucket_bytes=bucket_bytes, rank_local=rank_local, can_wait=has_optimizer
+        )
 
         def wrap(find_unused_parameters: bool) -> DistributedDataParallel:  # noqa: FBT001 - DDP's own option
-            ddp = self._wrap(original, context, find_unused_parameters)
+            with rank_local.known_to_ddp(original):
+                ddp = self._wrap(original, context, find_unused_parameters)
             unreduced.follow(ddp)
             return ddp
 
         first_step = None
-        # DDP refuses a model without gradients; a frozen teacher needs nothing of it.
-        if trained and asked is None and has_optimizer:
-            first_step = FirstStep(model, wrap)
-        elif trained:
+        # DDP refuses a model without trainable parameters, such as a frozen teacher.
+        if is_reduced and asked is None and has_optimizer:
+            first_step = FirstStep(
+                model,
+                wrap,
+                bucket_bytes=bucket_bytes,
+                rank_local=rank_local,
+                broadcast_buffers=self.config.broadcast_buffers,
+            )
+        elif is_reduced:
             model.module = wrap(asked is not False)
         optimizer = objects.optimizer and DDPOptimizer(
-            objects.optimizer, model, first_step, unreduced, precision=context.precision, after_step=context.after_step
+            objects.optimizer,
+            model,
+            first_step,
+            unreduced,
+            rank_local,
+            precision=context.precision,
+            after_step=context.after_step,
         )
         return objects._replace(model=model, optimizer=optimizer)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
         """Return DDP's own ``no_sync``: forward and backward inside it don't communicate.
 
-        A model that was boosted without its optimizer communicates all the same: a step of another optimizer would not
-        know what is left to be averaged.
+        A model that was boosted without its optimizer communicates nevertheless: no optimizer of ours would average the
+        gradients that are left.
         """
         inner = model.module
         if not isinstance(optimizer, DDPOptimizer):
@@ -171,8 +193,13 @@ class TorchDDPPlugin(Plugin):
             optimizer.settle()
         return super().full_gradient(model, optimizer, name)
 
+    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+        """Return the view of the state that checkpoints are written against; ignored parameters are rank 0's."""
+        ignored = RankLocal.of(model.unwrap() if isinstance(model, ModelWrapper) else model).names
+        return ReplicatedStateAdapter(model, optimizer, context.coordinator, of_first=ignored)
+
     def describe(self) -> Mapping[str, object]:
-        """Return DDP's options and their values."""
+        """Return the options and their values."""
         return asdict(self.config)
 
     def _wrap(
@@ -184,8 +211,8 @@ class TorchDDPPlugin(Plugin):
         config = self.config
         options: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
         with warnings.catch_warnings():
-            # torch 2.13 announces another option of nearly the same meaning; only this one exists since 2.10, and
-            # only it leaves rank-local buffers alone at the start too.
+            # torch 2.13 deprecates this option in favor of `forward_sync_buffers`, which torch 2.10 does not have, and
+            # which still broadcasts rank-local buffers at the start.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             ddp = DistributedDataParallel(
                 model,
@@ -203,13 +230,14 @@ class TorchDDPPlugin(Plugin):
 
 
 class DDPOptimizer(OptimizerWrapper):
-    """An optimizer that steps with gradients that are averaged over all ranks, or not at all.
+    """Step only with gradients that are averaged over all ranks.
 
     Args:
         optim: The optimizer inside.
-        model: The boosted model; parameters frozen now stay out of DDP's reduction for good.
-        first_step: The first step, where it has to find out about unused parameters.
-        unreduced: The model's gradients that DDP does not average.
+        model: The boosted model; DDP will never reduce parameters that are frozen now.
+        first_step: The first step, if it decides on ``find_unused_parameters``.
+        unreduced: Tracks gradients that DDP has not averaged.
+        rank_local: Parameters that are not averaged.
         **kwargs: As for `OptimizerWrapper`.
     """
 
@@ -219,6 +247,7 @@ class DDPOptimizer(OptimizerWrapper):
         model: ModelWrapper,
         first_step: FirstStep | None,
         unreduced: UnreducedGradients,
+        rank_local: RankLocal,
         **kwargs: Any,
     ) -> None:
         super().__init__(optim, **kwargs)
@@ -227,13 +256,15 @@ class DDPOptimizer(OptimizerWrapper):
         self._model = model
         named = dict(model.unwrap().named_parameters())
         self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
-        self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self._reduced = {name: parameter for name, parameter in trained.items() if parameter not in rank_local}
+        self._ignored = {name: parameter for name, parameter in trained.items() if parameter in rank_local}
 
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward from a loss; see `OptimizerWrapper.backward`.
 
         Raises:
-            GradientError: If DDP has averaged only a part of the gradients, and this backward adds to that part.
+            GradientError: If DDP has averaged some of the gradients already, and this backward adds to them.
 
         Collective: every rank of the world, in step, outside of ``no_sync``.
         """
@@ -243,21 +274,21 @@ class DDPOptimizer(OptimizerWrapper):
             if "mark a variable ready only once" not in str(cause):
                 raise
             msg = (
-                "DDP can't average this backward together with the one before, because both go through some "
-                "parameters and each leaves out others. Run all backward passes of the step under `booster.no_sync`, "
-                "forward included: the step averages."
+                "DDP can't average this backward together with the previous one: both use some of the parameters, and "
+                "each leaves others unused. Run all forward and backward passes of the step under `booster.no_sync`; "
+                "`optimizer.step()` then averages the gradients."
             )
             raise GradientError(msg) from cause
         if self.first_step is not None and not self.first_step.is_accumulating:
             self._average()
 
     def settle(self) -> None:
-        """Average what DDP has not averaged: gradients of ``no_sync``, or of a second backward through one forward.
+        """Average gradients that DDP has not: those of ``no_sync``, or of a second backward through one forward.
 
         Raises:
-            GradientError: If DDP has averaged only a part of the gradients, or a frozen parameter has one.
+            GradientError: If DDP has averaged only some of the gradients, or a frozen parameter has one.
 
-        Collective: every rank of the world, where there are such gradients; else none.
+        Collective: every rank of the world if there are such gradients; else none.
         """
         self._unreduced.check_finished()
         self._average()
@@ -274,24 +305,50 @@ class DDPOptimizer(OptimizerWrapper):
         self.settle()
         return super().gradients()
 
+    def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip the unscaled gradients by their global norm.
+
+        Raises:
+            ConfigError: If DDP ignores a trained parameter: the norm would differ between ranks.
+        """
+        if self._ignored:
+            msg = (
+                "The norm of the gradients differs between ranks, because DDP ignores "
+                f"{', '.join(map(repr, [*self._ignored][:10]))}. Use `clip_grad_by_value`, or clip the parameters that "
+                "DDP averages by `torch.nn.utils.clip_grad_norm_`."
+            )
+            raise ConfigError(msg)
+        return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def overflow_anywhere(self, overflow: bool) -> bool:  # noqa: FBT001 - a flag is all there is to pass
+        """Return whether a gradient overflowed on any rank; those that DDP ignores may do so on one alone.
+
+        Collective: every rank of the world, if DDP ignores a trained parameter; else none.
+        """
+        if not self._ignored:
+            return overflow
+        found = torch.tensor(int(overflow), device=next(iter(self._ignored.values())).device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters; see `OptimizerWrapper.step`.
 
         Raises:
             GradientError: If a parameter has a gradient that can't be averaged.
 
-        Collective: as `settle`; every rank must step alike.
+        Collective: as `settle`; every rank must call it.
         """
         if closure is None:
             self.settle()
         result = super().step(closure)
-        if self.first_step is not None and any(p.grad is not None for p in self._trained.values()):
+        if self.first_step is not None and any(p.grad is not None for p in self._reduced.values()):
             self.first_step.finish()
             self.first_step = None
         return result
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step the optimizer inside, with gradients that are averaged each time the closure has run backward."""
+        """Step the inner optimizer; with a closure, average the gradients after each call of it."""
         if closure is None:
             return super().update_parameters()
 
@@ -313,7 +370,7 @@ class DDPOptimizer(OptimizerWrapper):
         unreduced = [name for name, parameter in self._frozen.items() if parameter.grad is not None]
         if unreduced:
             msg = (
-                f"{len(unreduced)} parameter(s) that were frozen when `boost` was called have gradients now, which DDP "
+                f"{len(unreduced)} parameter(s) that were frozen when `boost` was called have gradients, which DDP "
                 f"does not average: {', '.join(map(repr, unreduced[:10]))}. Unfreeze them before `boost`."
             )
             raise GradientError(msg)

@@ -1,7 +1,7 @@
-"""BatchNorm whose statistics are those of the global batch, on any device.
+"""BatchNorm with the statistics of the global batch, on any device.
 
-torch's ``SyncBatchNorm`` needs CUDA. Elsewhere `GlobalBatchNorm` computes the same from two all-reduces, so that a
-script that asks for it can be debugged on a CPU.
+torch's ``SyncBatchNorm`` needs CUDA. On other devices, `GlobalBatchNorm` computes the same with two all-reduces, so
+that a script with ``sync_batchnorm=True`` can be debugged on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """A sum over ranks; the gradient of each rank's summand is the sum of all ranks' gradients."""
+    """Sum over ranks; the gradient of each rank's summand is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -37,7 +37,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """BatchNorm over the samples of all ranks, for devices that torch's ``SyncBatchNorm`` does not serve.
+    """Normalize over the samples of all ranks, on devices that torch's ``SyncBatchNorm`` does not support.
 
     Collective: every rank of the world, in each forward and backward while training.
     Reference: Ioffe and Szegedy 2015, "Batch Normalization" (arXiv:1502.03167), with statistics over all ranks.
@@ -49,7 +49,7 @@ class GlobalBatchNorm(_BatchNorm):
             raise ValueError(msg)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x``, shape ``(N, C, ...)``, by the mean and variance over all ranks' N and trailing dims."""
+        """Normalize ``x``, shape ``(N, C, ...)``, by the mean and variance over all ranks' N and trailing dims."""
         if not self.training and self.running_mean is not None:
             return super().forward(x)
         self._check_input_dim(x)
@@ -78,21 +78,33 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(model: nn.Module, device_type: str) -> None:
-    """Let every BatchNorm layer inside a model take its statistics from all ranks, in place.
+    """Replace the BatchNorm layers inside a model, in place, by ones that use the statistics of all ranks.
 
-    Parameters and buffers stay the same objects, so an optimizer made before keeps its hold on them.
+    Parameters and buffers stay the same objects, so an optimizer that lists them remains valid.
 
     Args:
         model: The user's model; its BatchNorm layers are replaced.
         device_type: Where the model runs; torch's own layer is used on ``"cuda"``.
 
     Raises:
-        ConfigError: If the model itself is a BatchNorm layer, which can't be replaced inside of anything.
+        ConfigError: If the model itself is a BatchNorm layer, or a layer's class overrides ``forward``, which the
+            replacement would not run.
 
     Collective: none.
     """
     if isinstance(model, _BatchNorm):
-        msg = f"`sync_batchnorm=True` replaces layers inside a model; this one is a `{type(model).__name__}` itself."
+        msg = (
+            f"`sync_batchnorm=True` replaces layers inside a model, but the model is a `{type(model).__name__}` itself."
+        )
+        raise ConfigError(msg)
+    replaced = {name: child for name, child in model.named_modules() if isinstance(child, _BatchNorm)}
+    special = [f"'{name}' ({type(child).__name__})" for name, child in replaced.items() if _has_own_forward(child)]
+    if special:
+        msg = (
+            f"`sync_batchnorm=True` would drop the forward of {len(special)} BatchNorm layer(s) whose class defines "
+            f"one: {', '.join(special[:10])}. Leave the option out and convert them before `boost` by a function that "
+            "knows their class, such as `timm.layers.convert_sync_batchnorm`."
+        )
         raise ConfigError(msg)
     if device_type == "cuda":
         nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
@@ -103,6 +115,12 @@ def convert_sync_batchnorm(model: nn.Module, device_type: str) -> None:
                 twin = GlobalBatchNorm.__new__(GlobalBatchNorm)
                 twin.__dict__ = child.__dict__
                 setattr(parent, name, twin)
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Return whether a layer's class, or the layer itself, overrides the forward of BatchNorm."""
+    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, GlobalBatchNorm.forward)
+    return type(module).forward not in known or "forward" in vars(module)
 
 
 def _sum_over_ranks(value: Tensor) -> Tensor:

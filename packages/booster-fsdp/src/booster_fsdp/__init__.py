@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism through ``torch.distributed.fsdp.fully_shard``, as a plugin of Booster."""
+"""Fully sharded data parallelism as a Booster plugin, through ``torch.distributed.fsdp.fully_shard``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Gathers and reductions of units on the CPU through core's collectives, which gloo's own are slower than.
+"""Gather and reduce units on the CPU by `booster_runtime.collectives`, which are faster than gloo's.
 
-Sums are in rank order and in fp32, see `booster_runtime.collectives`. torch's defaults serve every other device.
+Sums are in rank order and in fp32. Other devices use torch's defaults.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 
-def use_collectives_of_core(module: FSDPModule) -> None:
-    """Let a unit communicate through core, where this version of torch lets it.
+def use_runtime_collectives(module: FSDPModule) -> None:
+    """Let a unit use the collectives of booster-runtime, if this version of torch supports that.
 
     Collective: none.
     """
@@ -45,7 +45,7 @@ class _AllGather(_Buffers):
         group: ProcessGroup,
         async_op: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> None:
-        """Gather the ranks' inputs; has ended when it returns."""
+        """Gather the ranks' inputs; blocks until the end."""
         del async_op
         bounds = _even_bounds(output_tensor, group)
         rank = dist.get_rank(group)
@@ -64,7 +64,7 @@ class _ReduceScatter(_Buffers):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> None:
-        """Reduce the ranks' inputs; has ended when it returns."""
+        """Reduce the ranks' inputs; blocks until the end."""
         del async_op
         is_mean = op == dist.ReduceOp.AVG
         if not is_mean and op != dist.ReduceOp.SUM:

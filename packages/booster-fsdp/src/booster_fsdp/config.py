@@ -19,34 +19,35 @@ class FSDPConfig:
     """Options of the FSDP plugin.
 
     Args:
-        reshard_after_forward: ``True`` frees gathered parameters after forward and gathers them again for backward,
-            except those of the outermost unit, which backward needs at once; ``False`` keeps all gathered; a number
-            reshards to groups of that many ranks.
+        reshard_after_forward: ``True`` reshards parameters after forward and gathers them again for backward, except
+            those of the outermost unit, which backward needs first; ``False`` keeps all gathered; a number reshards to
+            groups of that many ranks.
         unit_classes: Names of the module classes that are gathered as one unit.
-        unit_min_numel: Gather modules as one unit as soon as they have this many elements outside of smaller units.
-        unit_if: Called as ``unit_if(name, module)``; says whether a module is a unit. Must answer alike on every rank.
-            Of these three, one may be given; without any, the layers of the model are its units: what transformers
-            lists as ``_no_split_modules``, or the larger members of ``ModuleList`` and ``Sequential``.
-        ignored_modules: Qualified names, or class names, of modules whose parameters every rank keeps whole; their
-            gradients are averaged.
-        ignored_parameters: Qualified names of parameters that every rank keeps whole.
-        replica_size: Number of replicas of the sharded model: it is split within groups of
-            ``world_size / replica_size`` ranks, gradients are averaged over the groups (hybrid sharding).
-        cpu_offload: Keep parameters, gradients and optimizer state on the host, and step there. Where forward runs
-            on the CPU, they are there already.
-        forward_prefetch: How many units to gather ahead in forward, in the order of registration; 0 leaves it to
-            torch, which overlaps one on CUDA.
-        backward_prefetch: How many units to gather ahead in backward, in reverse order; 0 leaves it to torch, which
-            gathers the one before.
-        max_norm: Clip gradients by this global norm in each step before which ``clip_grad_by_norm`` was not called;
-            0 does not.
+        unit_min_numel: Smallest number of elements of a unit, not counting units inside it.
+        unit_if: Called as ``unit_if(name, module)``; returns whether a module is a unit. The result must be the same on
+            every rank. Only one of these three options may be given. By default, the layers of the model are its units:
+            the classes that transformers lists as ``_no_split_modules``, or the larger members of ``ModuleList`` and
+            ``Sequential``.
+        ignored_modules: Qualified names, or class names, of modules whose parameters are replicated; their gradients
+            are averaged.
+        ignored_parameters: Qualified names of parameters that are replicated.
+        replica_size: Number of replicas of the sharded model: it is sharded within groups of
+            ``world_size / replica_size`` ranks, and gradients are averaged over the groups (hybrid sharding).
+        cpu_offload: Offload parameters, gradients and optimizer state to host memory, and step there. If forward
+            runs on the CPU, they are in host memory already.
+        forward_prefetch: Number of units to prefetch in forward, in the order of registration; 0 uses torch's default,
+            which overlaps one on CUDA.
+        backward_prefetch: Number of units to prefetch in backward, in reverse order; 0 uses torch's default, which
+            prefetches one.
+        max_norm: Clip gradients by this global norm in each step, unless ``clip_grad_by_norm`` was called before it;
+            0 disables clipping.
         partition: ``"flat"`` lets the optimizer step on this rank's rows of each parameter, ``"parameter"`` gives it
-            whole parameters, each on one rank; ``"auto"`` does what the optimizer's class needs, see
+            whole parameters, each on one rank; ``"auto"`` chooses by the optimizer's class, see
             `booster_runtime.sharding.elementwise`.
-        broadcast_buffers: Give every rank, after each step, rank 0's values of buffers that forward changes, such as
-            running statistics.
-        forward_methods: Methods of the model besides ``forward`` that use its parameters, such as ``"generate"``; a
-            method that the model lacks raises. ``None`` takes ``generate`` where there is one.
+        broadcast_buffers: Broadcast, after each step, rank 0's values of buffers that forward changes, such as running
+            statistics.
+        forward_methods: Methods other than ``forward`` that use the model's parameters, such as ``"generate"``; a
+            method that the model lacks raises. ``None`` uses ``generate`` if the model has it.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
@@ -100,5 +101,5 @@ class FSDPConfig:
             if is_given
         ]
         if len(given) > 1:
-            msg = f"{' and '.join(f'`{name}`' for name in given)} are two answers to one question. Give one of them."
+            msg = f"{' and '.join(f'`{name}`' for name in given)} all choose the units. Pass only one of them."
             raise ConfigError(msg)

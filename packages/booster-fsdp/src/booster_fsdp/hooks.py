@@ -8,5 +8,5 @@ from booster_fsdp.plugin import TorchFSDPPlugin
 
 @hookimpl
 def booster_plugins() -> list[type[TorchFSDPPlugin]]:
-    """Return the plugin that this package brings."""
+    """Return the plugins of this package."""
     return [TorchFSDPPlugin]

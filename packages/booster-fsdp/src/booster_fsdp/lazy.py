@@ -1,4 +1,4 @@
-"""Sharding a lazy model: units are made of tensors without values, and each rank then fills its shards alone."""
+"""Shard a lazy model: units are made of meta tensors, and each rank then fills only its shards."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 def hollow_model(
     model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy
 ) -> Recording:
-    """Take the recording out of a lazy model, and bring what has values already to the device.
+    """Take the recording out of a lazy model, and move tensors that already have values to the device.
 
     Args:
         model: The model; its lazy tensors become meta tensors.
         optimizer: Its optimizer.
         device: Where the model will run.
-        policy: Trained parameters get its format.
+        policy: Sets the dtype of trained parameters.
 
-    Collective: every rank of the world, where the model has tensors with values.
+    Collective: every rank of the world, if the model has tensors with values.
     """
     recording = take_recording(model)
     if optimizer is not None:
@@ -42,7 +42,7 @@ def hollow_model(
             tensor.data = tensor.data.to(device)
             send_first(tensor.data)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(_format(parameter, policy))
+        parameter.data = parameter.data.to(_dtype(parameter, policy))
     return recording
 
 
@@ -56,19 +56,19 @@ def fill_model(
     offload: bool,
     coordinator: DistCoordinator,
 ) -> None:
-    """Give a sharded model its values: of sharded parameters what this rank keeps, of anything else all.
+    """Fill a sharded model: this rank's shards of sharded parameters, and all of the other tensors.
 
     Args:
         model: The model, sharded.
-        recording: How its values are made.
+        recording: Computes its values.
         units: The model's units.
         device: Where the model runs.
         policy: Precision of the run.
-        offload: Keep shards on the host.
-        coordinator: Tells every rank of an error on any.
+        offload: Keep shards in host memory.
+        coordinator: Raises an error of one rank on all ranks.
 
     Raises:
-        LazyInitError: If files that values come from are gone, or have changed.
+        LazyInitError: If files with values are missing, or have changed.
 
     Collective: every rank of the world.
     """
@@ -93,18 +93,18 @@ def fill_model(
     except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
         error = caught
     coordinator.raise_together(error, name="boost")
-    # What was given its values whole has them in the format of its construction.
+    # Replicated tensors were filled in the dtype of their construction.
     whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
     for parameter in whole:
-        parameter.data = parameter.data.to(_format(parameter, policy))
+        parameter.data = parameter.data.to(_dtype(parameter, policy))
     if policy.param_dtype is not None and not policy.uses_autocast:
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(policy.param_dtype)
 
 
-def _format(parameter: nn.Parameter, policy: PrecisionPolicy) -> torch.dtype:
-    """Return the format in which a parameter is kept; see `booster_core.plugin.replicated.place_model`."""
+def _dtype(parameter: nn.Parameter, policy: PrecisionPolicy) -> torch.dtype:
+    """Return the dtype in which a parameter is stored; see `booster_core.plugin.place_model`."""
     is_kept = policy.uses_autocast and not parameter.requires_grad
     if policy.param_dtype is None or is_kept or not parameter.is_floating_point():
         return parameter.dtype
@@ -112,7 +112,7 @@ def _format(parameter: nn.Parameter, policy: PrecisionPolicy) -> torch.dtype:
 
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a sharded parameter like one on meta, with memory of undefined values."""
+    """Return a sharded parameter like a meta one, with uninitialized memory."""
     sharded: DTensor = parameter.detach()  # type: ignore[assignment]
     local = torch.empty_like(local_of(parameter), device=device)
     return nn.Parameter(

@@ -1,4 +1,4 @@
-"""`FSDPModel`: the user's sharded model, whose methods besides ``forward`` run gathered and in the run's precision."""
+"""`FSDPModel`: wraps the sharded model; methods such as ``generate`` run gathered and in the run's precision."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class FSDPModel(ModelWrapper):
-    """A model sharded in place.
+    """Wrap a model that was sharded in place.
 
     Args:
         module: The user's model.
         units: Its units.
         precision: Precision of the run.
-        forward_methods: Methods that run gathered.
+        forward_methods: Methods other than ``forward`` that run with gathered parameters.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class FSDPModel(ModelWrapper):
         self.__dict__["_forward_methods"] = frozenset(forward_methods)
 
     def attach(self, optimizer: FSDPOptimizer | None) -> None:
-        """Remember the optimizer that holds the gradients of the model's pieces."""
+        """Set the optimizer that holds the gradients of the model's shards."""
         self.__dict__["optimizer"] = optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
@@ -69,7 +69,7 @@ class FSDPModel(ModelWrapper):
         return super()._forward(*args, **kwargs)
 
     def _notice_updates(self) -> None:
-        # Steps of an optimizer that is not ours; the compiler can't trace what is asked there.
+        # For steps of an optimizer that is not ours. Not compiled: Dynamo can't trace the version counters.
         if self.optimizer is None and not torch.compiler.is_compiling():
             self.units.notice_updates()
 

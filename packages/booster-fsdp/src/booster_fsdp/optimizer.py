@@ -1,4 +1,4 @@
-"""`FSDPOptimizer`: the user's optimizer over plain pieces of sharded parameters."""
+"""`FSDPOptimizer`: the user's optimizer on plain tensors in place of sharded parameters."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 class FSDPOptimizer(OptimizerWrapper):
-    """Steps the user's optimizer on this rank's pieces of a sharded model.
+    """Step the user's optimizer on this rank's pieces of a sharded model.
 
     Args:
-        optim: The user's optimizer, over the parameters that the model had before it was sharded; its groups list
-            this rank's pieces from now on, and its state is cut as they are.
+        optim: The user's optimizer, over the parameters that the model had before it was sharded. Its groups are
+            changed to list this rank's pieces, and its state is split in the same way.
         model: The user's model, sharded.
-        before: The parameters that the model had, by number.
-        paths: Where they are in the model, by number, as for ``get_parameter``.
+        before: The parameters before sharding, by number.
+        paths: Their paths in the model, by number, as for ``get_parameter``.
         names: Their names in the user's own model, by number.
         units: The model's units.
         settlement: Completes the model's gradients.
-        ranks: The ranks that share a replica.
+        ranks: The ranks of a replica.
         config: Options.
         device: Where the model runs.
         **kwargs: As for `OptimizerWrapper`.
@@ -77,8 +77,8 @@ class FSDPOptimizer(OptimizerWrapper):
         self._takes_rows = partition_for(optim, config.partition) == "flat"
         if config.cpu_offload and device.type != "cpu" and not self._takes_rows:
             msg = (
-                f"{type(optim).__name__} gets whole parameters, which ranks exchange on '{device.type}', and "
-                "`cpu_offload=True` keeps them on the host. Leave one of them out."
+                f"{type(optim).__name__} needs whole parameters, which ranks exchange on '{device.type}', but "
+                "`cpu_offload=True` keeps them in host memory. Use another optimizer, or leave out `cpu_offload`."
             )
             raise ConfigError(msg)
         self._whole: list[WholeParameters] = []
@@ -91,7 +91,7 @@ class FSDPOptimizer(OptimizerWrapper):
     # ---- parameters and groups
 
     def _adopt(self, members: Sequence[int]) -> None:
-        """Take over the next group that the hosted optimizer lists."""
+        """Replace the parameters of the hosted optimizer's next group by pieces."""
         parameters = {index: self.parameters[index] for index in members}
         if self._takes_rows:
             rows = {index: rows_here(index, parameter, self.ranks) for index, parameter in parameters.items()}
@@ -108,13 +108,13 @@ class FSDPOptimizer(OptimizerWrapper):
         return {key for key, index in self._index_of.items() if index in listed}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of the model's parameters to the optimizer inside.
+        """Add a group of the model's parameters to the inner optimizer.
 
         Raises:
-            ConfigError: If a parameter is not the model's, or is in a group already, or the optimizer takes this
-                group's parameters as wholes while those of the others are cut.
+            ConfigError: If a parameter is not the model's, or is in a group already, or the optimizer needs this
+                group's parameters whole while those of the other groups are split.
 
-        Collective: none, but every rank must add the same, between a step and the next backward.
+        Collective: none, but every rank must add the same group, between a step and the next backward.
         """
         self._units.reshard()
         given = param_group["params"]
@@ -138,20 +138,20 @@ class FSDPOptimizer(OptimizerWrapper):
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward from a loss and reduce its gradients; see `OptimizerWrapper.backward`.
 
-        Collective: every rank of the world; under ``no_sync`` the gathers of parameters only.
+        Collective: every rank of the world; under ``no_sync`` only for the gathers of parameters.
         """
         self._settlement.has_backward = True
         super().backward(loss, inputs, retain_graph=retain_graph)
 
     def settle(self) -> None:
-        """Reduce what ``no_sync`` has left, and average the gradients of parameters that are whole on every rank.
+        """Reduce the gradients of ``no_sync``, and average those of replicated parameters.
 
         Collective: every rank of the world, where there was a backward since the last call.
         """
         self._settlement.settle()
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the rows that lie here and of parameters that are whole on every rank, averaged.
+        """Return the averaged gradients of this rank's rows and of replicated parameters.
 
         Collective: every rank of the world, where there was a backward since the last call.
         """
@@ -160,9 +160,9 @@ class FSDPOptimizer(OptimizerWrapper):
         return [gradient for gradient in held if gradient.numel()]
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Clip by the norm over all shards of a replica, each element counted once."""
+        """Clip by the norm over all shards of a replica; each element counts once."""
         gradients = self.gradients()
-        # Offloaded shards lie where their group has no backend.
+        # The process group has no backend for offloaded shards.
         counted = [
             local_of(parameter.grad).to(self._device)
             for _, parameter in self._held()
@@ -187,7 +187,7 @@ class FSDPOptimizer(OptimizerWrapper):
         return bool(flag.item())
 
     def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return a copy of a parameter's whole gradient, without loss scale; ``None`` where no rank used it.
+        """Return a copy of a parameter's whole gradient, without loss scale; ``None`` if no rank used the parameter.
 
         Collective: every rank of the world.
         """
@@ -196,7 +196,7 @@ class FSDPOptimizer(OptimizerWrapper):
             return None
         gradient: Tensor = parameter.grad.detach()
         if isinstance(gradient, DTensor):
-            # Offloaded shards lie where their group has no backend.
+            # The process group has no backend for offloaded shards.
             sharded: Any = gradient.to(self._device)
             gradient = sharded.full_tensor()
         is_scaled = self.loss_scaler is not None and not self.is_unscaled
@@ -236,17 +236,17 @@ class FSDPOptimizer(OptimizerWrapper):
             self.clip_grad_by_norm(self._config.max_norm)
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step the optimizer inside on this rank's pieces, and share the buffers that forward has changed.
+        """Step the inner optimizer on this rank's pieces, and broadcast the buffers that forward has changed.
 
         Raises:
-            ConfigError: If a closure is passed with an optimizer that gets whole parameters.
+            ConfigError: If a closure is passed with an optimizer that needs whole parameters.
 
         Collective: every rank of the world.
         """
         if closure is not None and not self._takes_rows:
             msg = (
-                f"{type(self.unwrap()).__name__} gets whole parameters for the time of a step, in which a closure "
-                "can't run the model. Call `step()` without one, or use plugin='ddp'."
+                f"{type(self.unwrap()).__name__} gets whole parameters during a step, so a closure can't run the "
+                "model. Call `step()` without a closure, or use plugin='ddp'."
             )
             raise ConfigError(msg)
         if closure is None:
@@ -264,7 +264,7 @@ class FSDPOptimizer(OptimizerWrapper):
             result = self.optim.step(evaluated)
         for whole in self._whole:
             whole.scatter()
-        # What a forward without backward has left gathered has the values of before the step.
+        # Parameters that a forward without backward left gathered have old values.
         self._units.note_update()
         self._settlement.send_buffers()
         return result

@@ -1,11 +1,11 @@
-"""Hooks on what units return: no views, and no backward of a graph that is older than the parameters.
+"""Hooks on the outputs of units: copy views, and refuse backward through graphs that are older than the parameters.
 
-torch gathers a unit for backward by a hook on its output. Where the output is a view, as that of a linear layer over
-three dimensions is, an in-place operation on it (``x += y``) drops the hook, and with it the gradients of the unit.
-Such a unit returns a copy in place of the view.
+torch gathers a unit for backward by a hook on its output. If the output is a view, such as that of a linear layer on a
+three-dimensional input, an in-place operation on it (``x += y``) drops the hook, and with it the gradients of the unit.
+Such a unit returns a copy instead of the view.
 
-Autograd's check that no saved tensor was changed in place does not see parameters that are gathered again for backward:
-a graph from before a step would be run with the parameters of after it, and give the gradients of neither.
+Autograd's check for in-place changes of saved tensors does not cover parameters that are gathered again for backward:
+backward through a graph from before a step would use the parameters from after it, and compute wrong gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def return_no_views(module: nn.Module) -> None:
-    """Let a module copy what it returns as a view with a gradient; to be called before ``fully_shard``.
+    """Let a module copy outputs that are views with a gradient; call this before ``fully_shard``.
 
     Collective: none.
     """
@@ -32,11 +32,11 @@ def return_no_views(module: nn.Module) -> None:
 
 
 def refuse_stale_backward(output: Any, version: Callable[[], object]) -> None:
-    """Let backward through a unit's output raise where its parameters have changed since.
+    """Let backward through a unit's output raise if its parameters have changed since.
 
     Args:
-        output: What the unit returned, in any nesting.
-        version: Returns what changes with the parameters.
+        output: The unit's output, in any nesting.
+        version: Returns a value that changes with the parameters.
 
     Collective: none.
     """

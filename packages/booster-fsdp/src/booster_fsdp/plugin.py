@@ -1,9 +1,9 @@
-"""`TorchFSDPPlugin`: ``torch.distributed.fsdp.fully_shard`` behind `Booster`; wires the parts of this package together.
+"""`TorchFSDPPlugin`: ``torch.distributed.fsdp.fully_shard`` as a plugin of `Booster`.
 
-Parameters lie in shards, one per rank; a unit's are gathered right before its forward and backward need them and let
-go afterwards, and its gradients are reduced into shards as backward leaves it (Zhao et al. 2023, "PyTorch FSDP",
-arXiv:2304.11277). torch does that; the plugin chooses the units, brings the user's optimizer along, and shows the
-state.
+Parameters are sharded over the ranks. A unit's parameters are gathered right before its forward and backward and
+resharded afterwards, and its gradients are reduce-scattered when its backward ends (Zhao et al. 2023, "PyTorch FSDP",
+arXiv:2304.11277). torch implements this; the plugin chooses the units, adapts the user's optimizer, and provides the
+state for checkpoints.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ if TYPE_CHECKING:
 
 
 class TorchFSDPPlugin(Plugin):
-    """Fully sharded data parallelism: parameters, gradients and optimizer state split over all ranks by torch's FSDP2.
+    """Shard parameters, gradients and optimizer state over all ranks by torch's FSDP2.
 
     Args:
         reshard_after_forward: See `FSDPConfig`, which documents this and the following options.
         unit_classes: Module classes gathered as one unit.
-        unit_min_numel: Size of units.
-        unit_if: Says whether a module is a unit.
-        ignored_modules: Modules that stay whole.
-        ignored_parameters: Parameters that stay whole.
+        unit_min_numel: Smallest size of units.
+        unit_if: Returns whether a module is a unit.
+        ignored_modules: Modules that are replicated.
+        ignored_parameters: Parameters that are replicated.
         replica_size: Number of replicas of the sharded model.
-        cpu_offload: Keep state on the host.
-        forward_prefetch: Units gathered ahead in forward.
-        backward_prefetch: Units gathered ahead in backward.
+        cpu_offload: Offload state to host memory.
+        forward_prefetch: Units prefetched in forward.
+        backward_prefetch: Units prefetched in backward.
         max_norm: Clip gradients by this global norm in each step.
         partition: Give the optimizer rows, or whole parameters.
-        broadcast_buffers: Keep buffers that forward changes equal on all ranks.
-        forward_methods: Methods besides ``forward`` that use parameters.
+        broadcast_buffers: Broadcast buffers that forward changes after each step.
+        forward_methods: Methods other than ``forward`` that use parameters.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
     Raises:
@@ -136,12 +136,12 @@ class TorchFSDPPlugin(Plugin):
         self._mesh: tuple[Any, DeviceMesh] | None = None
 
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
-        """Shard the model, and let the optimizer update this rank's part of it.
+        """Shard the model, and let the optimizer update this rank's shards.
 
         Raises:
             ConfigError: If ``replica_size`` does not divide the number of ranks, a name in the options is not in the
                 model, or the model or optimizer can't be sharded.
-            LazyInitError: If a lazy model can't be given its values on some rank.
+            LazyInitError: If a lazy model can't be filled on some rank.
 
         Collective: every rank of the world.
         """
@@ -202,17 +202,17 @@ class TorchFSDPPlugin(Plugin):
         return FSDPStateAdapter(model, sharded, context.coordinator, cast("FSDPModel", model).units)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
-        """Return a context in which whole gradients accumulate on this rank, in the memory of the whole model.
+        """Return a context in which unsharded gradients accumulate on this rank, in as much memory as the whole model.
 
-        A model that was boosted without its optimizer reduces all the same: a step of another optimizer would not know
-        what is left to be reduced.
+        A model that was boosted without its optimizer reduces nevertheless: no optimizer of ours would reduce the
+        gradients that are left.
         """
         if not isinstance(optimizer, FSDPOptimizer):
             return super().no_sync(model, optimizer)
         return _without_reduction(cast("FSDPModule", unwrap_model(model)))
 
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
-        """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
+        """Return the whole gradient of a parameter, averaged over ranks and gathered from its shards."""
         cast("FSDPModel", model).units.reshard()
         parameter = unwrap_model(model).get_parameter(name)
         if isinstance(optimizer, FSDPOptimizer):
@@ -228,7 +228,7 @@ class TorchFSDPPlugin(Plugin):
         return asdict(self.config)
 
     def _mesh_of_world(self, context: BoostContext) -> DeviceMesh:
-        """Return the mesh; its process groups are made once for each world."""
+        """Return the mesh; its process groups are created once for each default process group."""
         world = dist.group.WORLD
         if self._mesh is None or self._mesh[0] is not world:
             mesh = make_mesh(context.coordinator.world_size, context.device.type, self.config)

@@ -1,4 +1,4 @@
-"""What torch leaves to be done after backward: who was used anywhere, whole parameters' gradients, and buffers."""
+"""Complete gradients and buffers after backward: unused parameters, replicated parameters, changed buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Settlement:
         model: The user's model, sharded.
         units: Its units.
         device: Where it runs.
-        broadcast_buffers: Keep buffers that forward changes equal on all ranks.
+        broadcast_buffers: Broadcast buffers that forward changes.
     """
 
     def __init__(self, model: nn.Module, units: Units, device: torch.device, *, broadcast_buffers: bool) -> None:
@@ -41,11 +41,11 @@ class Settlement:
         self.has_backward = False
 
     def settle(self) -> None:
-        """Reduce what ``no_sync`` has left, and average the gradients of parameters that are whole on every rank.
+        """Reduce the gradients of ``no_sync``, and average those of replicated parameters.
 
         A parameter that no rank used keeps no gradient.
 
-        Collective: every rank of the world, where there was a backward since the last call.
+        Collective: every rank of the world, if there was a backward since the last call.
         """
         self._units.reduce_rest()
         if not self.has_backward and self._num_settled == self._units.num_reductions:
@@ -72,7 +72,7 @@ class Settlement:
     def settle_each_backward(self) -> None:
         """Complete gradients at the end of each backward, for a model whose optimizer is not ours.
 
-        Collective: none, but each backward becomes one of every rank.
+        Collective: none, but each later backward is collective over all ranks.
         """
         whole = [p for p in self._parameters if p.requires_grad and not isinstance(p, DTensor)]
         self._units.settle_each_backward(self._after_backward, whole)
@@ -81,11 +81,11 @@ class Settlement:
         self.has_backward = True
         self.settle()
         self.send_buffers()
-        # Gradients of earlier backward passes count as used while they are there: nobody says when they are dropped.
+        # Existing gradients count as used in the next backward: there is no call that tells when they are dropped.
         self._units.used.clear()
 
     def send_buffers(self) -> None:
-        """Give every rank rank 0's values of the buffers that had changed anywhere when gradients were settled.
+        """Broadcast rank 0's values of the buffers that had changed on any rank when gradients were completed.
 
         Collective: every rank of the world.
         """
@@ -97,11 +97,11 @@ class Settlement:
 
 
 def _average(gradients: Sequence[Tensor]) -> None:
-    """Average gradients over all ranks in place, in one collective for each format and device."""
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    """Average gradients over all ranks in place, in one collective for each dtype and device."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for gradient in gradients:
-        alike.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for (dtype, _), tensors in alike.items():
+        by_kind.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for (dtype, _), tensors in by_kind.items():
         wide = torch.promote_types(dtype, torch.float32)
         flat = torch.cat([tensor.detach().flatten().to(wide) for tensor in tensors])
         collectives.all_reduce(flat).wait()

@@ -1,4 +1,4 @@
-"""Sharding a model by ``fully_shard``: the mesh, number formats, units from the inside out, and prefetching."""
+"""Shard a model by ``fully_shard``: the mesh, dtypes, units from the inside out, and prefetching."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from booster_core.errors import ConfigError
 from booster_core.precision import NARROW
 from booster_core.state import NamedTensors
-from booster_fsdp.communication import use_collectives_of_core
+from booster_fsdp.communication import use_runtime_collectives
 from booster_fsdp.outputs import return_no_views
 from booster_fsdp.units import Units
 from booster_fsdp.wrapping import choose_units, find_ignored, parameters_by_unit
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def make_mesh(world_size: int, device_type: str, config: FSDPConfig) -> DeviceMesh:
-    """Return the mesh: one axis ``"shard"``, after an axis ``"replicate"`` where there is more than one replica.
+    """Return the mesh: one axis ``"shard"``, after an axis ``"replicate"`` if there is more than one replica.
 
     Raises:
         ConfigError: If ``replica_size``, or a number as ``reshard_after_forward``, does not divide the ranks.
@@ -53,7 +53,7 @@ def make_mesh(world_size: int, device_type: str, config: FSDPConfig) -> DeviceMe
 
 
 def ranks_of(mesh: DeviceMesh) -> ShardingRanks:
-    """Return this rank's place on a mesh that `make_mesh` made.
+    """Return this rank's position on a mesh that `make_mesh` returned.
 
     Collective: none.
     """
@@ -68,10 +68,10 @@ def ranks_of(mesh: DeviceMesh) -> ShardingRanks:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Check that each parameter can be sharded or kept whole.
+    """Check that each parameter can be sharded or replicated.
 
     Raises:
-        ConfigError: If one is sharded already, or two are objects over the same memory.
+        ConfigError: If one is sharded already, or two parameters share memory.
 
     Collective: none.
     """
@@ -92,19 +92,19 @@ def check_parameters(model: nn.Module) -> None:
 def shard_model(
     model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: PrecisionPolicy, *, offload: bool
 ) -> Units:
-    """Shard a model in place, and return its units; some parameters stay whole on every rank.
+    """Shard a model in place, and return its units; some parameters are replicated.
 
-    Whole stay: what the user says; scalars, which have no rows to split; parameters that are not floating, such as
-    quantised ones, whose rows mean nothing without what their class keeps beside them; BatchNorm's under a narrow
-    format, which its kernels want in fp32; and, in a unit of several formats, those that don't have its most frequent
-    one, because torch reduces a unit's gradients in one buffer.
+    Replicated are: parameters that the options name; scalars, which have no rows; parameters that are not floating,
+    such as quantized ones, whose class stores further data for each tensor; BatchNorm's under a narrow dtype, because
+    its kernels need fp32; and, in a unit with several dtypes, parameters of any but the most frequent one, because
+    torch reduces a unit's gradients in one buffer.
 
     Args:
         model: The user's model, on the device of the mesh or on meta.
         mesh: What `make_mesh` returned.
         config: Options.
         policy: Precision of the run.
-        offload: Keep shards on the host.
+        offload: Keep shards in host memory.
 
     Raises:
         ConfigError: If a name in the options is not in the model, or a unit can't be sharded.
@@ -120,7 +120,7 @@ def shard_model(
     by_unit = parameters_by_unit(model, chosen)
     dtype_of = {}
     for name, parameters in by_unit.items():
-        dtype_of[name], odd = _formats(parameter for parameter in parameters if parameter not in whole)
+        dtype_of[name], odd = _dtypes(parameter for parameter in parameters if parameter not in whole)
         whole |= odd
     modules = dict(model.named_modules())
     asked = config.reshard_after_forward
@@ -138,7 +138,7 @@ def shard_model(
             fully_shard(
                 module,
                 mesh=mesh,
-                # `None` lets torch keep the outermost unit gathered, which backward needs at once.
+                # `None` lets torch keep the outermost unit gathered, which backward needs first.
                 reshard_after_forward=asked if name or not asked else None,
                 mp_policy=_mixed_precision(policy, dtype_of[name]),
                 offload_policy=offload_policy,
@@ -151,13 +151,13 @@ def shard_model(
     sharded = [cast("FSDPModule", modules[name]) for name in chosen]
     if mesh.device_type == "cpu":
         for unit in (model, *sharded):
-            use_collectives_of_core(cast("FSDPModule", unit))
+            use_runtime_collectives(cast("FSDPModule", unit))
     _prefetch(cast("FSDPModule", model), sharded, config)
     return Units([cast("FSDPModule", model), *sharded])
 
 
-def _formats(parameters: Iterable[nn.Parameter]) -> tuple[torch.dtype | None, set[nn.Parameter]]:
-    """Return the format of most trained elements, and the trained parameters of another one."""
+def _dtypes(parameters: Iterable[nn.Parameter]) -> tuple[torch.dtype | None, set[nn.Parameter]]:
+    """Return the dtype of most trained elements, and the trained parameters of other dtypes."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     numels: dict[torch.dtype, int] = {}
     for parameter in trained:
@@ -169,7 +169,7 @@ def _formats(parameters: Iterable[nn.Parameter]) -> tuple[torch.dtype | None, se
 
 
 def _mixed_precision(policy: PrecisionPolicy, dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Return the formats of a unit; inputs and outputs are the business of autocast around the model."""
+    """Return the dtypes of a unit; autocast around the model handles inputs and outputs."""
     gathered = policy.compute_dtype if policy.uses_autocast else None
     reduced: torch.dtype | None = policy.reduce_dtype
     is_wider = dtype is not None and policy.param_dtype is None and dtype.itemsize > policy.reduce_dtype.itemsize

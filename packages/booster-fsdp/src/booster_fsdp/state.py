@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from booster_core.errors import CheckpointError
 from booster_runtime.sharding import DTensorStateAdapter, dtensor_shards, piece_shard, whole_shard
-from booster_runtime.state import MASTER, flatten_state
+from booster_runtime.state import MASTER, flatten_state, unsaved_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -59,6 +59,10 @@ class FSDPStateAdapter(DTensorStateAdapter):
     @override
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
         return self._required().hosted.scalars()
+
+    @override
+    def unsaved_state(self) -> Sequence[str]:
+        return unsaved_state(self._required().unwrap())
 
     @override
     def param_groups(self) -> Sequence[ParamGroup]:

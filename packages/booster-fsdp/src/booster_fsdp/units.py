@@ -1,8 +1,8 @@
-"""The FSDP units of a model, and what this package has to know of torch's inside of them; nothing else looks there.
+"""Access the FSDP units of a model; only this module uses torch's private FSDP attributes.
 
 torch reduces the gradients of those parameters that have one on this rank, so ranks that used different parameters
-would reduce different buffers. Before each reduction a missing gradient is therefore put in as zero, and who was used
-is noted, so that what no rank used can have no gradient at all, as in one process.
+would reduce different buffers. Before each reduction, missing gradients are therefore set to zero, and used parameters
+are recorded, so that a parameter that no rank used ends without a gradient, as in one process.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Units:
-    """The units of one model.
+    """Access the units of one model.
 
     Args:
-        modules: The sharded modules in the order of registration, the model itself among them.
+        modules: The sharded modules in the order of registration, including the model itself.
 
     Attributes:
         used: Ids of the sharded parameters that had a gradient when they were reduced, since `forget`.
-        num_reductions: How often gradients were reduced.
+        num_reductions: Number of reductions so far.
     """
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
@@ -47,20 +47,20 @@ class Units:
             group.post_forward = functools.partial(self._post_forward, group, group.post_forward)
         root = self.modules[0]
         if not any(True for _ in _groups_of(root)):
-            # Torch's own hook must come later: it begins a backward.
+            # Before torch's own hook, which starts a backward.
             cast("nn.Module", root).register_forward_hook(self._after_root, prepend=True)
 
     def note_update(self) -> None:
-        """Note that shards have new values: graphs made before can't be run backward any more.
+        """Record that shards have new values: backward through earlier graphs raises from now on.
 
         Collective: none.
         """
         self._num_updates += 1
-        # What a forward without backward has left gathered has the values of before.
+        # Parameters that a forward without backward left gathered have old values.
         self.reshard()
 
     def notice_updates(self) -> None:
-        """Note whether shards have new values; for a model whose optimizer is not ours.
+        """Detect whether shards have new values; for a model whose optimizer is not ours.
 
         Collective: none.
         """
@@ -74,7 +74,7 @@ class Units:
 
         Args:
             settle: The function.
-            whole: Trained parameters that every rank holds whole, which are no unit's.
+            whole: Trained parameters that are replicated, and so belong to no unit.
 
         Collective: none.
         """
@@ -83,9 +83,9 @@ class Units:
             parameter.register_post_accumulate_grad_hook(self._await_end)  # type: ignore[no-untyped-call]
 
     def reduce_rest(self) -> None:
-        """Reduce gradients that backward has only accumulated, under `no_sync`.
+        """Reduce gradients that were accumulated under `no_sync`.
 
-        Collective: every rank of the world, where there was such a backward since the last reduction; else none.
+        Collective: every rank of the world, if there was such a backward since the last reduction; else none.
         """
         if not self._unreduced:
             return
@@ -94,14 +94,14 @@ class Units:
         for group in groups:
             group.reduce_grads = group.all_reduce_grads = True
         try:
-            # The end of a backward in which no unit took part.
+            # As at the end of a backward that used no unit.
             self.modules[0]._get_fsdp_state()._root_post_backward_final_callback()  # noqa: SLF001
         finally:
             for group, (reduces, all_reduces) in zip(groups, before, strict=True):
                 group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
 
     def reshard(self) -> None:
-        """Let the model hold its shards: forward without backward leaves some parameters gathered.
+        """Reshard all parameters: forward without backward leaves some gathered.
 
         Collective: none.
         """
@@ -109,15 +109,15 @@ class Units:
             module.reshard()
 
     def forget(self, parameters: set[int] | None = None) -> None:
-        """Drop gradients that are not reduced yet, and who was used.
+        """Drop gradients that are not reduced yet, and the record of used parameters.
 
         Args:
-            parameters: Ids of the sharded parameters that are meant; all when ``None``.
+            parameters: Ids of the sharded parameters; ``None`` for all.
 
         Collective: none.
         """
         for group in self._groups():
-            group._partial_reduce_output = None  # noqa: SLF001 - see the module's docstring, here and below
+            group._partial_reduce_output = None  # noqa: SLF001 - see the module's docstring; also below
             for inner in group.fsdp_params:
                 if parameters is None or id(inner.sharded_param) in parameters:
                     inner.unsharded_accumulated_grad = None
@@ -129,7 +129,7 @@ class Units:
         self.used = set() if parameters is None else self.used - parameters
 
     def take_parameters(self) -> None:
-        """Let torch notice parameters that were registered in place of those it made.
+        """Tell torch about parameters that were registered in place of those it created.
 
         Collective: none.
         """
@@ -164,9 +164,9 @@ class Units:
         reduce(*unused)
 
     def _await_end(self, parameter: torch.Tensor | None = None) -> None:
-        """Settle at the end of this backward, after torch has finished it."""
+        """Complete gradients at the end of this backward, after torch has finished it."""
         del parameter
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - as `torch.autograd.graph` tells backward passes apart
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 - as `torch.autograd.graph` identifies backward passes
         if task not in (self._task, -1):
             self._task = task
             _call_after_backward(lambda: _call_after_backward(self._settle))
@@ -186,7 +186,7 @@ class Units:
                 self.used.add(id(inner.sharded_param))
             if gradient is None:
                 whole.grad = torch.zeros_like(whole)
-            # Under `no_sync` sums are kept in the format of the reduction, which then has to be that of all.
+            # Under `no_sync` torch accumulates in the reduction's dtype; all gradients of a unit need the same dtype.
             if summed is not None and inner.unsharded_accumulated_grad is None:
                 inner.unsharded_accumulated_grad = whole.grad.to(summed.dtype)
                 whole.grad = None
@@ -195,13 +195,13 @@ class Units:
 def _groups_of(module: FSDPModule) -> Iterator[Any]:
     state = module._get_fsdp_state()  # noqa: SLF001
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.12 there was one
+    if groups is None:  # before torch 2.12 there was only one
         groups = [state._fsdp_param_group]  # noqa: SLF001
     yield from (group for group in groups if group is not None)
 
 
 def _version_of(group: Any) -> int:
-    """Return what changes when a unit's shards do, except by our optimizer, which updates their rows."""
+    """Return a number that changes with a unit's shards, except by our optimizer, which updates views of their rows."""
     return sum(inner.sharded_param._version for inner in group.fsdp_params)  # noqa: SLF001 - as autograd notices it
 
 

@@ -1,7 +1,7 @@
-"""Which modules become FSDP units: chosen by class, by size, by a function, or as the model's layers.
+"""Choose the modules that become FSDP units: by class, by size, by a function, or the model's layers.
 
-A unit's parameters are gathered together, right before its forward. What shares a parameter has to lie in one unit, so
-a choice that would part tied parameters gives way to the unit around them. No process group is needed here.
+A unit's parameters are gathered together, right before its forward. Modules that share parameters are wrapped together,
+in the unit around them. No process group is needed here.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from booster_fsdp.config import FSDPConfig
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward, which therefore can't be units."""
+"""Modules without a forward, which can't be units."""
 _LAYER_NUMEL = 1 << 16
-"""A layer smaller than this joins the unit around it: a gather of its own costs more than it saves."""
+"""A smaller layer is part of the unit around it: a separate gather costs more than it saves."""
 
 
 def choose_units(model: nn.Module, config: FSDPConfig) -> list[str]:
-    """Return the names of the modules that become units, in the order of registration; the model itself is not named.
+    """Return the names of the modules that become units, in the order of registration, without the model itself.
 
     Args:
         model: The user's model.
-        config: Says how to choose.
+        config: The options that choose units.
 
     Raises:
-        ConfigError: If a class named there is not in the model, or can't be a unit.
+        ConfigError: If a class in the options is not in the model, or can't be a unit.
 
     Collective: none; every rank chooses the same.
     """
@@ -44,12 +44,12 @@ def choose_units(model: nn.Module, config: FSDPConfig) -> list[str]:
         chosen = _by_function(model, config.unit_if)
     else:
         chosen = _layers(model)
-    kept = _without_parted_ties(model, {id(module) for module in chosen.values()})
+    kept = _without_split_ties(model, {id(module) for module in chosen.values()})
     return [name for name, module in chosen.items() if id(module) in kept]
 
 
 def find_ignored(model: nn.Module, config: FSDPConfig) -> set[nn.Parameter]:
-    """Return the parameters that every rank keeps whole because the user says so.
+    """Return the parameters that the options keep replicated.
 
     Raises:
         ConfigError: If a name matches no module or parameter.
@@ -68,7 +68,7 @@ def find_ignored(model: nn.Module, config: FSDPConfig) -> set[nn.Parameter]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in config.ignored_parameters:
         if name not in parameters:
-            msg = f"`ignored_parameters` names '{name}', which is no parameter of the model."
+            msg = f"`ignored_parameters` names '{name}', which is not a parameter of the model."
             raise ConfigError(msg + _suggestion(name, list(parameters)))
         ignored.add(parameters[name])
     return ignored
@@ -112,7 +112,7 @@ def _by_function(model: nn.Module, choose: Callable[[str, nn.Module], bool]) -> 
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the model's layers, as transformers lists them or as its containers hold them."""
+    """Return the model's layers: as transformers lists them, or the members of its containers."""
     listed = {name for module in model.modules() for name in _names_in(getattr(module, "_no_split_modules", None))}
     chosen = {name: module for name, module in model.named_modules() if name and _class_name(module) in listed}
     chosen = {name: module for name, module in chosen.items() if any(True for _ in module.parameters())}
@@ -136,12 +136,12 @@ def _by_size(model: nn.Module, min_numel: int, is_candidate: Callable[[str], boo
     counted: set[nn.Parameter] = set()
 
     def visit(name: str, module: nn.Module) -> int:
-        """Return how many elements below a module are in no unit yet."""
+        """Return the number of elements below a module that are not in a unit yet."""
         own = [p for p in module.parameters(recurse=False) if p not in counted]
         counted.update(own)
         numel = sum(parameter.numel() for parameter in own)
         for key, child in module.named_children():
-            # Attention uses the weights of its projections without calling them.
+            # MultiheadAttention uses the weights of its projections without calling them.
             inside = _count(child) if isinstance(module, nn.MultiheadAttention) else visit(_join(name, key), child)
             numel += inside
         if numel >= min_numel and not isinstance(module, _CONTAINERS) and is_candidate(name):
@@ -158,24 +158,24 @@ def _by_size(model: nn.Module, min_numel: int, is_candidate: Callable[[str], boo
     return {name: module for name, module in model.named_modules() if name in chosen}
 
 
-def _without_parted_ties(model: nn.Module, units: set[int]) -> set[int]:
-    """Return the units that are left when each parameter's occurrences lie in one unit."""
+def _without_split_ties(model: nn.Module, units: set[int]) -> set[int]:
+    """Drop units until all occurrences of each parameter are in one unit; return the others."""
     while True:
         chains: dict[nn.Parameter, list[tuple[int, ...]]] = {}
         for chain, parameter in _occurrences(model, units):
             chains.setdefault(parameter, []).append(chain)
-        parted: set[int] = set()
+        split: set[int] = set()
         for found in chains.values():
             if len({chain[-1:] for chain in found}) > 1:
                 depth = _common_prefix(found)
-                parted.update(unit for chain in found for unit in chain[depth:])
-        if not parted:
+                split.update(unit for chain in found for unit in chain[depth:])
+        if not split:
             return units
-        units = units - parted
+        units = units - split
 
 
 def _occurrences(model: nn.Module, units: set[int]) -> Iterator[tuple[tuple[int, ...], nn.Parameter]]:
-    """Yield each parameter wherever it is registered, with the units around it from the outermost to the innermost."""
+    """Yield each registration of a parameter, with the units around it from the outermost to the innermost."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
 
     def visit(module: nn.Module, chain: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], nn.Parameter]]:

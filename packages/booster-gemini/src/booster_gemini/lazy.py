@@ -56,7 +56,7 @@ def fill_chunks(model: nn.Module, recording: Recording, manager: ChunkManager, c
     error: Exception | None = None
     try:
         with _Present() as present:
-            recording.fill(shards, context.device, at_hand=lambda shard: present.come(chunk_of[shard.name]))
+            recording.fill(shards, context.device, before_write=lambda shard: present.come(chunk_of[shard.name]))
     except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
         error = caught
     context.coordinator.raise_together(error)

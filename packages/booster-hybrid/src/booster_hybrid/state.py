@@ -63,6 +63,9 @@ class HybridStateAdapter(StateAdapter):
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
         return self._inner.optimizer_scalars()
 
+    def unsaved_state(self) -> Sequence[str]:
+        return self._inner.unsaved_state()
+
     def param_groups(self) -> Sequence[ParamGroup]:
         return self._inner.param_groups()
 

@@ -24,6 +24,8 @@ from booster_core.state import named_modules
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+__all__ = ["disable_activation_checkpointing", "enable_activation_checkpointing"]
+
 _MARK = "_booster_checkpointed_forward"
 _MAX_LISTED = 20
 _CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
@@ -145,7 +147,7 @@ def _check_apart(named: dict[nn.Module, str], chosen: Sequence[nn.Module]) -> No
         inner = next((child for child in outer.modules() if child is not outer and child in taken), None)
         if inner is not None:
             msg = (
-                f"'{named[inner]}' lies inside of '{named[outer]}', and both would be checkpointed: it would be "
+                f"'{named[inner]}' is inside of '{named[outer]}', and both would be checkpointed: it would be "
                 "computed three times. Choose one of them."
             )
             raise ConfigError(msg)

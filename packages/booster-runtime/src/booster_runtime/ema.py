@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights, kept shard by shard where the weights lie.
+"""An exponential moving average of a model's weights, kept shard by shard on the weights' devices.
 
 Nothing is gathered: each rank averages the shards that it holds, under any plugin, and saves them like a model. The
 average is kept in fp32 at least, because a step of ``1 - decay`` is lost in narrower formats. Buffers are copied, not
@@ -17,7 +17,7 @@ from booster_core.checkpoint_io import MovingAverage
 from booster_core.errors import ConfigError
 from booster_core.plugin import unwrap_model
 from booster_core.state import NamedTensors, TensorShard
-from booster_runtime.checkpoint.view import ModelView
+from booster_runtime.checkpoint.save.view import ModelView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +52,7 @@ class ExponentialAverage(MovingAverage):
         self, model: nn.Module, decay: float, make_adapter: Callable[[], StateAdapter], io: CheckpointIO
     ) -> None:
         if not 0.0 <= decay <= 1.0:
-            msg = f"`decay={decay}` must lie between 0 and 1; usual values are 0.99 to 0.9999."
+            msg = f"`decay={decay}` must be between 0 and 1; usual values are 0.99 to 0.9999."
             raise ConfigError(msg)
         self.decay = decay
         self._module = unwrap_model(model)
@@ -78,7 +78,7 @@ class ExponentialAverage(MovingAverage):
         """
         decay = self.decay if decay is None else decay
         if not 0.0 <= decay <= 1.0:
-            msg = f"`decay={decay}` must lie between 0 and 1."
+            msg = f"`decay={decay}` must be between 0 and 1."
             raise ConfigError(msg)
         self._refuse_if_applied("update")
         with torch.no_grad():
@@ -162,8 +162,8 @@ class ExponentialAverage(MovingAverage):
             average = self._averages.get(_key_of(shard))
             if average is None:
                 msg = (
-                    f"'{shard.name}' is no part of the model that this average was made of, or lies elsewhere now. "
-                    "Make the average after the model has its final form."
+                    f"'{shard.name}' is no part of the model that this average was made of, or is sharded otherwise "
+                    "now. Make the average after the model has its final form."
                 )
                 raise ConfigError(msg)
             yield shard, average
@@ -175,7 +175,7 @@ class ExponentialAverage(MovingAverage):
 
 
 class _AveragesAdapter(ModelView):
-    """Shows averages in place of a model's own values; extra state is not averaged, but written beside them."""
+    """Shows averages in place of a model's own values; extra state is not averaged, but written with them."""
 
     def __init__(self, ema: ExponentialAverage) -> None:
         super().__init__(ema._make_adapter())  # noqa: SLF001 - the other half of this class

@@ -1,7 +1,7 @@
 """Low-rank adapters through peft: put around a model before ``boost``, and what ``boost`` then sees to.
 
 Reference: Hu et al. 2021, "LoRA" (arXiv:2106.09685). How adapters are written is in
-`booster_runtime.checkpoint.adapters`, how a model keeps its names under them in `booster_core.state.names`.
+`booster_runtime.checkpoint.save.adapters`, how a model keeps its names under them in `booster_core.state.names`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,17 @@ if TYPE_CHECKING:
 
 _INSTALL = "`pip install 'booster-runtime[lora]'`"
 _CONFIG = "adapter_config.json"
+_LORA_KINDS = frozenset({"LORA", "ADALORA"})
+_SHARDING = frozenset({"single", "ddp", "fsdp", "zero", "gemini"})
+_TESTED_UNDER = {
+    "FOURIERFT": _SHARDING,
+    "IA3": _SHARDING,
+    "LOHA": _SHARDING - {"gemini"},  # other gradients than in one process
+    "LOKR": _SHARDING,
+    "OFT": _SHARDING,
+    "VERA": _SHARDING - {"gemini"},  # likewise
+}
+"""Plugins under which adapters of another kind get the gradients of one process, by peft's name of the kind."""
 
 
 def add_adapters(
@@ -84,8 +95,8 @@ def add_adapters(
 def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plugin) -> None:
     """Check a model that has adapters before it is boosted, and take frozen parameters out of its optimizer.
 
-    ``AdamW(model.parameters())`` lists the frozen base too. Strategies that lay out what an optimizer lists would keep
-    masters of it; nothing else would ever come of it.
+    ``AdamW(model.parameters())`` lists the frozen base too. Strategies that shard what an optimizer lists would keep
+    master weights of it, which never change.
 
     Raises:
         ConfigError: If the plugin does not train adapters, or the optimizer was made before they were.
@@ -97,18 +108,11 @@ def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plug
     _check_plugin(plugin)
     if optimizer is None:
         return
+    _check_kinds(model, plugin)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    adapters = {
-        id(parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and any(part.startswith("lora_") for part in name.split("."))
-    }
+    adapters = _adapter_parameters(model) & trained
     if not held & adapters or (held - trained and adapters - held):
-        kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()} - {"LORA"}
-        if kinds and not adapters:
-            msg = f"Adapters of type {', '.join(sorted(kinds))} can't be boosted; those of a `peft.LoraConfig` can."
-            raise ConfigError(msg)
         named = NamedTensors.of(model)
         missing = [named.name_of[key] for key in adapters - held]
         msg = (
@@ -119,6 +123,40 @@ def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plug
         )
         raise ConfigError(msg)
     _drop_frozen(optimizer)
+
+
+def _check_kinds(model: nn.Module, plugin: Plugin) -> None:
+    """Raise for adapters whose gradients under this plugin are wrong, or that nobody has compared."""
+    kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
+    for kind in sorted(kinds - _LORA_KINDS):
+        tested = _TESTED_UNDER.get(kind)
+        if tested is None:
+            known = ", ".join(sorted({*_LORA_KINDS, *_TESTED_UNDER}))
+            msg = (
+                f"Adapters of type {kind} have not been tested with Booster: their gradients may be wrong. Tested are "
+                f"{known}."
+            )
+            raise ConfigError(msg)
+        if plugin.name not in tested:
+            msg = (
+                f"Adapters of type {kind} get wrong gradients under plugin '{plugin.name}', or were never tested with "
+                f"it. Use one of {', '.join(sorted(tested))}, or a `peft.LoraConfig`."
+            )
+            raise ConfigError(msg)
+
+
+def _adapter_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that peft has added to layers."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = set()
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            for name in layer.adapter_layer_names:
+                added = getattr(layer, name, None)
+                if isinstance(added, nn.Module):
+                    found |= {id(parameter) for parameter in added.parameters()}
+    return found
 
 
 def _check_plugin(plugin: Plugin) -> None:

@@ -1,4 +1,4 @@
-"""Frozen bases in 8 or 4 bits through bitsandbytes, for adapters that are trained on top of them.
+"""Frozen bases in 8 or 4 bits through transformers and bitsandbytes, for adapters that are trained on top of them.
 
 Reference: Dettmers et al. 2023, "QLoRA" (arXiv:2305.14314).
 """
@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, shorten
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
+_NOT_PACKED = (nn.Embedding, nn.modules.conv._ConvNd)  # noqa: SLF001 - the convolutions' base has no public name
+"""Layers that libraries keep in full precision, as everyone expects."""
+
 
 def check_quantization(config: Any, device: torch.device) -> BitsAndBytesConfig:
-    """Return how a base is to be quantised; 4 bits (nf4, twice quantised) where nothing is said.
+    """Return how a base is quantised; 4 bits (nf4, twice quantised) where nothing is said.
 
     Raises:
         TypeError: If ``config`` is no ``transformers.BitsAndBytesConfig``.
@@ -52,45 +55,44 @@ def quantize_linears(model: nn.Module, config: BitsAndBytesConfig) -> None:
 
     The output head, and what ``config.llm_int8_skip_modules`` names, stay as they are.
 
+    Raises:
+        ConfigError: If other layers hold matrices, which transformers' integration does not quantise.
+
     Collective: none.
     """
-    import bitsandbytes as bnb
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.quantizers_utils import should_convert_module
 
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    skipped = config.llm_int8_skip_modules or []
-    for path, layer in list(model.named_modules()):
-        if type(layer) is not nn.Linear or layer is head or any(part in skipped for part in path.split(".")):
-            continue
-        has_bias = layer.bias is not None
-        if config.load_in_4bit:
-            packed = bnb.nn.Linear4bit(
-                layer.in_features,
-                layer.out_features,
-                has_bias,
-                compute_dtype=config.bnb_4bit_compute_dtype,
-                compress_statistics=config.bnb_4bit_use_double_quant,
-                quant_type=config.bnb_4bit_quant_type,
-            )
-            packed.weight = bnb.nn.Params4bit(
-                layer.weight.detach(),
-                requires_grad=False,
-                compress_statistics=config.bnb_4bit_use_double_quant,
-                quant_type=config.bnb_4bit_quant_type,
-            )
-        else:
-            packed = bnb.nn.Linear8bitLt(
-                layer.in_features,
-                layer.out_features,
-                has_bias,
-                has_fp16_weights=config.llm_int8_has_fp16_weight,
-                threshold=config.llm_int8_threshold,
-            )
-            packed.weight = bnb.nn.Int8Params(
-                layer.weight.detach(), requires_grad=False, has_fp16_weights=config.llm_int8_has_fp16_weight
-            )
-        packed.bias = layer.bias
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, packed)
+    skipped = [*(config.llm_int8_skip_modules or [])]
+    skipped += [path for path, layer in model.named_modules() if layer is head]
+    before = {path: layer for path, layer in model.named_modules() if should_convert_module(path, skipped)}
+    left_alone = [
+        path
+        for path, layer in before.items()
+        if type(layer) is not nn.Linear and not isinstance(layer, (Conv1D, *_NOT_PACKED)) and _has_matrices(layer)
+    ]
+    if left_alone:
+        msg = (
+            f"{len(left_alone)} layers of `{type(model).__name__}` hold matrices that can't be quantised: "
+            f"{shorten(left_alone)}. Name them in `llm_int8_skip_modules` of a `bnb_quantization_config` to keep them "
+            "in full precision."
+        )
+        raise ConfigError(msg)
+    replace_with_bnb_linear(model, skipped, config)
+    for path, packed in model.named_modules():
+        source = before.get(path)
+        if isinstance(source, (nn.Linear, Conv1D)) and packed is not source:
+            values = source.weight.detach()
+            values = values.T.contiguous() if isinstance(source, Conv1D) else values
+            kind, options = type(packed.weight), vars(packed.weight)
+            packed.weight = kind(values, requires_grad=False, **options)
+            packed.bias = source.bias
     # peft chooses its layers by these.
     model.is_loaded_in_4bit = bool(config.load_in_4bit)  # type: ignore[assignment]
     model.is_loaded_in_8bit = not config.load_in_4bit  # type: ignore[assignment]
+
+
+def _has_matrices(layer: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in layer.parameters(recurse=False))

@@ -1,4 +1,4 @@
-"""Where checkpoints lie that are named by a URL: a small protocol, the storage of a scheme, and fsspec behind most.
+"""Storages for checkpoints at URLs: a small protocol, the storage of a scheme, and fsspec behind most.
 
 A storage moves whole files between a local path and a URL, and nothing else: what is written is complete on the local
 disk before it travels, and what is read is a local copy. A third party brings a storage for its own scheme by the

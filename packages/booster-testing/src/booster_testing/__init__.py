@@ -1,4 +1,4 @@
-"""Tests for plugins of Booster: the conformance kit, functions run on several ranks, limits and peaks of memory."""
+"""Test Booster plugins: the conformance kit, test functions on several ranks, and memory limits and peaks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import the kit when a test asks for it: the ranks import this package too, and pytest is nothing to them."""
+    """Import the kit on first use: worker processes import this package, too, and don't need pytest."""
     if name == "PluginConformance":
         from booster_testing.conformance import PluginConformance
 

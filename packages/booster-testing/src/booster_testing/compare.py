@@ -1,4 +1,4 @@
-"""Comparing two runs of the same training, tensor by tensor, with tolerances that state their reason."""
+"""Compare two runs of the same training, tensor by tensor, with tolerances that state their reason."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far two results of the same arithmetic in another order may lie apart, and why.
+    """Largest allowed difference of two results of the same arithmetic in another order, and its reason.
 
     Args:
         relative: Largest difference as a fraction of the tensor's largest magnitude. Rounding errors of sums scale with
-            the largest terms, so single small elements are not held to their own size.
-        reason: Where the difference comes from.
+            the largest terms, so small elements may differ by more than their own size.
+        reason: The cause of the difference.
     """
 
     relative: float
@@ -45,7 +45,7 @@ _BY_DTYPE = {
 
 
 def tolerance_for(dtype: torch.dtype) -> Tolerance:
-    """Return the tolerance for results that were computed in a format, whatever they are kept in."""
+    """Return the tolerance for results that were computed in a dtype, independent of how they are stored."""
     return _BY_DTYPE[dtype]
 
 
@@ -61,10 +61,10 @@ def largest_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def assert_same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance) -> None:
-    """Assert that two sets of named tensors agree, and say which differ most where they don't.
+    """Assert that two sets of named tensors agree; the error lists those that differ most.
 
     Raises:
-        AssertionError: If names or shapes differ, or a tensor lies outside of the tolerance.
+        AssertionError: If names or shapes differ, or a tensor differs by more than the tolerance.
 
     Collective: none.
     """

@@ -1,13 +1,13 @@
-"""`PluginConformance`: the test class that any plugin, ours or a stranger's, inherits to be put through its promises.
+"""`PluginConformance`: a test class to inherit for the tests that every plugin must pass, ours or a third party's.
 
-A plugin's test file holds three lines::
+A plugin's test file contains::
 
     class TestConformance(PluginConformance):
         plugin_class = LocalSGDPlugin
         options = {"every": 2}
 
-What a plugin has to pass depends on the capabilities that it declares; what it does not declare has to be refused
-clearly. The functions that run on ranks are in `booster_testing.conformance_runs`.
+The tests depend on the capabilities that the plugin declares; using one that it does not declare must raise a clear
+error. The functions that run on ranks are in `booster_testing.conformance_runs`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _ADAPTIVE = Tolerance(
 
 
 class PluginConformance:
-    """Put a plugin through the promises that every plugin makes.
+    """Test what every plugin must do.
 
     Attributes:
         plugin_class: The plugin under test.
         options: Arguments of its constructor.
-        world_size: Number of ranks that train; 1 for a plugin of one process.
+        world_size: Number of ranks that train; 1 for a plugin for one process.
     """
 
     plugin_class: ClassVar[type[Plugin]]
@@ -52,7 +52,7 @@ class PluginConformance:
         return Training(plugin_class=self.plugin_class, options=self.options, **changes)
 
     def needs(self, *capabilities: Capability) -> None:
-        """Skip a test that is about something the plugin does not declare."""
+        """Skip the test if the plugin does not declare all of the capabilities."""
         missing = [c.value for c in capabilities if c not in self.plugin_class.capabilities]
         if missing:
             pytest.skip(f"{self.plugin_class.__name__} does not declare {', '.join(missing)}")
@@ -63,8 +63,8 @@ class PluginConformance:
         results = run_on_ranks(train_boosted, self.world_size, training)
         tolerance = tolerance_for(_DTYPES[training.precision or "fp32"])
         for actual in results:
-            # Later steps start from parameters that differ already, so only the first step's gradients are of
-            # one and the same arithmetic.
+            # Later steps start from parameters that differ by rounding, so only the first step's gradients are
+            # compared.
             grads = {name: actual.gradients[0].get(name) for name in expected.gradients[0]}
             assert_same_tensors({n: g for n, g in grads.items() if g is not None}, expected.gradients[0], tolerance)
             if training.max_norm is not None:
@@ -73,15 +73,15 @@ class PluginConformance:
             assert_same_tensors(actual.parameters[-1], expected.parameters[-1], wide)
         return results
 
-    # ---- what it says of itself
+    # ---- declarations
 
-    def test_states_name_version_and_capabilities(self) -> None:
+    def test_declares_name_version_and_capabilities(self) -> None:
         assert self.plugin_class.name
         assert self.plugin_class.name == self.plugin_class.name.strip()
         assert self.plugin_class.api_version == API_VERSION
         assert all(isinstance(capability, Capability) for capability in self.plugin_class.capabilities)
 
-    def test_is_constructible_without_a_process_group(self) -> None:
+    def test_can_be_constructed_without_a_process_group(self) -> None:
         assert not torch.distributed.is_initialized()
         plugin = self.plugin_class(**self.options)
         assert isinstance(plugin.describe(), Mapping)
@@ -95,7 +95,7 @@ class PluginConformance:
 
     # ---- training
 
-    def test_learns(self) -> None:
+    def test_training_reduces_the_loss(self) -> None:
         results = run_on_ranks(train_boosted, self.world_size, self.training(steps=12))
         for trained in results:
             assert sum(trained.losses[-3:]) < sum(trained.losses[:3])
@@ -113,9 +113,9 @@ class PluginConformance:
 
     def test_ranks_hold_equal_parameters(self) -> None:
         self.needs(Capability.SYNCHRONOUS)
-        assert_equal_replicas(run_on_ranks(runs.train_and_look_locally, self.world_size, self.training()))
+        assert_equal_replicas(run_on_ranks(runs.train_and_view_locally, self.world_size, self.training()))
 
-    def test_lazy_model_trains_as_an_eager_one(self) -> None:
+    def test_lazy_model_trains_like_an_eager_model(self) -> None:
         eager = run_on_ranks(train_boosted, self.world_size, self.training(steps=2))
         lazy = run_on_ranks(train_boosted, self.world_size, self.training(steps=2, lazy=True))
         for one, other in zip(eager, lazy, strict=True):
@@ -123,7 +123,7 @@ class PluginConformance:
             for name, tensor in one.parameters[-1].items():
                 assert torch.equal(other.parameters[-1][name], tensor), name
 
-    def test_frozen_parameters_stay(self) -> None:
+    def test_frozen_parameters_do_not_change(self) -> None:
         training = self.training(steps=2)
         before = training.make_model().state_dict()
         for trained in run_on_ranks(train_boosted, self.world_size, training):
@@ -134,7 +134,7 @@ class PluginConformance:
         self.needs(Capability.SYNCHRONOUS)
         self.assert_parity(self.training(optimizer="sgd", micro_batches=micro_batches))
 
-    def test_no_sync_is_legal(self) -> None:
+    def test_no_sync_is_allowed(self) -> None:
         results = run_on_ranks(train_boosted, self.world_size, self.training(micro_batches=(2, 2)))
         assert all(len(trained.losses) == 3 for trained in results)
 
@@ -159,7 +159,7 @@ class PluginConformance:
         self.assert_parity(self.training(optimizer="sgd", precision=precision, max_norm=1.0))
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-    def test_precision_trains_or_is_refused(self, precision: str) -> None:
+    def test_precision_trains_or_raises(self, precision: str) -> None:
         if Capability(precision) in self.plugin_class.capabilities:
             results = run_on_ranks(train_boosted, self.world_size, self.training(precision=precision))
             assert all(torch.tensor(trained.losses).isfinite().all() for trained in results)
@@ -167,31 +167,31 @@ class PluginConformance:
             with pytest.raises(ConfigError, match=f"does not support precision '{precision}'"):
                 Booster("cpu", precision, self.plugin_class(**self.options))
 
-    def test_an_overflow_on_one_rank_skips_the_step_on_all(self) -> None:
+    def test_overflow_on_one_rank_skips_the_step_on_all_ranks(self) -> None:
         self.needs(Capability.FP16)
         run_on_ranks(runs.overflow_skips_the_step, self.world_size, self.training(precision="fp16"))
 
     # ---- optimizer, scheduler, data, hooks
 
-    def test_scheduler_made_before_boost_steers(self) -> None:
+    def test_scheduler_made_before_boost_sets_the_learning_rate(self) -> None:
         run_on_ranks(runs.scheduler_steers, self.world_size, self.training())
 
     def test_optimizer_state_made_before_boost_is_kept(self) -> None:
         self.needs(Capability.SYNCHRONOUS)
         run_on_ranks(runs.optimizer_state_is_kept, self.world_size, self.training())
 
-    def test_a_plain_loader_is_split_between_ranks(self) -> None:
+    def test_plain_data_loader_is_split_between_ranks(self) -> None:
         self.needs(Capability.DATA_PARALLEL)
         seen = run_on_ranks(runs.samples_of_a_plain_loader, self.world_size, self.training())
         assert sorted(sample for of_rank in seen for sample in of_rank) == list(range(12 * self.world_size))
 
-    def test_after_step_hook_sees_the_metrics(self) -> None:
+    def test_after_step_hook_gets_the_metrics(self) -> None:
         run_on_ranks(runs.after_step_hook_sees_metrics, self.world_size, self.training())
 
     def test_evaluation_needs_no_backward(self) -> None:
         run_on_ranks(runs.evaluates, self.world_size, self.training())
 
-    def test_adapters_train_or_are_refused(self) -> None:
+    def test_adapters_train_or_raise(self) -> None:
         pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
         if Capability.LORA in self.plugin_class.capabilities:
             run_on_ranks(runs.trains_adapters, self.world_size, self.training())
@@ -200,37 +200,37 @@ class PluginConformance:
                 ConfigError, "does not train adapters", runs.trains_adapters, self.world_size, self.training()
             )
 
-    # ---- what a user can get wrong: an error on every rank
+    # ---- user errors: raised on every rank
 
-    def test_refuses_a_boosted_model(self) -> None:
+    def test_boosting_twice_raises(self) -> None:
         expect_on_ranks(ConfigError, "already boosted", runs.boost_twice, self.world_size, self.training())
 
-    def test_refuses_an_optimizer_of_another_model(self) -> None:
+    def test_optimizer_of_another_model_raises(self) -> None:
         expect_on_ranks(
             ConfigError, "not the model's", runs.boost_with_foreign_optimizer, self.world_size, self.training()
         )
 
-    def test_refuses_gradients_from_before_boost(self) -> None:
+    def test_gradients_from_before_boost_raise(self) -> None:
         expect_on_ranks(
             ConfigError, "gradients from before `boost`", runs.boost_with_gradients, self.world_size, self.training()
         )
 
-    def test_refuses_a_loss_that_is_no_scalar(self) -> None:
+    def test_loss_that_is_not_a_scalar_raises(self) -> None:
         expect_on_ranks(GradientError, "scalar", runs.backward_of_a_vector, self.world_size, self.training())
 
-    def test_refuses_a_loss_without_gradient(self) -> None:
+    def test_loss_without_gradient_raises(self) -> None:
         expect_on_ranks(GradientError, "no gradient", runs.backward_without_gradient, self.world_size, self.training())
 
     @pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
-    def test_refuses_a_negative_norm(self, max_norm: float) -> None:
+    def test_invalid_max_norm_raises(self, max_norm: float) -> None:
         expect_on_ranks(ConfigError, "max_norm", runs.clip_by, self.world_size, self.training(), max_norm)
 
-    def test_refuses_a_pipeline_it_does_not_have(self) -> None:
+    def test_execute_pipeline_without_a_pipeline_raises(self) -> None:
         if Capability.PIPELINE in self.plugin_class.capabilities:
             pytest.skip(f"{self.plugin_class.__name__} has a pipeline")
         expect_on_ranks(ConfigError, "no pipeline", runs.execute_pipeline, self.world_size, self.training())
 
-    def test_refuses_precision_asked_for_twice(self) -> None:
+    def test_two_different_precisions_raise(self) -> None:
         if "precision" in self.options or Capability.BF16 not in self.plugin_class.capabilities:
             pytest.skip("needs a plugin that takes `precision` and supports bf16")
         with pytest.raises(ConfigError, match="asked for twice"):
@@ -239,7 +239,7 @@ class PluginConformance:
     # ---- checkpoints
 
     @pytest.mark.parametrize("shard", [False, True], ids=["one-file", "sharded"])
-    def test_a_loaded_run_continues_as_if_never_interrupted(self, shard: bool, tmp_path: Any) -> None:  # noqa: FBT001
+    def test_loaded_run_continues_exactly(self, shard: bool, tmp_path: Any) -> None:  # noqa: FBT001
         self.needs(Capability.SYNCHRONOUS)
         expected = run_on_ranks(runs.train_and_save, self.world_size, self.training(), str(tmp_path), shard)
         actual = run_on_ranks(runs.load_and_train, self.world_size, self.training(), str(tmp_path))
@@ -249,7 +249,7 @@ class PluginConformance:
         self.needs(Capability.SYNCHRONOUS, Capability.DATA_PARALLEL)
         expected = run_on_ranks(runs.train_and_save, self.world_size, self.training(), str(tmp_path), shard=True)
         actual = run_on_ranks(runs.load_and_train, self.world_size + 1, self.training(), str(tmp_path))
-        # Losses are per rank; their means over ranks see the same global batches.
+        # Losses are per rank; their means over ranks are those of the same global batches.
         for step in range(len(expected[0])):
             means = [sum(losses[step] for losses in run) / len(run) for run in (expected, actual)]
             assert means[1] == pytest.approx(means[0], rel=tolerance_for(torch.float32).relative)

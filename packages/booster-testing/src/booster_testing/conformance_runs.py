@@ -1,4 +1,4 @@
-"""What `booster_testing.conformance` runs on each rank; assertions that fail are carried back with their rank."""
+"""Functions that `booster_testing.conformance` runs on each rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _step(booster: Booster, model: Any, optimizer: Any, step: int) -> float:
 
 
 def boost_returns_wrappers(training: Training) -> None:
-    """Types, identities and names of what ``boost`` returns."""
+    """Check types, identities and names of the results of ``boost``."""
     booster = training.make_booster()
     model = training.make_model()
     optimizer = training.make_optimizer(model)
@@ -65,12 +65,12 @@ def boost_returns_wrappers(training: Training) -> None:
 
 
 def describe(training: Training) -> str:
-    """Return what ``describe`` says."""
+    """Return the text of ``describe``."""
     return training.make_booster().describe()
 
 
 def overflow_skips_the_step(training: Training) -> None:
-    """An infinite gradient on the last rank leaves the parameters, halves the scale, and is forgotten."""
+    """Check that an infinite gradient on the last rank skips the step and halves the loss scale on all ranks."""
     booster, model, optimizer = _boost(training)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     coordinator = DistCoordinator()
@@ -90,7 +90,7 @@ def overflow_skips_the_step(training: Training) -> None:
 
 
 def scheduler_steers(training: Training) -> None:
-    """A scheduler made before ``boost`` changes the learning rate of the boosted optimizer."""
+    """Check that a scheduler made before ``boost`` changes the learning rate of the boosted optimizer."""
     booster = training.make_booster()
     model = training.make_model()
     optimizer = training.make_optimizer(model)
@@ -105,7 +105,7 @@ def scheduler_steers(training: Training) -> None:
 
 
 def optimizer_state_is_kept(training: Training) -> None:
-    """Steps before ``boost`` count: the run continues as one that was boosted from the start."""
+    """Check that a run with a step before ``boost`` equals one that was boosted from the start."""
     results = []
     for boost_first in (True, False):
         booster = training.make_booster()
@@ -114,7 +114,7 @@ def optimizer_state_is_kept(training: Training) -> None:
         if boost_first:
             model, optimizer, *_ = booster.boost(model, optimizer)
         for step in range(2):
-            # Every rank sees the whole batch, so that the steps before `boost` are those of one process.
+            # Every rank gets the whole batch, so that the step before `boost` equals that of one process.
             generator = torch.Generator().manual_seed(step)
             tokens = torch.randint(16, (4, 6), generator=generator)
             if step == 1 and not boost_first:
@@ -132,7 +132,7 @@ def optimizer_state_is_kept(training: Training) -> None:
 
 
 def samples_of_a_plain_loader(training: Training) -> list[int]:
-    """Return the samples that this rank sees of a loader that knows nothing of ranks."""
+    """Return this rank's samples of a plain data loader."""
     samples = list(range(12 * DistCoordinator().world_size))
     loader: Any = DataLoader(samples, batch_size=4, shuffle=True)  # type: ignore[arg-type]  # a list is a data set
     booster = training.make_booster()
@@ -142,7 +142,7 @@ def samples_of_a_plain_loader(training: Training) -> list[int]:
 
 
 def trains_adapters(training: Training) -> None:
-    """Low-rank adapters change, the base beside them neither changes nor has optimizer state."""
+    """Check that low-rank adapters change, and that the base neither changes nor has optimizer state."""
     import peft
 
     booster = training.make_booster()
@@ -164,12 +164,12 @@ class _Listener:
 
     @hookimpl
     def after_step(self, metrics: dict[str, Any]) -> None:
-        """Note a step's metrics."""
+        """Store a step's metrics."""
         self.heard.append(metrics)
 
 
 def after_step_hook_sees_metrics(training: Training) -> None:
-    """A registered hook hears of each step, with its gradient norm."""
+    """Check that a registered hook gets each step's metrics, with the gradient norm."""
     listener = _Listener()
     register_hooks(listener)
     try:
@@ -184,7 +184,7 @@ def after_step_hook_sees_metrics(training: Training) -> None:
 
 
 def evaluates(training: Training) -> None:
-    """Evaluation under ``no_grad`` between steps leaves training as it is."""
+    """Evaluate under ``no_grad`` between two steps."""
     booster, model, optimizer = _boost(training)
     _step(booster, model, optimizer, 0)
     model.eval()
@@ -194,8 +194,8 @@ def evaluates(training: Training) -> None:
     _step(booster, model, optimizer, 1)
 
 
-def train_and_look_locally(training: Training) -> LocalView:
-    """Train three steps on this rank's own samples and return what this rank, asking no other, has afterwards."""
+def train_and_view_locally(training: Training) -> LocalView:
+    """Train three steps on this rank's own samples and return this rank's shards and outputs."""
     booster, model, optimizer = _boost(training)
     for step in range(3):
         _step(booster, model, optimizer, step)
@@ -203,7 +203,7 @@ def train_and_look_locally(training: Training) -> LocalView:
 
 
 def boost_twice(training: Training) -> None:
-    """Boost what is boosted."""
+    """Boost a boosted model."""
     booster, model, _ = _boost(training)
     booster.boost(model)
 
@@ -235,13 +235,13 @@ def backward_without_gradient(training: Training) -> None:
 
 
 def clip_by(training: Training, max_norm: float) -> None:
-    """Clip by a norm that is none."""
+    """Clip by an invalid norm."""
     _, _, optimizer = _boost(training)
     optimizer.clip_grad_by_norm(max_norm)
 
 
 def execute_pipeline(training: Training) -> None:
-    """Ask for a pipeline."""
+    """Call ``execute_pipeline``."""
     booster, model, optimizer = _boost(training)
     booster.execute_pipeline(iter([]), model, lambda outputs, _: outputs.mean(), optimizer)
 
@@ -258,14 +258,14 @@ def train_and_save(training: Training, folder: str, shard: bool) -> list[float]:
 
 
 def load_and_train(training: Training, folder: str) -> list[float]:
-    """Load what `train_and_save` saved into a model with other weights, and return the next three losses."""
+    """Load the files of `train_and_save` into a model with other weights, and return the next three losses."""
     booster = training.make_booster()
     original = training.make_model()
     with torch.no_grad():
         for parameter in original.parameters():
             parameter.add_(1.0)
     model, optimizer, *_ = booster.boost(original, training.make_optimizer(original))
-    assert optimizer is not None, "boost returned what it was given"
+    assert optimizer is not None, "boost returns an optimizer if it gets one"
     suffix = "" if (Path(folder) / "model").is_dir() else ".safetensors"
     booster.load_model(model, f"{folder}/model{suffix}")
     booster.load_optimizer(optimizer, f"{folder}/optimizer{suffix}")

@@ -1,7 +1,7 @@
-"""Peaks and limits of this process' memory, for tests that state how much a piece of work may take (Linux only).
+"""Measure and limit this process's memory, for tests with a memory bound (Linux only).
 
-A peak is the kernel's own high-water mark, so that it includes what torch's kernels and gloo take. Only anonymous
-pages count: pages of mapped files are the page cache's, and go when somebody else needs the memory.
+A peak is the kernel's high-water mark, which includes memory of torch's kernels and of gloo. Only anonymous
+pages count: pages of mapped files belong to the page cache, which the kernel reclaims if needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAMPLE_SECONDS = 0.001
 
 @dataclass
 class MemoryPeak:
-    """What a block of code took; filled in when the block ends.
+    """Memory use of a block of code; filled in when the block ends.
 
     Args:
         start_bytes: Anonymous memory at the start.
@@ -40,15 +40,14 @@ class MemoryPeak:
 
 @contextlib.contextmanager
 def peak_memory(*, maps_files: bool = False) -> Iterator[MemoryPeak]:
-    """Measure the peak of this process' anonymous memory over the block, above what was there before.
+    """Measure the peak of this process's anonymous memory during the block, relative to its start.
 
-    The kernel keeps a high-water mark of all resident pages only. File-backed pages are taken off as they stood at the
-    start, or at the end where more are there then; pages of files that are mapped and unmapped within the block would
-    be charged to it.
+    The kernel keeps a high-water mark of all resident pages only. The number of file-backed pages at the start, or at
+    the end if larger, is subtracted; pages of files that are mapped and unmapped within the block would be counted.
 
     Args:
-        maps_files: The block maps large files: sample anonymous memory every millisecond instead, which may miss
-            shorter peaks.
+        maps_files: Set if the block maps large files: anonymous memory is then sampled every millisecond, which may
+            miss shorter peaks.
 
     Collective: none.
     """
@@ -66,14 +65,14 @@ def peak_memory(*, maps_files: bool = False) -> Iterator[MemoryPeak]:
             highest = after["VmHWM"] - num_file_backed
         else:
             highest = sampler.stop()
-        # The mark may lie below the present pages, because file-backed ones came after the peak.
+        # The peak may be below the current use, because file-backed pages were added after it.
         peak.peak_bytes = max(highest, after["RssAnon"], before["RssAnon"]) - before["RssAnon"]
-        _settle()  # what malloc keeps for later is nobody's
+        _settle()  # free memory that malloc keeps does not count
         peak.kept_bytes = _status()["RssAnon"] - before["RssAnon"]
 
 
 class _Sampler:
-    """A thread that remembers the largest anonymous memory that it has seen."""
+    """A thread that samples anonymous memory and stores the largest value."""
 
     def __init__(self) -> None:
         self._highest_pages = 0
@@ -97,12 +96,12 @@ class _Sampler:
 
 @contextlib.contextmanager
 def data_limit(num_bytes: int) -> Iterator[None]:
-    """Let this process' data grow by at most ``num_bytes`` during the block; beyond, allocations raise.
+    """Limit the growth of this process's data during the block; larger allocations raise.
 
-    torch's CPU allocator then raises ``RuntimeError``, Python's ``MemoryError``; nothing is killed.
+    torch's CPU allocator raises ``RuntimeError`` and Python ``MemoryError``; the process is not killed.
 
     Args:
-        num_bytes: Bytes above the present ``VmData``.
+        num_bytes: Bytes above the current ``VmData``.
 
     Collective: none.
     """
@@ -126,7 +125,7 @@ def _status() -> dict[str, int]:
 
 
 def _settle() -> None:
-    """Give back what is garbage already, so that it is not measured as somebody's use."""
+    """Collect garbage and return free memory to the system, so that it is not measured."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Tiny models in which everything happens that large ones do: ties, repeats, frozen and unused parameters, buffers."""
+"""Tiny models with the features of large ones: tied weights, repeated layers, frozen and unused parameters, buffers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class TinyMLP(nn.Module):
 
 
 class TinyMixedBag(nn.Module):
-    """A language model of few hundred parameters with a tied head, a repeated layer, and unused and frozen parameters.
+    """A language model of a few hundred parameters with a tied head and repeated, unused and frozen layers.
 
     Input: token numbers below 16, shape ``(N, T)``. Output: logits, shape ``(N, T, 16)``.
 
     Args:
         unused: Have a layer that forward never calls.
-        frozen: Have a layer whose parameters need no gradient.
+        frozen: Have a layer whose parameters don't require gradients.
     """
 
     def __init__(self, *, unused: bool = True, frozen: bool = True) -> None:
@@ -58,10 +58,10 @@ class TinyMixedBag(nn.Module):
 
 
 class TinyStack(nn.Module):
-    """A language model of four layers in a row, of one kind, between an embedding and a head that are tied.
+    """A language model of four equal layers in sequence between an embedding and a head that are tied.
 
-    Layers pass on a tensor and get a mask beside it; one is frozen. Input: token numbers below 16, shape ``(N, T)``.
-    Output: logits, shape ``(N, T, 16)``.
+    Layers take a tensor and a mask and return a tensor; one layer is frozen. Input: token numbers below 16, shape
+    ``(N, T)``. Output: logits, shape ``(N, T, 16)``.
 
     Args:
         unused: Have a layer that forward never calls.
@@ -98,7 +98,7 @@ class _TinyLayer(nn.Module):
 
 
 def tiny_llama(**changes: Any) -> nn.Module:
-    """Return a Llama of transformers with random weights and two layers; ``changes`` go to its config."""
+    """Return a transformers Llama with random weights and two layers; ``changes`` go to its config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings: dict[str, Any] = {

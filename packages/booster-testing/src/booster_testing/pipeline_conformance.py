@@ -1,6 +1,6 @@
-"""`PipelineConformance`: the test class that puts a plugin with a pipeline through ``execute_pipeline``.
+"""`PipelineConformance`: a test class to inherit for plugins with a pipeline; it tests ``execute_pipeline``.
 
-A plugin's test file holds a few lines, of which the options say how the kit's model, `TinyStack`, is cut::
+The options in a plugin's test file must partition the kit's model, `TinyStack`, into stages::
 
     class TestPipeline(PipelineConformance):
         plugin_class = HybridParallelPlugin
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from booster_testing.training import Trained
 
 EXAMPLE_BATCH = {"tokens": torch.zeros(2, 6, dtype=torch.long)}
-"""A batch such as the kit trains with."""
+"""A batch like those that the kit trains with."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ADAPTIVE = Tolerance(
@@ -47,7 +47,7 @@ def _vector(logits: torch.Tensor, _: Any) -> torch.Tensor:
 
 
 class PipelineConformance:
-    """Put a plugin through the promises that every plugin with a pipeline makes.
+    """Test what every plugin with a pipeline must do.
 
     Attributes:
         plugin_class: The plugin under test.
@@ -72,7 +72,7 @@ class PipelineConformance:
         tolerance = tolerance_for(_DTYPES[training.precision or "fp32"])
         wide = tolerance if training.optimizer == "sgd" or training.precision is not None else _ADAPTIVE
         for actual in results:
-            # Later steps start from parameters that differ already.
+            # Later steps start from parameters that differ by rounding.
             assert_same_tensors(actual.gradients[0], expected.gradients[0], tolerance)
             assert actual.losses[0] == pytest.approx(expected.losses[0], rel=tolerance.relative)
             if training.max_norm is not None:
@@ -80,7 +80,7 @@ class PipelineConformance:
             assert_same_tensors(actual.parameters[-1], expected.parameters[-1], wide)
         return results
 
-    # ---- what it says of itself
+    # ---- declarations
 
     def test_declares_its_pipeline(self) -> None:
         assert Capability.PIPELINE in self.plugin_class.capabilities
@@ -93,7 +93,7 @@ class PipelineConformance:
         self.assert_parity(self.training(optimizer=optimizer))
 
     @pytest.mark.parametrize("calls", [(4, 4), (5, 2, 3)], ids=["equal", "unequal"])
-    def test_calls_accumulate(self, calls: tuple[int, ...]) -> None:
+    def test_accumulates_over_calls(self, calls: tuple[int, ...]) -> None:
         self.assert_parity(self.training(optimizer="sgd", micro_batches=calls))
 
     @pytest.mark.parametrize("max_norm", [0.05, 100.0])
@@ -114,7 +114,7 @@ class PipelineConformance:
         second = run_on_ranks(train_in_pipeline, self.world_size, self.training())
         assert [trained.losses for trained in first] == [trained.losses for trained in second]
 
-    def test_lazy_model_trains_as_an_eager_one(self) -> None:
+    def test_lazy_model_trains_like_an_eager_model(self) -> None:
         eager = run_on_ranks(train_in_pipeline, self.world_size, self.training(steps=2))
         lazy = run_on_ranks(train_in_pipeline, self.world_size, self.training(steps=2, lazy=True))
         for one, other in zip(eager, lazy, strict=True):
@@ -122,7 +122,7 @@ class PipelineConformance:
             for name, tensor in one.parameters[-1].items():
                 assert torch.equal(other.parameters[-1][name], tensor), name
 
-    # ---- what goes in and comes out
+    # ---- batches, outputs and evaluation
 
     def test_takes_one_batch(self) -> None:
         run_on_ranks(runs.takes_one_batch, self.world_size, self.training())
@@ -134,23 +134,23 @@ class PipelineConformance:
     def test_evaluates(self, how: str) -> None:
         run_on_ranks(runs.evaluates, self.world_size, self.training(), how)
 
-    # ---- what a user can get wrong: an error on every rank
+    # ---- user errors: raised on every rank
 
-    def test_an_error_of_the_criterion_is_raised_on_every_rank(self) -> None:
+    def test_error_in_the_criterion_is_raised_on_every_rank(self) -> None:
         expect_on_ranks(
             ArithmeticError, "the criterion has failed", runs.criterion_fails, self.world_size, self.training(), _fails
         )
 
-    def test_refuses_a_loss_that_is_no_scalar(self) -> None:
+    def test_loss_that_is_not_a_scalar_raises(self) -> None:
         expect_on_ranks(ConfigError, "scalar", runs.criterion_fails, self.world_size, self.training(), _vector)
 
-    def test_refuses_a_model_that_is_not_boosted(self) -> None:
+    def test_model_that_is_not_boosted_raises(self) -> None:
         expect_on_ranks(TypeError, "boost", runs.with_the_users_own_model, self.world_size, self.training())
 
-    def test_the_end_of_the_data_is_told(self) -> None:
+    def test_end_of_the_data_raises(self) -> None:
         expect_on_ranks(StopIteration, "", runs.without_batches, self.world_size, self.training())
 
-    def test_an_error_leaves_no_trace(self) -> None:
+    def test_training_continues_exactly_after_an_error(self) -> None:
         expected = run_on_ranks(train_in_pipeline, self.world_size, self.training(steps=2))
         found = run_on_ranks(runs.goes_on_after_an_error, self.world_size, self.training(), _fails)
         assert found == [trained.losses for trained in expected]
@@ -158,7 +158,7 @@ class PipelineConformance:
     # ---- checkpoints
 
     @pytest.mark.parametrize("shard", [False, True], ids=["one-file", "sharded"])
-    def test_a_loaded_run_continues_as_if_never_interrupted(self, shard: bool, tmp_path: Any) -> None:  # noqa: FBT001
+    def test_loaded_run_continues_exactly(self, shard: bool, tmp_path: Any) -> None:  # noqa: FBT001
         expected = run_on_ranks(runs.train_and_save, self.world_size, self.training(), str(tmp_path), shard=shard)
         actual = run_on_ranks(runs.load_and_train, self.world_size, self.training(), str(tmp_path), shard=shard)
         assert actual == expected

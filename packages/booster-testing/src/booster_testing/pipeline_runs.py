@@ -1,4 +1,4 @@
-"""What `booster_testing.pipeline_conformance` runs on each rank, all of it through ``execute_pipeline``."""
+"""Functions that `booster_testing.pipeline_conformance` runs on each rank."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTraining(Training):
-    """A training of layers in a row; each of its micro-batches is one batch of ``execute_pipeline``."""
+    """A training of `TinyStack`; each micro-batch is one batch of ``execute_pipeline``."""
 
-    def make_model(self, *, lazy: bool = False) -> TinyStack:  # type: ignore[override]  # another model, used alike
+    def make_model(self, *, lazy: bool = False) -> TinyStack:  # type: ignore[override]  # another model with the same interface
         """Return the model, the same each time."""
         with torch.random.fork_rng(devices=[]), LazyInitContext() if lazy else contextlib.nullcontext():
             torch.manual_seed(7)
@@ -33,12 +33,12 @@ class PipelineTraining(Training):
 
 
 def mean_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Return the next-token loss of a microbatch, a mean over its samples: a criterion."""
+    """Return the next-token loss of a microbatch, a mean over its samples."""
     return summed_loss(logits, batch["tokens"]) / len(batch["tokens"])
 
 
 def boost(training: PipelineTraining) -> tuple[Booster, Any, Any]:
-    """Return a booster, and model and optimizer boosted by it."""
+    """Return a Booster, and the boosted model and optimizer."""
     booster = training.make_booster()
     original = training.make_model(lazy=training.lazy)
     boosted = booster.boost(original, training.make_optimizer(original))
@@ -52,7 +52,7 @@ def batch_here(training: PipelineTraining, booster: Booster, step: int, micro: i
 
 
 def train_in_pipeline(training: PipelineTraining) -> Trained:
-    """Train under the plugin; losses are the world's, and on every rank.
+    """Train under the plugin; return losses over all ranks, on every rank.
 
     Collective: every rank of the world.
     """
@@ -86,7 +86,7 @@ def train_in_pipeline(training: PipelineTraining) -> Trained:
 
 
 def _mean_over_pipelines(loss: Tensor | None) -> float:
-    """Return on every rank the mean of the losses of all that have one."""
+    """Return on every rank the mean of the losses of all pipelines."""
     every = DistCoordinator().all_gather_object(None if loss is None else float(loss))
     losses: list[float] = [each for each in every if each is not None]
     assert losses, "no rank has the loss"
@@ -101,7 +101,7 @@ def _step(training: PipelineTraining, booster: Booster, model: Any, optimizer: A
 
 
 def takes_one_batch(training: PipelineTraining) -> None:
-    """A call takes one batch of the iterator, and leaves the next to the next call."""
+    """Check that each call takes exactly one batch of the iterator."""
     booster, model, optimizer = boost(training)
     seen = []
 
@@ -117,14 +117,14 @@ def takes_one_batch(training: PipelineTraining) -> None:
 
 
 def returns_outputs(training: PipelineTraining) -> None:
-    """Outputs of the whole batch are returned where the loss is, detached and in the batch's order."""
+    """Check that outputs of the whole batch are returned with the loss, detached and in the batch's order."""
     booster, model, optimizer = boost(training)
     batch = batch_here(training, booster, 0)
     with torch.no_grad():
         expected = training.make_model()(**batch)
     result = booster.execute_pipeline(iter([batch]), model, mean_loss, optimizer, return_outputs=True)
     outputs = result["outputs"]
-    assert (outputs is None) == (result["loss"] is None), "outputs are where the loss is"
+    assert (outputs is None) == (result["loss"] is None), "outputs are returned with the loss"
     if outputs is not None:
         assert not outputs.requires_grad
         torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
@@ -137,7 +137,7 @@ def returns_outputs(training: PipelineTraining) -> None:
 
 
 def evaluates(training: PipelineTraining, how: str) -> None:
-    """Evaluation gives the loss of training, and leaves no gradient behind."""
+    """Check that evaluation returns the same loss as training, and creates no gradients."""
     booster, model, optimizer = boost(training)
     batch = batch_here(training, booster, 0)
     expected = _mean_over_pipelines(mean_loss(training.make_model()(**batch), batch).detach())
@@ -156,13 +156,13 @@ def evaluates(training: PipelineTraining, how: str) -> None:
 
 
 def criterion_fails(training: PipelineTraining, criterion: Callable[..., Any]) -> None:
-    """Run a batch whose criterion goes wrong."""
+    """Run a batch with an invalid criterion."""
     booster, model, optimizer = boost(training)
     booster.execute_pipeline(iter([batch_here(training, booster, 0)]), model, criterion, optimizer)
 
 
 def goes_on_after_an_error(training: PipelineTraining, criterion: Callable[..., Any]) -> list[float]:
-    """Return the losses of two steps, with a failure between them that is to leave no trace."""
+    """Return the losses of two steps, with an error between them that must not change them."""
     booster, model, optimizer = boost(training)
     losses = [_step(training, booster, model, optimizer, 0)]
     try:
@@ -173,7 +173,7 @@ def goes_on_after_an_error(training: PipelineTraining, criterion: Callable[..., 
 
 
 def without_batches(training: PipelineTraining) -> None:
-    """Ask for a batch where there is none left."""
+    """Call ``execute_pipeline`` with an empty iterator."""
     booster, model, optimizer = boost(training)
     booster.execute_pipeline(iter([]), model, mean_loss, optimizer)
 
@@ -196,14 +196,14 @@ def train_and_save(training: PipelineTraining, folder: str, *, shard: bool) -> l
 
 
 def load_and_train(training: PipelineTraining, folder: str, *, shard: bool) -> list[float]:
-    """Load what `train_and_save` saved into a model with other weights, and return the next three losses."""
+    """Load the files of `train_and_save` into a model with other weights, and return the next three losses."""
     booster = training.make_booster()
     original = training.make_model()
     with torch.no_grad():
         for parameter in original.parameters():
             parameter.add_(1.0)
     model, optimizer, *_ = booster.boost(original, training.make_optimizer(original))
-    assert optimizer is not None, "boost returned what it was given"
+    assert optimizer is not None, "boost returns an optimizer if it gets one"
     suffix = "" if shard else ".safetensors"
     booster.load_model(model, f"{folder}/model{suffix}")
     booster.load_optimizer(optimizer, f"{folder}/optimizer{suffix}")

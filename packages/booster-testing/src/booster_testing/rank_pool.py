@@ -1,4 +1,4 @@
-"""The worker processes behind `booster_testing.ranks`: started when needed, kept warm, ended with the test run.
+"""Worker processes for `booster_testing.ranks`: started when needed, reused, and ended with the test session.
 
 Worker ``i`` serves rank ``i`` of every call. A worker in an unknown state is replaced, never repaired.
 """
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 START_SECONDS = 180.0
-"""How long a worker may take to start, or to load a test's file, on a loaded machine."""
+"""Time limit for a worker to start, or to load a test's file, on a loaded machine."""
 
 _STACK_SECONDS = 2.0
 
 
 class RankError(Exception):
-    """A function raised on some ranks; the message holds every rank's traceback.
+    """Raised if a function raises on some ranks; the message contains the traceback of each.
 
     Attributes:
-        rank: The rank that failed first, not counting failures that follow from another rank's.
-        exceptions: The exception of each rank that raised; ``None`` where it could not be pickled.
+        rank: The rank that failed first, not counting consequences of another rank's failure.
+        exceptions: The exception of each rank that raised; ``None`` if it could not be pickled.
     """
 
     def __init__(self, message: str, rank: int, exceptions: dict[int, BaseException | None]) -> None:
@@ -43,23 +43,23 @@ class RankError(Exception):
 
 
 class RankTimeoutError(RankError):
-    """A function did not end in time on some ranks; the message holds their stacks."""
+    """Raised if a function does not end in time on some ranks; the message contains their stacks."""
 
 
 class RankDiedError(RankError):
-    """A worker process ended while it ran a function; the message says which, and how."""
+    """Raised if a worker process ends while it runs a function; the message names the rank and the exit code."""
 
 
 @dataclass
 class Worker:
-    """One worker process, the parent's end of its pipe, and the file into which it dumps its stacks."""
+    """A worker process, the parent's end of its pipe, and the file for its stack dumps."""
 
     process: subprocess.Popen[bytes]
     connection: Connection
     stack_file: Path
 
     def receive(self) -> tuple[str, Any]:
-        """Return the worker's next message; raises EOFError where it has died instead."""
+        """Return the worker's next message; raise EOFError if it has died."""
         try:
             message: tuple[str, Any] = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - our own child
         except OSError as error:
@@ -67,14 +67,14 @@ class Worker:
         return message
 
     def kill(self) -> None:
-        """End the worker and whatever it started, and wait for its end."""
+        """Kill the worker and its child processes, and wait for its end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
 
     def describe_death(self) -> str:
-        """Say how the worker ended."""
+        """Return how the worker ended."""
         try:
             code = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -84,7 +84,7 @@ class Worker:
         return f"ended with exit code {code}"
 
     def dump_stack(self) -> str:
-        """Return where the worker's threads are."""
+        """Return the stacks of the worker's threads."""
         self.process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_SECONDS
         text = ""
@@ -97,7 +97,7 @@ class Worker:
 
 
 class Pool:
-    """The worker processes of one test run."""
+    """The worker processes of a test session."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -109,11 +109,11 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that run."""
+        """The process ids of the running workers."""
         return [worker.process.pid for worker in self._workers if worker is not None]
 
     def workers(self, num: int) -> list[Worker]:
-        """Return ``num`` workers, ready for a call; missing ones are started side by side."""
+        """Return ``num`` workers that are ready for a call; missing ones are started in parallel."""
         self._workers += [None] * (num - len(self._workers))
         new = []
         for rank, worker in enumerate(self._workers[:num]):
@@ -139,12 +139,12 @@ class Pool:
         return [worker for worker in self._workers[:num] if worker is not None]
 
     def store_file(self) -> str:
-        """Return the name of a file that no other call uses."""
+        """Return the name of a new file for the store of a call."""
         self._num_calls += 1
         return str(Path(self._folder.name) / f"store{self._num_calls}")
 
     def retire(self, rank: int) -> None:
-        """End a rank's worker; the next call gets a fresh one."""
+        """End a rank's worker; the next call starts a new one."""
         worker = self._workers[rank]
         if worker is not None:
             worker.kill()
@@ -153,7 +153,7 @@ class Pool:
     def close(self) -> None:
         """End all workers and remove their files."""
         if os.getpid() != self._owner:
-            return  # a fork of the test process: the workers are its parent's
+            return  # in a fork of the test process: the workers belong to its parent
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             with contextlib.suppress(OSError):
@@ -184,7 +184,7 @@ class Pool:
             ],
             pass_fds=(theirs.fileno(), self._life_read),
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt at the keyboard is the test's; a kill reaches its children
+            start_new_session=True,  # Ctrl-C goes to the test process only; killpg reaches the children
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
@@ -195,8 +195,8 @@ _pool: Pool | None = None
 
 
 def the_pool() -> Pool:
-    """Return this process' pool, which ends with the interpreter."""
-    global _pool  # noqa: PLW0603 - warm workers are shared by all tests of a process
+    """Return this process's pool; it is closed when the interpreter exits."""
+    global _pool  # noqa: PLW0603 - workers are shared by all tests of a process
     if _pool is None:
         _pool = Pool()
         atexit.register(close_ranks)
@@ -204,8 +204,8 @@ def the_pool() -> Pool:
 
 
 def close_ranks() -> None:
-    """End the worker processes, if there are any; the next call starts fresh ones."""
-    global _pool  # noqa: PLW0603 - warm workers are shared by all tests of a process
+    """End the worker processes, if there are any; the next call starts new ones."""
+    global _pool  # noqa: PLW0603 - workers are shared by all tests of a process
     if _pool is not None:
         atexit.unregister(close_ranks)
         _pool.close()
@@ -213,5 +213,5 @@ def close_ranks() -> None:
 
 
 def worker_pids() -> list[int]:
-    """Return the process ids of the warm workers."""
+    """Return the process ids of the running workers."""
     return [] if _pool is None else _pool.pids

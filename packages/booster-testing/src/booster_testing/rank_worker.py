@@ -1,8 +1,7 @@
-"""The process in which `booster_testing.ranks` runs one rank's share of a test, again and again.
+"""The worker process that runs one rank of each call of `booster_testing.ranks`.
 
-It is told by its parent, over a pipe, which function of which file to call. Before each call it is put into a clean
-state, and after it everything that a call may have changed is put back. It ends when the parent does, however that
-happens.
+Its parent sends, over a pipe, the function and the file to call. After each call, the worker restores the process state
+that the call may have changed. It ends when its parent ends, also if the parent is killed.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ if TYPE_CHECKING:
 
 
 _THOROUGH_CALLS = 50
-"""After so many calls all objects are looked at again."""
+"""Number of calls between two garbage collections of all objects."""
 _MANY_GLOO_THREADS = 50
 _num_calls = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One rank's share of one `run_on_ranks`.
+    """One rank's part of a call of `run_on_ranks`.
 
     Args:
-        module: Name of the module that holds the function, as the parent knows it.
+        module: Name of the function's module in the parent.
         file: The file of that module.
         qualname: The function's name within the module.
         arguments: Pickled ``(args, kwargs)``.
-        rank: The rank to be.
+        rank: The rank of the worker.
         world_size: Number of ranks.
-        store_file: File of the store in which this call's ranks meet.
+        store_file: File of the store for this call's process group.
         backend: As for ``init_process_group``.
         group_timeout_seconds: Time limit of the group's collectives.
         environment: The parent's environment variables.
@@ -74,13 +73,13 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception on its way to the parent.
+    """An exception to be sent to the parent.
 
     Args:
         kinds: Qualified names of its class and all base classes.
-        summary: Its last line, as at the end of a traceback.
+        summary: The last line of its traceback.
         text: Its traceback.
-        pickled: The exception itself, where it can be pickled and read again.
+        pickled: The exception itself, if it can be pickled and unpickled.
         at_seconds: When it was raised, on the machine's monotonic clock.
     """
 
@@ -92,7 +91,7 @@ class Failure:
 
 
 def main() -> None:
-    """Serve calls until the parent says goodbye, or is gone."""
+    """Serve calls until the parent sends the end, or exits."""
     connection_fd, life_fd, stack_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     threading.Thread(target=_die_with_parent, args=(life_fd,), name="parent watch", daemon=True).start()
     with Path(stack_file).open("w") as stacks:
@@ -116,14 +115,14 @@ def main() -> None:
 
 
 def _die_with_parent(life_fd: int) -> None:
-    """End this process, and what it started, as soon as the parent's end of the pipe closes."""
+    """End this process and its children as soon as the parent's end of the pipe closes."""
     while os.read(life_fd, 1):
         pass
     os.killpg(0, signal.SIGKILL)
 
 
 def _serve(connection: Connection, call: Call) -> None:
-    """Run one call, report how it went, and clean up when all ranks have reported."""
+    """Run one call, report its outcome, and clean up when all ranks have reported."""
     before = _State()
     succeeded = False
     answer: tuple[str, Any]
@@ -140,17 +139,17 @@ def _serve(connection: Connection, call: Call) -> None:
         answer = ("returned", _pickle_result(value))
         del value
         succeeded = True
-    except BaseException as error:  # noqa: BLE001 - also pytest's outcomes, which are no Exceptions
+    except BaseException as error:  # noqa: BLE001 - also pytest's outcomes, which are not Exceptions
         answer = ("raised", _pack(error))
         traceback.clear_frames(error.__traceback__)
         del error
     if not succeeded:
-        _close_group()  # so that ranks which wait for this one in a collective learn of it now
+        _close_group()  # so that ranks waiting for this one in a collective fail at once
     connection.send_bytes(pickle.dumps(answer))
-    # A rank that closed its connections early would disturb those that are still at work.
+    # Closing connections earlier would disturb ranks that are still running.
     if connection.recv_bytes() != b"finish":
         return
-    leaks = ["a process group that it initialised itself"] if _has_foreign_group() else []
+    leaks = ["a process group that it initialized itself"] if _has_foreign_group() else []
     _close_group()
     leaks += before.restore()
     connection.send_bytes(pickle.dumps(("clean", (leaks, _num_gloo_threads()))))
@@ -159,7 +158,7 @@ def _serve(connection: Connection, call: Call) -> None:
 def _load(module: str, file: str, qualname: str) -> Callable[..., Any]:
     """Return the function, from the same file under the same module name as in the parent."""
     if module == "__main__":
-        module = "__mp_main__"  # as multiprocessing does, so that the script's own start does not run again
+        module = "__mp_main__"  # as multiprocessing does, so that the script's main block does not run again
     loaded = sys.modules.get(module)
     if loaded is None or not _is_file_of(loaded, file):
         spec = None
@@ -187,16 +186,16 @@ def _load(module: str, file: str, qualname: str) -> Callable[..., Any]:
 
 
 def _settle_garbage() -> None:
-    """Spare later collections the objects of imported modules: there are many, and they stay."""
+    """Exclude the objects of imported modules from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 def _collect_garbage() -> None:
-    """Collect what a call has left, at the cost of what is new since the call before.
+    """Collect the garbage of a call, looking only at objects that are new since the previous call.
 
-    What survives is mostly modules that a call has imported, and caches. It is spared by later collections, but not
-    for ever: what was still in use then and is not any more is looked for from time to time, and where groups pile up.
+    The survivors are mostly imported modules and caches. Later collections skip them, except for a full collection from
+    time to time, and when process groups accumulate.
     """
     global _num_calls  # noqa: PLW0603 - a worker serves one call after another
     _num_calls += 1
@@ -212,7 +211,7 @@ def _is_file_of(module: Any, file: str) -> bool:
 
 
 def _open_group(call: Call) -> None:
-    """Open the default process group by the code that `booster_core.launch` uses."""
+    """Open the default process group by the same code as `booster_core.launch`."""
     from torch.distributed import FileStore  # type: ignore[attr-defined] # torch does not list it as public
 
     from booster_core.ranks import open_world
@@ -236,7 +235,7 @@ def _open_group(call: Call) -> None:
 
 
 def _has_foreign_group() -> bool:
-    """Whether the default group is not the one that was opened for the call."""
+    """Return whether the default group is another one than that opened for the call."""
     import torch.distributed as dist
 
     from booster_core.ranks import opened_world
@@ -247,13 +246,13 @@ def _has_foreign_group() -> bool:
 def _close_group() -> None:
     from booster_core.ranks import close_world
 
-    with contextlib.suppress(RuntimeError):  # the other ends may be gone already
+    with contextlib.suppress(RuntimeError):  # other ranks may have closed their connections already
         close_world()
 
 
 @contextlib.contextmanager
 def _as_in_parent(call: Call) -> Iterator[None]:
-    """Put the parent's environment variables and warning filters in force; `_State` puts the former back."""
+    """Apply the parent's environment variables and warning filters; `_State` restores the variables."""
     os.environ.clear()
     os.environ.update(call.environment)
     with warnings.catch_warnings():
@@ -271,7 +270,7 @@ def _seed() -> None:
     import torch
 
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - the state that a test's own code may draw from
+    np.random.seed(0)  # noqa: NPY002 - a test's code may use the global generator
     torch.manual_seed(0)
 
 
@@ -284,11 +283,11 @@ def _pickle_result(value: Any) -> bytes:
 
 
 def _pack(error: BaseException) -> Failure:
-    """Make an exception ready to travel."""
+    """Convert an exception to a message for the parent."""
     pickled = None
     with contextlib.suppress(Exception):
         pickled = pickle.dumps(error)
-        pickle.loads(pickled)  # noqa: S301 - some exceptions pickle, but can't be read
+        pickle.loads(pickled)  # noqa: S301 - some exceptions can be pickled but not unpickled
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     if isinstance(error, AssertionError):
         text += _innermost_locals(error)
@@ -302,7 +301,7 @@ def _pack(error: BaseException) -> Failure:
 
 
 def _innermost_locals(error: BaseException) -> str:
-    """Show the values around a failed assert, which pytest rewrites in its own process only."""
+    """Return the local variables at a failed assert: pytest's assertion rewriting works in its own process only."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -314,13 +313,13 @@ def _innermost_locals(error: BaseException) -> str:
     for name, value in trace.tb_frame.f_locals.items():
         try:
             lines.append(f"    {name} = {shorten.repr(value)}\n")
-        except Exception as problem:  # noqa: BLE001 - somebody's __repr__; the report goes on
+        except Exception as problem:  # noqa: BLE001 - a failing __repr__ must not hide the error
             lines.append(f"    {name} = <{type(value).__name__}, whose repr raised {problem!r}>\n")
     return "with\n" + "".join(lines) if lines else ""
 
 
 class _State:
-    """What a call may change in this process, as it was before."""
+    """Process state from before a call, to be restored after it."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
@@ -331,7 +330,7 @@ class _State:
         self._excepthook = sys.excepthook
 
     def restore(self) -> list[str]:
-        """Put everything back and return what the call left behind that can't be."""
+        """Restore the state and return the call's leaks: threads that still run."""
         import torch
 
         os.environ.clear()
@@ -355,9 +354,9 @@ class _State:
 
 
 def _num_gloo_threads() -> int:
-    """Count the threads of gloo groups that something still refers to; torch's own caches keep some."""
+    """Return the number of gloo threads; torch's own caches keep some groups alive."""
     names = []
     for task in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # a thread may end while we look
+        with contextlib.suppress(OSError):  # a thread may end meanwhile
             names.append(task.read_text())
     return sum("gloo" in name for name in names)

@@ -1,8 +1,8 @@
-"""Run a test's function on several ranks, in worker processes that stay warm from test to test.
+"""Run a test's function on several ranks, in worker processes that are reused between tests.
 
 Starting a process and importing torch takes longer than most tests, so workers are started once, in parallel, when
-they are first needed, and each call only makes a fresh process group among them (over a file, without ports). What
-goes wrong comes back with its rank: exceptions with tracebacks, hangs with stacks, deaths with exit codes.
+they are first needed, and each call only creates a new process group among them (over a file, without ports). Errors
+name their rank: exceptions with tracebacks, hangs with stacks, and process deaths with exit codes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_WORLD_SIZE = 8
-"""More ranks than this measure the machine's scheduler, not our code."""
+"""With more ranks, tests depend on the machine's scheduler."""
 
 _GRACE_SECONDS = 15.0
 _CLEAN_SECONDS = 20.0
 _POLL_SECONDS = 0.2
 _MAX_GLOO_THREADS = 100
-"""A worker with more is replaced: DDP and DeviceMesh keep groups alive after they are destroyed."""
+"""A worker with more threads is replaced: DDP and DeviceMesh keep groups alive after they are destroyed."""
 _SECONDARY = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote end|timed out waiting|\[.*gloo.*\].*(closed|reset)",
     re.IGNORECASE,
@@ -49,7 +49,7 @@ _SECONDARY = re.compile(
 
 @dataclass
 class _Outcome:
-    """How a call went on one rank: exactly one of these is set."""
+    """The outcome of a call on one rank: exactly one field is set."""
 
     value: bytes | None = None
     failure: Failure | None = None
@@ -69,16 +69,16 @@ def run_on_ranks(
     """Call ``fn(*args, **kwargs)`` on every rank of a fresh process group and return the results by rank.
 
     Args:
-        fn: A function at a module's top level. It finds the default process group initialised, as by `launch`.
+        fn: A function at a module's top level. The default process group is initialized, as by `launch`.
         world_size: Number of ranks, 1 to 8.
         *args: Picklable arguments; the same on every rank.
-        timeout_seconds: Time limit of the call, from the moment at which all ranks have loaded the function.
+        timeout_seconds: Time limit of the call, starting when all ranks have loaded the function.
         group_timeout_seconds: Time limit of the group's collectives and rendezvous.
         backend: As for ``init_process_group``.
         **kwargs: Picklable keyword arguments.
 
     Returns:
-        What ``fn`` returned on ranks ``0`` to ``world_size - 1``.
+        The results of ranks ``0`` to ``world_size - 1``.
 
     Raises:
         RankError: If ``fn`` raised on some rank, or left a thread or a process group behind. The first failing rank's
@@ -86,7 +86,7 @@ def run_on_ranks(
         RankTimeoutError: If ``fn`` did not end in time; its workers are killed.
         RankDiedError: If a worker ended.
 
-    Collective: none; called by a test's own process.
+    Collective: none; called in the test's process.
     """
     call = _make_call(fn, world_size, args, kwargs, group_timeout_seconds, backend)
     outcomes, leaks = _execute(call, timeout_seconds, _GRACE_SECONDS)
@@ -110,10 +110,10 @@ def expect_on_ranks(
     backend: str = "gloo",
     **kwargs: Any,
 ) -> list[BaseException | None]:
-    """Assert that ``fn`` raises ``error_type`` on every rank, with a message in which ``match`` is found.
+    """Assert that ``fn`` raises ``error_type`` on every rank, with a message that matches ``match``.
 
     Args:
-        error_type: The class expected, or several.
+        error_type: The expected class, or several.
         match: Regular expression, searched in the text of each rank's exception.
         fn: As for `run_on_ranks`, with the arguments that follow.
         world_size: Number of ranks.
@@ -127,11 +127,11 @@ def expect_on_ranks(
         The exceptions by rank; ``None`` for one that could not be pickled.
 
     Raises:
-        AssertionError: If a rank raised nothing, something else, or another message.
+        AssertionError: If a rank raised nothing, another class, or another message.
         RankTimeoutError: As for `run_on_ranks`.
         RankDiedError: As for `run_on_ranks`.
 
-    Collective: none; called by a test's own process.
+    Collective: none; called in the test's process.
     """
     call = _make_call(fn, world_size, args, kwargs, group_timeout_seconds, backend)
     outcomes, _ = _execute(call, timeout_seconds, timeout_seconds)
@@ -191,7 +191,7 @@ def _make_call(
 
 
 def _portable(action: str, message: Any, category: Any, module: Any, line: int) -> tuple[str, str, str, str, int]:
-    """Return one of Python's warning filters in words; patterns may be compiled, text, or absent."""
+    """Return a warning filter as strings; its patterns may be compiled, strings, or absent."""
     return (
         action,
         getattr(message, "pattern", message) or "",
@@ -202,18 +202,18 @@ def _portable(action: str, message: Any, category: Any, module: Any, line: int) 
 
 
 def _execute(call: Call, timeout_seconds: float, grace_seconds: float) -> tuple[list[_Outcome], dict[int, list[str]]]:
-    """Run a call on its ranks; return each rank's outcome, and what ranks left behind."""
+    """Run a call on its ranks; return the outcomes, and the leaks of each rank."""
     pool = the_pool()
     workers = pool.workers(call.world_size)
     store_file = pool.store_file()
     for rank, worker in enumerate(workers):
         fields = {**vars(call), "rank": rank, "store_file": store_file}
-        with contextlib.suppress(OSError):  # its death is noticed below
+        with contextlib.suppress(OSError):  # its death is detected below
             worker.connection.send_bytes(pickle.dumps(Call(**fields)))
     try:
         outcomes = _collect(workers, timeout_seconds, grace_seconds)
         leaks = _finish(pool, workers, outcomes)
-    except BaseException:  # an interrupt, for one: workers in an unknown state are of no use
+    except BaseException:  # for example KeyboardInterrupt: workers in an unknown state can't be reused
         for rank in range(len(workers)):
             pool.retire(rank)
         raise
@@ -230,7 +230,7 @@ def _collect(workers: list[Worker], timeout_seconds: float, grace_seconds: float
         running = {workers[rank].connection: rank for rank in range(len(workers)) if rank not in outcomes}
         was_loading, num_bad = bool(loading), _num_bad(outcomes)
         ready = {running[connection] for connection in wait(list(running), _POLL_SECONDS)}  # type: ignore[index]
-        # A worker's own children may keep its pipe open, so that its end shows only in its exit code.
+        # A worker's child processes may keep its pipe open, so also check its exit code.
         ready |= {rank for rank in running.values() if workers[rank].process.poll() is not None}
         for rank in ready:
             _take_message(rank, workers[rank], loading, outcomes)
@@ -249,7 +249,7 @@ def _num_bad(outcomes: dict[int, _Outcome]) -> int:
 
 
 def _take_message(rank: int, worker: Worker, loading: set[int], outcomes: dict[int, _Outcome]) -> None:
-    """Note what a worker says, or that it has ended."""
+    """Record a worker's message, or its death."""
     try:
         if worker.process.poll() is not None and not worker.connection.poll(0):
             raise EOFError
@@ -266,7 +266,7 @@ def _take_message(rank: int, worker: Worker, loading: set[int], outcomes: dict[i
 
 
 def _finish(pool: Pool, workers: list[Worker], outcomes: list[_Outcome]) -> dict[int, list[str]]:
-    """Let the ranks clean up; return what each left behind. Workers that can't be cleaned are ended."""
+    """Let the ranks clean up, and return the leaks of each; end workers that can't be cleaned."""
     alive = [rank for rank, outcome in enumerate(outcomes) if outcome.death is None and outcome.stack is None]
     for rank in range(len(workers)):
         if rank not in alive:
@@ -280,7 +280,7 @@ def _finish(pool: Pool, workers: list[Worker], outcomes: list[_Outcome]) -> dict
         is_worn = False
         try:
             if not workers[rank].connection.poll(max(0.0, deadline - time.monotonic())):
-                leaks[rank] = [f"a worker that does not come to its end\n{workers[rank].dump_stack()}"]
+                leaks[rank] = [f"a worker that did not finish its cleanup\n{workers[rank].dump_stack()}"]
             else:
                 leaks[rank], num_gloo_threads = workers[rank].receive()[1]
                 is_worn = num_gloo_threads > _MAX_GLOO_THREADS
@@ -292,18 +292,18 @@ def _finish(pool: Pool, workers: list[Worker], outcomes: list[_Outcome]) -> dict
 
 
 def _exception(failure: Failure) -> BaseException | None:
-    """Return the exception that a worker sent, if it can be read here."""
+    """Return the exception that a worker sent, if it can be unpickled here."""
     if failure.pickled is None:
         return None
     try:
         exception: BaseException = pickle.loads(failure.pickled)  # noqa: S301 - our own child
-    except Exception:  # noqa: BLE001 - a class that only the worker knows; its traceback says enough
+    except Exception:  # noqa: BLE001 - a class that only the worker can import; its traceback is shown
         return None
     return exception
 
 
 def _raise(name: str, outcomes: list[_Outcome], timeout_seconds: float) -> NoReturn:
-    """Raise the error that tells what went wrong on which ranks, the cause first."""
+    """Raise an error with the failures of all ranks, the first cause first."""
     failures = {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure is not None}
     deaths = {rank: outcome.death for rank, outcome in enumerate(outcomes) if outcome.death is not None}
     stacks = {rank: outcome.stack for rank, outcome in enumerate(outcomes) if outcome.stack is not None}
@@ -328,5 +328,5 @@ def _raise(name: str, outcomes: list[_Outcome], timeout_seconds: float) -> NoRet
 
 
 def _is_secondary(failure: Failure) -> bool:
-    """Whether a failure only tells that another rank is gone."""
+    """Return whether a failure is only the consequence of another rank's."""
     return bool(_SECONDARY.search(failure.summary))

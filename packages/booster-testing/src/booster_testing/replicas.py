@@ -1,8 +1,7 @@
-"""Comparing what ranks hold of the same values, each as it is on its own rank.
+"""Compare the replicas of a model's values, each as stored on its own rank.
 
-State that is put together for a checkpoint takes each value from the one rank that owns it, so that replicas which
-have drifted apart don't show there. Here every rank's own copy is looked at: the values of its shards, owned or not,
-and what its forward computes from one and the same batch.
+A checkpoint takes each value from the one rank that owns it, so it does not show replicas that differ. These
+functions compare every rank's own copy: the values of its shards, owned or not, and its outputs for the same batch.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _Place = tuple[str, tuple[tuple[int, int], ...], tuple[int, int]]
 
 @dataclass
 class LocalView:
-    """What one rank has of a model.
+    """The shards of a model on one rank, and its outputs.
 
     Attributes:
         shards: A copy of the values of each shard of this rank, by name, box, and range inside the flattened box.
-        outputs: What the model returns for a batch that is the same on every rank, without dropout.
+        outputs: The model's outputs for a batch that is the same on every rank, without dropout.
     """
 
     shards: dict[_Place, Tensor]
@@ -35,11 +34,11 @@ class LocalView:
 
 
 def look_locally(booster: Booster, model: Any, batch: Tensor) -> LocalView:
-    """Return what this rank has of a model.
+    """Return this rank's shards of a model, and its outputs.
 
     Args:
-        booster: Has boosted the model.
-        model: What ``boost`` returned, called as ``model(batch)`` and returning a tensor.
+        booster: The Booster of the model.
+        model: The boosted model; called as ``model(batch)``, it must return a tensor.
         batch: The same on every rank.
 
     Collective: as the plugin's forward.
@@ -58,13 +57,13 @@ def look_locally(booster: Booster, model: Any, batch: Tensor) -> LocalView:
 
 
 def assert_equal_replicas(views: Sequence[LocalView]) -> None:
-    """Assert that ranks which hold the same part of a tensor hold the same values, bit for bit.
+    """Assert that ranks with the same part of a tensor have bitwise equal values.
 
     Raises:
         AssertionError: If a shard's values, or the outputs for the same batch, differ between two ranks; names the
             tensors and the ranks.
 
-    Collective: none; called by a test's own process.
+    Collective: none; called in the test's process.
     """
     first_seen: dict[_Place, tuple[int, Tensor]] = {}
     drifted: dict[str, tuple[int, int]] = {}
@@ -75,13 +74,13 @@ def assert_equal_replicas(views: Sequence[LocalView]) -> None:
                 drifted.setdefault(place[0], (holder, rank))
     if drifted:
         listed = ", ".join(f"{name} (ranks {one} and {other})" for name, (one, other) in sorted(drifted.items()))
-        msg = f"Replicas of {len(drifted)} tensors have drifted apart: {listed}"
+        msg = f"Replicas of {len(drifted)} tensors differ between ranks: {listed}"
         raise AssertionError(msg)
     for rank, view in enumerate(views[1:], start=1):
         if not _identical(view.outputs, views[0].outputs):
             msg = (
                 f"Ranks 0 and {rank} compute different outputs from the same batch: the parameters or buffers that "
-                "their forward reads have drifted apart."
+                "their forward reads differ."
             )
             raise AssertionError(msg)
 

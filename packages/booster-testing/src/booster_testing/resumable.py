@@ -1,4 +1,4 @@
-"""A tiny training with dropout, momentum, a schedule and shuffled samples, that tests stop, resume and kill."""
+"""A tiny training with dropout, momentum, a schedule and shuffled samples, for tests that kill and resume runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class NumberedSamples(Dataset[tuple[int, Tensor]]):
-    """Samples that know their index; shape ``(8,)``.
+    """Samples that contain their index; shape ``(8,)``.
 
     Args:
         size: Number of samples.
@@ -61,17 +61,18 @@ class NoisyModel(nn.Module):
 
 
 class ResumableRun:
-    """Everything of a run, made anew each time as a script would.
+    """Model, optimizer, scheduler and data of a run, constructed as in a script.
 
     Args:
         samples: Size of the data set.
         batch: Samples per rank and step.
         precision: As for ``Booster(mixed_precision=...)``.
         workers: Data loader processes.
-        drop_last: Leave out the end of an epoch that does not fill a batch.
-        seed: Seeds the random generators, another on each rank; not the model and the order of samples.
+        drop_last: Drop the last incomplete batch of an epoch.
+        seed: Seed of the random generators, different on each rank. The model and the order of samples don't depend on
+            it.
         width: Size of the model.
-        plugin: Plugin of runs with several ranks.
+        plugin: Plugin for runs with several ranks.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ResumableRun:
             seed=5,
             num_workers=workers,
             drop_last=drop_last,
-            # A fork of a process with gloo's threads may inherit a lock that nobody is left to release.
+            # A fork of a process with gloo threads may inherit a lock that is never released.
             multiprocessing_context="forkserver" if workers else None,
         )
         with torch.random.fork_rng(devices=[]):
@@ -117,7 +118,7 @@ class ResumableRun:
         self.seen: list[int] = []
 
     def objects(self) -> dict[str, Any]:
-        """Return what is passed to `Booster.save_checkpoint` and `Booster.load_checkpoint`."""
+        """Return the arguments of `Booster.save_checkpoint` and `Booster.load_checkpoint`."""
         return {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -126,14 +127,14 @@ class ResumableRun:
         }
 
     def save(self, root: str | Path, **options: Any) -> None:
-        """Save the training state of the present step.
+        """Save the training state of the current step.
 
         Collective: every rank of the world.
         """
         self.booster.save_checkpoint(root, step=self.step, **self.objects(), **options)
 
     def load(self, root: str | Path, **options: Any) -> LoadedCheckpoint:
-        """Load a training state and go on from its step.
+        """Load a training state and continue from its step.
 
         Collective: every rank of the world.
         """
@@ -142,7 +143,7 @@ class ResumableRun:
         return loaded
 
     def train(self, until: int) -> list[float]:
-        """Train to a step, over as many epochs as it takes, and return the losses; ``seen`` lists the samples.
+        """Train to a step, over as many epochs as needed, and return the losses; ``seen`` lists the samples.
 
         Collective: every rank of the world.
         """

@@ -1,7 +1,7 @@
-"""State adapters over made-up tensors, in every kind of layout that a strategy may have: for testing checkpoints.
+"""State adapters over synthetic tensors, in the layouts of all strategies, for testing checkpoints.
 
-A layout says which parts of a tensor lie on which rank. `SyntheticAdapter` holds those parts of tensors whose values
-follow from their names, so that any rank can tell whether what it loaded is right.
+A layout assigns parts of a tensor to ranks. `SyntheticAdapter` holds a rank's parts of tensors whose values are
+functions of their names, so that any rank can check what it loaded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Part = tuple[Box, "tuple[int, int] | None", bool]
 """Box, flat range, and whether this rank owns it."""
 
 LAYOUTS = ("replicated", "flat", "chunks", "columns", "fused_rows", "stages", "columns_flat")
-"""What `parts_of` knows: whole tensors everywhere; ZeRO's equal flat ranges; Gemini's chunks that go on over tensors'
-ends; tensor parallel columns; a fused weight's three row blocks; pipeline stages; tensor parallel with ZeRO inside."""
+"""The layouts of `parts_of`: replicated tensors; ZeRO's equal flat ranges; Gemini's chunks that span several tensors;
+tensor parallel columns; a fused weight's three row blocks; pipeline stages; tensor parallel with ZeRO inside."""
 
 
 def value_of(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the values that the tensor of a name has."""
+    """Return the values of the tensor with a name."""
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     values = torch.randint(0, 100, shape, generator=generator)
     return (values % 2).bool() if dtype == torch.bool else values.to(torch.float32).to(dtype)
@@ -43,7 +43,7 @@ def _ranges(numel: int, parts: int, index: int) -> tuple[int, int]:
 def parts_of(  # noqa: PLR0911 - one case for each layout
     layout: str, shape: tuple[int, ...], position: int, start: int, rank: int, world_size: int
 ) -> list[Part]:
-    """Return the parts of one tensor that lie on a rank.
+    """Return a rank's parts of one tensor.
 
     Args:
         layout: One of `LAYOUTS`.
@@ -76,7 +76,7 @@ def parts_of(  # noqa: PLR0911 - one case for each layout
     if layout == "columns" and len(shape) > 1:
         return [((*whole[:-1], _ranges(shape[-1], world_size, rank)), None, True)]
     if layout == "columns_flat" and len(shape) > 1:
-        # Even ranks hold the left columns, odd ones the right; each side is cut flat between its ranks.
+        # Even ranks hold the left columns, odd ranks the right; each side is split flat between its ranks.
         sides = min(2, world_size)
         peers = (world_size - rank % sides + sides - 1) // sides
         box = (*whole[:-1], _ranges(shape[-1], sides, rank % sides))
@@ -85,7 +85,7 @@ def parts_of(  # noqa: PLR0911 - one case for each layout
 
 
 class SyntheticAdapter(StateAdapter):
-    """Holds parts of made-up tensors.
+    """Hold a rank's parts of synthetic tensors.
 
     Args:
         tensors: Name, shape and dtype of the model's tensors.
@@ -150,7 +150,7 @@ class SyntheticAdapter(StateAdapter):
         return list(dict.fromkeys(shard.name for shard in self._model))
 
     def wrong(self) -> list[str]:
-        """Return the keys of the tensors of which some value here is not right."""
+        """Return the keys of the tensors with a wrong value on this rank."""
         wrong = []
         for shard in (*self._model, *(shard for shards in self._optimizer.values() for shard in shards)):
             expected = value_of(shard.key, shard.global_shape, shard.dtype)[slices_of(shard.box)]

@@ -1,7 +1,7 @@
-"""One small training, run plainly in one process and under a plugin on several ranks, for tests that compare the two.
+"""A small training, run with plain torch in one process and under a plugin on several ranks, to compare the two.
 
-`train_plainly` uses nothing but torch; `train_boosted` is called on ranks, each with its share of the same batches.
-Both return what a test compares: losses, gradients and parameters by name.
+`train_plainly` uses only torch; `train_boosted` runs on each rank with its part of the same batches. Both return
+losses, gradients and parameters by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FP16_SCALE = 256.0
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training that can be run plainly or boosted.
+    """Settings of a training that can be run with plain torch or boosted.
 
     Args:
         plugin_class: The plugin's class.
@@ -65,7 +65,7 @@ class Training:
         return LossScaleConfig(initial_scale=_FP16_SCALE) if self.precision == "fp16" else None
 
     def make_booster(self) -> Booster:
-        """Return a Booster with a plugin of its own."""
+        """Return a Booster with a new plugin."""
         policy = None if self.precision is None else PrecisionPolicy.parse(self.precision, loss_scale=self.loss_scale)
         return Booster("cpu", policy, self.plugin_class(**self.options))
 
@@ -99,12 +99,12 @@ class Training:
 
 @dataclass
 class Trained:
-    """What a training leaves behind, each list with one entry per step.
+    """Results of a training, with one entry per step in each list.
 
     Attributes:
         losses: Loss of each step, over all micro-batches of this process.
         gradients: Gradient by parameter name, before clipping.
-        norms: What ``clip_grad_by_norm`` returned.
+        norms: Results of ``clip_grad_by_norm``.
         parameters: Parameters and buffers by name, after each step.
     """
 
@@ -123,7 +123,7 @@ def summed_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def train_plainly(training: Training, world_size: int) -> Trained:
-    """Train in this process alone, on whole batches, with torch only.
+    """Train in this process on whole batches, with plain torch.
 
     Collective: none.
     """
@@ -159,7 +159,7 @@ def train_plainly(training: Training, world_size: int) -> Trained:
 
 
 def train_boosted(training: Training) -> Trained:
-    """Train under the plugin on this rank's share of each micro-batch.
+    """Train under the plugin on this rank's part of each micro-batch.
 
     Collective: every rank of the world.
     """
@@ -215,7 +215,7 @@ def whole_model(booster: Booster, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _assemble(pieces: Sequence[Any]) -> Tensor:
-    """Put a tensor together from the parts that ranks own, and check that they cover it exactly once."""
+    """Assemble a tensor from the parts that ranks own, and check that they cover it exactly once."""
     _, shape, _, _, first = pieces[0]
     whole = torch.zeros(shape, dtype=first.dtype)
     covered = torch.zeros(shape, dtype=torch.int32)

@@ -97,6 +97,10 @@ class StateAdapter(ABC):
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
         """Return state that is not a tensor, by parameter name and state name (a step count kept as a Python int)."""
 
+    def unsaved_state(self) -> Sequence[str]:
+        """Return names of the optimizer's state that neither shards nor scalars show; a save refuses them."""
+        return ()
+
     @abstractmethod
     def param_groups(self) -> Sequence[ParamGroup]:
         """Return the optimizer's parameter groups by name, as far as this rank holds them.

@@ -1,8 +1,8 @@
 """Checkpoints: one writer and one reader for every plugin, in the file layouts that others can read."""
 
 from booster_core.checkpoint_io import LoadReport
-from booster_runtime.checkpoint.files import CheckpointFiles
-from booster_runtime.checkpoint.job import WrittenFile
-from booster_runtime.checkpoint.parts import ModelPart, OptimizerPart
+from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
+from booster_runtime.checkpoint.save.job import WrittenFile
+from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
 
 __all__ = ["CheckpointFiles", "LoadReport", "ModelPart", "OptimizerPart", "WrittenFile"]

@@ -2,7 +2,7 @@
 
 Files are read and written by `CheckpointFiles`, at local paths. What is at a URL is written to and read from a local
 copy (`booster_runtime.checkpoint.remote`); whole training states have an order of their own
-(`booster_runtime.checkpoint.training_state`).
+(`booster_runtime.checkpoint.run.training_state`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from booster_core.checkpoint_io import CheckpointIO
-from booster_runtime.checkpoint.adapters import adapted_model, save_adapters
-from booster_runtime.checkpoint.facts import run_facts
-from booster_runtime.checkpoint.files import CheckpointFiles
+from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
 from booster_runtime.checkpoint.remote import local_source, local_target
-from booster_runtime.checkpoint.training_state import has_training_state, load_training_state, save_training_state
+from booster_runtime.checkpoint.run.facts import run_facts
+from booster_runtime.checkpoint.run.training_state import has_training_state, load_training_state, save_training_state
+from booster_runtime.checkpoint.save.adapters import adapted_model, save_adapters
 from booster_runtime.ema import ExponentialAverage
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Models, optimizers and schedulers at URLs: written to a local temporary path and uploaded, downloaded and read.
 
 An index is uploaded after the files that it names. Whole training states have an order of their own
-(`booster_runtime.checkpoint.steps_remote`).
+(`booster_runtime.checkpoint.run.steps_remote`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError, ConfigError
-from booster_runtime.checkpoint.job import as_checkpoint_error
-from booster_runtime.checkpoint.naming import OPTIMIZER
+from booster_runtime.checkpoint.files.names import OPTIMIZER
+from booster_runtime.checkpoint.run.steps_remote import copied_once_per_host, download
+from booster_runtime.checkpoint.save.job import as_checkpoint_error
 from booster_runtime.checkpoint.session import Session
-from booster_runtime.checkpoint.steps_remote import copied_once_per_host, download
 from booster_runtime.storage import storage_for
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _NUMBERED = re.compile(r"(.+)-\d{5,}-of-\d{5,}(\.\w+)")
 def local_target(
     coordinator: DistCoordinator, checkpoint: str | Path, call: str, *, use_async: bool = False
 ) -> Iterator[Path]:
-    """Give the local path to write to; what lies there after the body is uploaded where a URL was passed.
+    """Give the local path to write to; what is there after the body is uploaded where a URL was passed.
 
     Args:
         coordinator: The ranks.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
 from booster_core.ranks import this_host
-from booster_runtime.checkpoint.job import TOKEN_CHARACTERS, as_checkpoint_error
+from booster_runtime.checkpoint.save.job import TOKEN_CHARACTERS, as_checkpoint_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,6 +1,6 @@
 """Write a model or an optimizer again as safetensors, as torch.save files, or as a DCP folder.
 
-The work is in `booster_runtime.checkpoint.convert`; torch is imported when it starts.
+The work is in `booster_runtime.checkpoint.tools.convert`; torch is imported when it starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def command(*, source: Path, target: Path, form: str, size_per_shard: int) -> No
     SOURCE is a file, an index or a folder of any form. TARGET is a file where its name ends like one, else a folder. A
     tensor is read in pieces, so that models larger than memory are converted.
     """
-    from booster_runtime.checkpoint.convert import convert, written_names
+    from booster_runtime.checkpoint.tools.convert import convert, written_names
 
     try:
         paths = convert(source, target, form, size_per_shard=size_per_shard)

@@ -1,6 +1,6 @@
 """Show what a checkpoint holds: tensors, shapes, dtypes, bytes, files, and what wrote it. Reads headers only.
 
-The work is in `booster_runtime.checkpoint.inspection`; torch is imported when it starts.
+The work is in `booster_runtime.checkpoint.tools.inspection`; torch is imported when it starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def command(*, path: Path, as_json: bool) -> None:
     PATH is a file, an index or a folder with a model or an optimizer in any form, a saved training state, or the folder
     of several.
     """
-    from booster_runtime.checkpoint.inspection import inspect
+    from booster_runtime.checkpoint.tools.inspection import inspect
 
     try:
         found = inspect(path)

@@ -1,6 +1,6 @@
 """Check a checkpoint: checksums against its manifest, headers against its index, and sizes.
 
-The work is in `booster_runtime.checkpoint.inspection`; torch is imported when it starts.
+The work is in `booster_runtime.checkpoint.tools.inspection`; torch is imported when it starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def command(*, path: Path) -> None:
 
     PATH is as for `booster inspect`. The exit status is 1 if anything is wrong.
     """
-    from booster_runtime.checkpoint.inspection import verify
+    from booster_runtime.checkpoint.tools.inspection import verify
 
     problems, checked = verify(path)
     for problem in problems:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError, LazyInitError
 from booster_core.plugin import place_model, rebind
-from booster_runtime.lazy.model import Recording, is_lazy, take_recording
+from booster_runtime.lazy.holders import find_elsewhere
+from booster_runtime.lazy.model import Recording, fill_elsewhere, is_lazy, take_recording
+from booster_runtime.sharding.agreement import send_first
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import torch
     from torch import Tensor, nn
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted, Plugin
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks import DistCoordinator
+    from booster_runtime.lazy.holders import Holder
     from booster_runtime.lazy.recorder import Recorder
-
 
 _RUN_EAGERLY = "_booster_run_eagerly"
 """Attribute of a model that was lazy: how often each operation that can't be recorded was run instead."""
@@ -47,16 +49,20 @@ def prepare_lazy(plugin: Plugin, objects: Boosted, context: BoostContext) -> Non
     model = objects.model
     if plugin.handles_lazy:
         agree_on_seeds(model, context.coordinator)
-    if not is_lazy(model):
-        return
-    model.__dict__[_RUN_EAGERLY] = Counter(Recording(model).run_eagerly)
-    if not plugin.handles_lazy:
-        error: Exception | None = None
-        try:
-            materialize_objects(model, objects.optimizer, context.device)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        context.coordinator.raise_together(error)
+    error: Exception | None = None
+    try:
+        elsewhere = find_elsewhere(model, objects.criterion)
+        if is_lazy(model):
+            model.__dict__[_RUN_EAGERLY] = Counter(Recording(model).run_eagerly)
+        if plugin.handles_lazy:
+            # First, so that a strategy finds optimizer state with values; views of parameters are copies from now on,
+            # as of an eager model, whose parameters move to other memory.
+            fill_elsewhere(elsewhere)
+        else:
+            materialize_objects(model, objects.optimizer, context.device, elsewhere)
+    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+        error = caught
+    context.coordinator.raise_together(error)
 
 
 def describe_lazy(models: Iterable[nn.Module]) -> list[str]:
@@ -73,12 +79,20 @@ def describe_lazy(models: Iterable[nn.Module]) -> list[str]:
     return [f"lazy init  run instead of recorded: {counted}"]
 
 
-def materialize_objects(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
+def materialize_objects(
+    model: nn.Module, optimizer: Optimizer | None, device: torch.device, elsewhere: Sequence[Holder] = ()
+) -> None:
     """Give a lazy model its values on a device, whole, and keep its optimizer's hold on the parameters.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        device: Where parameters and buffers go.
+        elsewhere: Lazy tensors outside of its modules.
 
     Collective: none.
     """
-    recording = Recording(model)
+    recording = Recording(model, elsewhere)
     recording.fill((), device)
     if optimizer is not None:
         rebind(optimizer, recording.replaced)
@@ -101,8 +115,6 @@ def hollow_objects(
 
     Collective: every rank of the world, where the model has tensors with values.
     """
-    from booster_runtime.sharding.agreement import send_first
-
     recording = take_recording(model, device)
     if optimizer is not None:
         rebind(optimizer, recording.replaced)

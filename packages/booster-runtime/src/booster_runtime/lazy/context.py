@@ -9,11 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import ConfigError, LazyInitError
-from booster_runtime.lazy.assignment import Assignments
-from booster_runtime.lazy.recorder import Recorder, recorder_of
-from booster_runtime.lazy.safe_open import lazy_files
-from booster_runtime.lazy.substitutes import substitutes
-from booster_runtime.lazy.tensor import DEVICE, LazyTensor
+from booster_runtime.lazy.patches import Assignments, lazy_files, substitutes
+from booster_runtime.lazy.recorder import Recorder
+from booster_runtime.lazy.tensor import DEVICE, LazyTensor, recorder_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from booster_core.errors import CheckpointError, LazyInitError
-from booster_runtime.checkpoint.naming import MODEL
-from booster_runtime.checkpoint.source import Source
+from booster_runtime.checkpoint.files.names import MODEL
+from booster_runtime.checkpoint.load.source import Source
+from booster_runtime.lazy.log import Ref
+from booster_runtime.lazy.replay import find_live
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from booster_core.state import TensorMeta
+    from booster_runtime.lazy.log import Entry
 
 _SAMPLE_NUMEL = 256
 """How many values of a tensor are read to compare what ranks have in their files."""
@@ -116,3 +120,38 @@ class FileRead:
 def empty_like(meta: TensorMeta) -> torch.Tensor:
     """Return a meta tensor of the geometry that a tensor of a checkpoint has when it is read."""
     return torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+
+
+def find_reads(entries: Sequence[Entry], wanted: Collection[int]) -> dict[int, FileRead]:
+    """Return for each wanted slot that holds a file's tensor, at most converted to another dtype, how it is read.
+
+    Collective: none.
+    """
+    is_live = find_live(entries, wanted)
+    touching: dict[int, list[Entry]] = defaultdict(list)
+    for index, entry in enumerate(entries):
+        if is_live[index]:
+            for slot in entry.touches:
+                touching[slot].append(entry)
+    found = {}
+    for slot in wanted:
+        makers = [entry for entry in touching[slot] if slot not in entry.reads or slot in entry.writes]
+        if len(makers) == 1:
+            read = _read_behind(makers[0], touching)
+            if read is not None:
+                found[slot] = read
+    return found
+
+
+def _read_behind(maker: Entry, touching: dict[int, list[Entry]]) -> FileRead | None:
+    """Return the read that an entry is, or whose values it converts."""
+    if isinstance(maker.function, FileRead):
+        return maker.function
+    if maker.name != "aten::_to_copy" or not maker.results or not isinstance(maker.args[0], Ref):
+        return None
+    taken, made = maker.args[0], maker.results[0][1]
+    is_whole = (taken.size, taken.stride, taken.offset) == (made.size, made.stride, made.offset)
+    makers = [entry for entry in touching[taken.slot] if taken.slot not in entry.reads or taken.slot in entry.writes]
+    if not is_whole or len(makers) != 1 or not isinstance(makers[0].function, FileRead):
+        return None
+    return makers[0].function

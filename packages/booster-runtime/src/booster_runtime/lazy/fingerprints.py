@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from booster_runtime.lazy.files import FileRead
 from booster_runtime.lazy.log import Const, Entry, Ref
-from booster_runtime.lazy.plan import find_live
+from booster_runtime.lazy.replay import find_live
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -1,24 +1,31 @@
-"""Where a model keeps its lazy tensors, and how real ones take their place in the same objects."""
+"""Find where lazy tensors are kept, and let real ones take their place in the same objects."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from booster_core.errors import LazyInitError
 from booster_runtime.lazy.tensor import OWN_ATTRIBUTES, LazyTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from booster_runtime.lazy.log import Ref
     from booster_runtime.lazy.recorder import Recorder
 
 _MAX_DEPTH = 4
 """How deep lists, tuples and dicts in a module's attributes are searched."""
+
+
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where torch keeps a tensor's hooks, apart from its ``__dict__``."""
 
 
 @dataclass(eq=False)
@@ -32,6 +39,7 @@ class Holder:
         is_parameter: Whether it is a parameter, and not a buffer or a plain attribute.
         names: Its names, first in the order of ``state_dict``; empty for a plain attribute.
         places: The modules' dictionaries that hold it, and its key there.
+        is_elsewhere: Whether no module holds it: it stays on the device that it was recorded on.
     """
 
     tensor: torch.Tensor
@@ -40,11 +48,15 @@ class Holder:
     is_parameter: bool = False
     names: list[str] = field(default_factory=list)
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    is_elsewhere: bool = False
 
-    def cut(self) -> None:
-        """Let go of the graph that a plain attribute may hang on; it would hold on to parameters."""
-        if not self.tensor.is_leaf:
-            torch.utils.swap_tensors(self.tensor, self.tensor.detach())  # type: ignore[no-untyped-call]
+    def cut(self) -> bool:
+        """Let go of the graph, or the tensor that this is a view of; return whether nothing is left of them.
+
+        They hold on to other tensors, which then can't get their values in place.
+        """
+        holds = not self.tensor.is_leaf or (self.tensor._is_view() and not self.tensor.requires_grad)  # noqa: SLF001
+        return not holds or not _swap(self.tensor, self.tensor.detach())
 
     def become(self, value: torch.Tensor) -> None:
         """Let the tensor object be a real (or meta) tensor from now on.
@@ -53,6 +65,9 @@ class Holder:
 
         Args:
             value: The values; becomes the memory of the tensor.
+
+        Raises:
+            LazyInitError: If another object would have to take its place, and it is not known where.
         """
         old = self.tensor
         needs_grad = old.requires_grad and value.is_floating_point()
@@ -60,15 +75,21 @@ class Holder:
         if not self.is_parameter and old.is_leaf and needs_grad:
             new = value.requires_grad_()
         new.__dict__.update({key: kept for key, kept in old.__dict__.items() if key not in OWN_ATTRIBUTES})
-        hooks = old._backward_hooks if old.is_leaf else None  # noqa: SLF001 - hooks move with the parameter
-        try:
-            torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
-        except RuntimeError:
+        hooks = _hooks_of(old)
+        reason = _swap(old, new)
+        if reason:
+            if not self.places:
+                msg = (
+                    f"A lazy tensor of shape {tuple(old.shape)} outside of the model's modules, held by "
+                    f"{_referrers(old)}, can't get its values in place: {reason}. Make it outside of "
+                    "`LazyInitContext`, or register it as a buffer of the model."
+                )
+                raise LazyInitError(msg)
             self.tensor = new
             for holder, key in self.places:
                 holder[key] = new
-        if hooks:
-            self.tensor._backward_hooks = hooks  # noqa: SLF001
+        for name, registered in hooks.items():
+            setattr(self.tensor, name, registered)
 
 
 def find_holders(model: nn.Module) -> list[Holder]:
@@ -78,21 +99,52 @@ def find_holders(model: nn.Module) -> list[Holder]:
     """
     found: dict[int, Holder] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        start = f"{prefix}." if prefix else ""
-        for is_parameter, tensors in ((True, module._parameters), (False, module._buffers)):  # noqa: SLF001 - the dictionaries themselves
-            for name, tensor in tensors.items():
-                if isinstance(tensor, LazyTensor):
-                    holder = _hold(found, tensor)
-                    holder.is_parameter |= is_parameter
-                    holder.names.append(start + name)
-                    holder.places.append((tensors, name))
-        for key, value in vars(module).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                for tensor in _inside(value, _MAX_DEPTH):
-                    holder = _hold(found, tensor)
-                    if tensor is value:
-                        holder.places.append((vars(module), key))
+        _add_holders(found, module, f"{prefix}." if prefix else "")
     return sorted(found.values(), key=lambda holder: (holder.is_parameter, bool(holder.names)))
+
+
+def find_elsewhere(model: nn.Module, *also: object) -> list[Holder]:
+    """Return the living lazy tensors of a model's recordings that are not the model's: in closures, caches, optimizers.
+
+    What other modules hold is left out: those are models of their own.
+
+    Args:
+        model: The model.
+        also: What belongs to it. The tensors of modules among these are returned too, and their recordings looked at.
+
+    Collective: none.
+    """
+    own = find_holders(model)
+    modules = [other for other in also if isinstance(other, nn.Module)]
+    recorders = {id(holder.recorder) for module in (model, *modules) for holder in find_holders(module)}
+    if not recorders:
+        return []
+    gc.collect()  # what only garbage holds needs no values
+    living = gc.get_objects()
+    found: dict[int, Holder] = {}
+    known = {id(holder.tensor) for holder in own}
+    for tensor in living:
+        if type(tensor) is LazyTensor and id(tensor) not in known and id(tensor.lazy_recorder) in recorders:
+            _hold(found, tensor)
+    if not found:
+        return []
+    included = {id(module) for each in (model, *modules) for module in each.modules()}
+    others: dict[int, Holder] = {}
+    for module in living:
+        if issubclass(type(module), nn.Module) and id(module) not in included and "_modules" in vars(module):
+            _add_holders(others, module, "")
+    elsewhere = [holder for key, holder in found.items() if key not in others]
+    for holder in elsewhere:
+        holder.is_elsewhere = True
+        holder.is_parameter = isinstance(holder.tensor, nn.Parameter)
+    return elsewhere
+
+
+def cut_all(holders: Sequence[Holder]) -> None:
+    """Let tensors go of graphs and of each other."""
+    held = list(holders)
+    while len(rest := [holder for holder in held if not holder.cut()]) < len(held):
+        held = rest
 
 
 @contextlib.contextmanager
@@ -106,6 +158,62 @@ def loosened(model: nn.Module) -> Iterator[None]:
     finally:
         for module in recurrent:
             module._init_flat_weights()  # noqa: SLF001
+
+
+def _add_holders(found: dict[int, Holder], module: nn.Module, start: str) -> None:
+    """Add the lazy tensors that a module itself holds, under names that begin with ``start``."""
+    for is_parameter, tensors in ((True, module._parameters), (False, module._buffers)):  # noqa: SLF001 - the dictionaries themselves
+        for name, tensor in tensors.items():
+            if isinstance(tensor, LazyTensor):
+                holder = _hold(found, tensor)
+                holder.is_parameter |= is_parameter
+                holder.names.append(start + name)
+                holder.places.append((tensors, name))
+    for key, value in vars(module).items():
+        if key not in ("_parameters", "_buffers", "_modules"):
+            for tensor in _inside(value, _MAX_DEPTH):
+                holder = _hold(found, tensor)
+                if tensor is value:
+                    holder.places.append((vars(module), key))
+
+
+def _swap(old: torch.Tensor, new: torch.Tensor) -> str:
+    """Exchange the contents of two tensor objects; return the reason where torch does not."""
+    try:
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        return str(error).rstrip(". ")
+    return ""
+
+
+def _hooks_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the hooks of a leaf, which move with it."""
+    return {name: getattr(tensor, name) for name in HOOKS if getattr(tensor, name, None)} if tensor.is_leaf else {}
+
+
+def _referrers(tensor: torch.Tensor) -> str:
+    """Return the kinds of objects that hold a tensor, for a message."""
+    kinds = []
+    for referrer in gc.get_referrers(tensor):
+        if isinstance(referrer, types.CellType):
+            kinds.append("a closure")
+        elif isinstance(referrer, dict):
+            if referrer.get("tensor") is tensor and "recorder" in referrer:
+                continue  # a `Holder`
+            owners = [type(owner).__name__ for owner in gc.get_referrers(referrer) if _vars_of(owner) is referrer]
+            kinds += [f"a {name}" for name in owners[:1]] or [f"a dict under {_key_of(referrer, tensor)!r}"]
+        elif not isinstance(referrer, (types.FrameType, Holder)):
+            kinds.append(f"a {type(referrer).__name__}")
+    return ", ".join(dict.fromkeys(kinds)) or "a local variable"
+
+
+def _vars_of(owner: object) -> object:
+    """Return an object's ``__dict__``, if it has one of its own."""
+    return getattr(owner, "__dict__", None)
+
+
+def _key_of(holder: dict[Any, Any], tensor: torch.Tensor) -> object:
+    return next((key for key, value in holder.items() if value is tensor), None)
 
 
 def _hold(found: dict[int, Holder], tensor: LazyTensor) -> Holder:

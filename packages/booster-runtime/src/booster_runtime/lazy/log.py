@@ -1,19 +1,23 @@
-"""What a recording consists of: entries in program order, and references to storages that do not exist yet."""
+"""What a recording consists of: entries in program order, the storages and the real tensors that they refer to."""
 
 from __future__ import annotations
 
+import ctypes
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
+from torch.utils._python_dispatch import _disable_current_modes
 
 from booster_core.errors import LazyInitError
-from booster_runtime.lazy.digests import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from booster_runtime.lazy.streams import Draw
+    from booster_runtime.lazy.tensor import LazyTensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Ref:
     Args:
         slot: Number of the storage in its recording.
         dtype: Element type of the view.
-        device: Where the storage is recorded to lie.
+        device: The storage's recorded device.
         size: Shape.
         stride: Strides in elements.
         offset: First element, in elements of ``dtype``.
@@ -143,3 +147,114 @@ class Entry:
     def is_source(self) -> bool:
         """Whether it depends on nothing, so that it may run whenever its values are wanted first."""
         return self.draw is None and not self.reads and not self.writes
+
+
+def digest_of(tensor: torch.Tensor) -> int:
+    """Return the xxh3 (64 bits) of a real tensor's shape, dtype and values.
+
+    Collective: none.
+    """
+    with _disable_current_modes(), torch.no_grad():
+        plain = tensor.detach()
+        if plain.layout != torch.strided:
+            plain = plain.to_dense()
+        plain = plain.cpu().contiguous().resolve_conj().resolve_neg()
+        digest = xxhash.xxh3_64(f"{tuple(plain.shape)} {plain.dtype}".encode())
+        if plain.numel():
+            # Not by `numpy()`, after which torch lets nobody resize the tensor.
+            digest.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
+        return digest.intdigest()
+
+
+_COPY_NUMEL = 4096
+"""Real tensors up to this size are copied when they are read; larger ones just before they change."""
+
+
+class Consts:
+    """The real tensors that a recording reads."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, list[Const]] = {}
+
+    def read(self, tensor: torch.Tensor) -> Const:
+        """Return what stands for a tensor in the recording."""
+        if tensor.numel() <= _COPY_NUMEL or not _is_torchs_own(tensor):
+            return Const(tensor.clone(), is_watched=False)
+        watched = self._by_storage.setdefault(tensor.untyped_storage()._cdata, [])  # noqa: SLF001 - identifies it
+        known = next((const for const in watched if const.is_view(tensor)), None)
+        if known is not None:
+            return known
+        watched.append(Const(tensor, is_watched=True))
+        return watched[-1]
+
+    def before_write(self, target: torch.Tensor) -> None:
+        """Keep the values that were recorded of a real tensor that is about to change."""
+        if target.device.type == "meta":
+            return
+        for const in self._by_storage.pop(target.untyped_storage()._cdata, []):  # noqa: SLF001 - as above
+            const.keep()
+
+
+def _is_torchs_own(tensor: torch.Tensor) -> bool:
+    """Return whether only torch writes to a tensor's memory, and so counts the writes.
+
+    NumPy, a buffer or another process that shares the memory writes without a count. Torch can resize its own memory
+    only, and gives that up for what it has shown to NumPy.
+    """
+    storage = tensor.untyped_storage()
+    # Torch calls all of CUDA's memory shared.
+    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
+
+
+class Slots:
+    """Numbers storages in the order in which they are met.
+
+    Attributes:
+        devices: The recorded device of each storage.
+    """
+
+    def __init__(self) -> None:
+        self.devices: list[torch.device] = []
+        self._storages: list[torch.UntypedStorage] = []
+        self._number_of: dict[int, int] = {}
+
+    def ref_of(self, tensor: LazyTensor) -> Ref:
+        """Return a tensor's place in the recording."""
+        inner = tensor.lazy_inner
+        return Ref(
+            self._number(inner, tensor.device),
+            inner.dtype,
+            tensor.device,
+            tuple(inner.size()),
+            inner.stride(),
+            int(inner.storage_offset()),
+        )
+
+    def knows(self, inner: torch.Tensor) -> bool:
+        """Return whether a meta tensor is a view of a storage that has a number."""
+        return inner.untyped_storage()._cdata in self._number_of  # noqa: SLF001 - what identifies a storage
+
+    def covers(self, ref: Ref) -> bool:
+        """Return whether a view is all of its storage."""
+        if math.prod(ref.size) * ref.dtype.itemsize != self._storages[ref.slot].nbytes():
+            return False
+        steps = sorted((stride, size) for stride, size in zip(ref.stride, ref.size, strict=True) if size > 1)
+        expected = 1
+        for stride, size in steps:
+            if stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def num_bytes(self) -> list[int]:
+        """Return the size of each storage."""
+        return [storage.nbytes() for storage in self._storages]
+
+    def _number(self, inner: torch.Tensor, device: torch.device) -> int:
+        storage = inner.untyped_storage()
+        number = self._number_of.get(storage._cdata)  # noqa: SLF001 - as above
+        if number is None:
+            number = self._number_of[storage._cdata] = len(self._storages)  # noqa: SLF001
+            self._storages.append(storage)  # kept, so that its address stays its own
+            self.devices.append(device)
+        return number

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.errors import LazyInitError
-from booster_runtime.checkpoint.reader import ShardReader
-from booster_runtime.lazy.direct import find_reads
+from booster_runtime.checkpoint.load.reader import ShardReader
+from booster_runtime.lazy.files import find_reads
 from booster_runtime.lazy.fingerprints import fingerprints, geometry
-from booster_runtime.lazy.holders import Holder, find_holders, loosened
+from booster_runtime.lazy.holders import Holder, cut_all, find_elsewhere, find_holders, loosened
 from booster_runtime.lazy.tensor import LazyTensor
 from booster_runtime.state.regions import pack, slices_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from torch import Tensor, nn
 
@@ -46,7 +46,7 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
 
     Args:
         model: The model; it is changed in place.
-        device: Where the values go; where they were recorded to lie when ``None``.
+        device: Where the values go; the recorded device when ``None``.
 
     Returns:
         The model.
@@ -58,7 +58,7 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     Collective: none.
     """
     if is_lazy(model):
-        Recording(model).fill((), device)
+        Recording(model, find_elsewhere(model)).fill((), device)
     return model
 
 
@@ -82,27 +82,56 @@ def take_recording(model: nn.Module, device: torch.device | str = "meta") -> Rec
     return recording
 
 
+def fill_elsewhere(elsewhere: Sequence[Holder]) -> None:
+    """Give lazy tensors outside of a model their values, before the model's own; random generators stay as they are.
+
+    Raises:
+        LazyInitError: If the context is still open, or a tensor can't get its values in place.
+
+    Collective: none.
+    """
+    cut_all(elsewhere)
+    by_recorder: dict[Recorder, dict[int, list[Holder]]] = defaultdict(lambda: defaultdict(list))
+    for holder in elsewhere:
+        _check_closed(holder.recorder)
+        by_recorder[holder.recorder][holder.ref.slot].append(holder)
+
+    for recorder, by_slot in by_recorder.items():
+
+        def hand_over(slot: int, storage: torch.UntypedStorage, by_slot: dict[int, list[Holder]] = by_slot) -> bool:
+            for holder in by_slot[slot]:
+                holder.become(holder.ref.of(storage))
+            return True
+
+        recorder.make(by_slot.keys(), hand_over)
+
+
+def _check_closed(recorder: Recorder) -> None:
+    if recorder.is_open:
+        msg = "A lazy model gets its values after its `LazyInitContext`. End the `with` block first."
+        raise LazyInitError(msg)
+
+
 class Recording:
-    """What is to be done to give one model its values.
+    """The steps that give one model its values.
 
     Args:
         model: A lazy model.
+        elsewhere: Lazy tensors outside of its modules that get their values with it.
 
     Raises:
         LazyInitError: If the context is still open.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, elsewhere: Sequence[Holder] = ()) -> None:
         self._model = model
-        self._holders = find_holders(model)
+        self._holders = [*elsewhere, *find_holders(model)]
         self._recorders: dict[int, Recorder] = {id(holder.recorder): holder.recorder for holder in self._holders}
-        if any(recorder.is_open for recorder in self._recorders.values()):
-            msg = "A lazy model gets its values after its `LazyInitContext`. End the `with` block first."
-            raise LazyInitError(msg)
+        for recorder in self._recorders.values():
+            _check_closed(recorder)
         # Parameters that could not stay the same objects, and those in their place.
         self.replaced: dict[nn.Parameter, nn.Parameter] = {}
-        for holder in self._holders:
-            holder.cut()
+        cut_all(self._holders)
 
     @property
     def recorders(self) -> list[Recorder]:
@@ -198,14 +227,14 @@ class Recording:
         shards: Iterable[TensorShard],
         device: torch.device | str | None = None,
         *,
-        at_hand: Callable[[TensorShard], None] | None = None,
+        before_write: Callable[[TensorShard], None] | None = None,
     ) -> None:
         """Write to each shard its part of the tensor that it names; give all others their values on a device.
 
         Args:
-            shards: What this rank keeps; a tensor may have several shards. ``data`` may lie anywhere.
+            shards: What this rank keeps; a tensor may have several shards. ``data`` may be on any device.
             device: Where all other lazy tensors of the model get their memory.
-            at_hand: Called before a shard is written to, for a strategy that has few shards in memory at a time: from
+            before_write: Called before a shard is written, for a strategy that has few shards in memory at a time: from
                 then until the next call, or the end, the shard's ``data`` must have its memory.
 
         Collective: none.
@@ -216,19 +245,19 @@ class Recording:
 
         def write(name: str, value: Tensor) -> None:
             for shard in by_name[name]:
-                if at_hand is not None:
-                    at_hand(shard)
+                if before_write is not None:
+                    before_write(shard)
                 part = value[slices_of(shard.box)]
                 if shard.flat is None:
                     shard.data.detach().copy_(part)
                 else:
                     pack(part, *shard.flat, shard.data.detach())
 
-        self._read_directly(by_name, at_hand)
+        self._read_directly(by_name, before_write)
         self.place(write, by_name.keys(), device)
 
     def _read_directly(
-        self, by_name: dict[str, list[TensorShard]], at_hand: Callable[[TensorShard], None] | None
+        self, by_name: dict[str, list[TensorShard]], before_write: Callable[[TensorShard], None] | None
     ) -> None:
         """Fill the shards of tensors that are a file's from their ranges of it, and take them off the lists."""
         for key, recorder in self._recorders.items():
@@ -241,8 +270,8 @@ class Recording:
                     if name is not None and read is not None and _can_read(holder, read, by_name[name]):
                         with ShardReader(read.source(), _BUCKET_BYTES) as reader:
                             for shard in by_name.pop(name):
-                                if at_hand is not None:
-                                    at_hand(shard)
+                                if before_write is not None:
+                                    before_write(shard)
                                 reader.fill(shard, read.key)
                         self._holders.remove(holder)
 
@@ -267,11 +296,12 @@ class Recording:
                 kept.append(holder)
             else:
                 place(name, holder.ref.of(storage))
+        moved = storage
         if kept and device is not None and torch.device(device) != storage.device:
             everything = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            storage = everything.to(device).untyped_storage()
+            moved = everything.to(device).untyped_storage()
         for holder in kept:
-            self._become(holder, holder.ref.of(storage))
+            self._become(holder, holder.ref.of(storage if holder.is_elsewhere else moved))
         return bool(kept)
 
 

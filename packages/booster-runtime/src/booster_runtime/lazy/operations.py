@@ -91,7 +91,7 @@ def is_random(func: Any) -> bool:
 
 
 def is_deferrable(func: Any, result: torch.Tensor) -> bool:
-    """Return whether a tensor made without lazy inputs is to be lazy.
+    """Return whether a tensor made without lazy inputs becomes lazy.
 
     Args:
         func: The operation.

@@ -9,10 +9,10 @@ import torch
 
 from booster_core.errors import CheckpointError, LazyInitError
 from booster_core.state import NamedTensors, TensorMeta, extra_state_modules
-from booster_runtime.checkpoint.compare import Expectation, compare
-from booster_runtime.checkpoint.naming import MODEL
-from booster_runtime.checkpoint.source import open_source
-from booster_runtime.checkpoint.transformers_names import renamed
+from booster_runtime.checkpoint.files.names import MODEL
+from booster_runtime.checkpoint.load.compare import Expectation, compare
+from booster_runtime.checkpoint.load.source import open_source
+from booster_runtime.checkpoint.load.transformers_names import renamed
 from booster_runtime.lazy.files import FileRead, empty_like
 from booster_runtime.lazy.tensor import LazyTensor
 

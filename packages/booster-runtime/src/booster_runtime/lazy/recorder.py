@@ -17,13 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from booster_core.errors import LazyInitError
-from booster_runtime.lazy.consts import Consts
 from booster_runtime.lazy.files import Files
-from booster_runtime.lazy.log import Const, Entry, Ref
+from booster_runtime.lazy.log import Const, Consts, Entry, Ref, Slots
 from booster_runtime.lazy.operations import FACTORIES, OVERWRITES, SHAPE_ONLY, is_deferrable, is_random, written
-from booster_runtime.lazy.plan import find_live
-from booster_runtime.lazy.replay import Replay
-from booster_runtime.lazy.slots import Slots
+from booster_runtime.lazy.replay import Replay, find_live
 from booster_runtime.lazy.streams import Draw, Stream, Streams
 from booster_runtime.lazy.tensor import REMEDY, LazyTensor
 
@@ -135,17 +132,24 @@ class Recorder:
         """Return a tensor's place in the recording."""
         return self._slots.ref_of(tensor)
 
+    def make(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], bool]) -> None:
+        """Replay what some storages need, before the replay for good; generators are left as they are."""
+        self.replay(wanted, hand_over, runs_dead_draws=self._draws_for(wanted), seeds=self._given_seeds)
+
+    def _draws_for(self, wanted: Collection[int]) -> bool:
+        """Return whether any wanted value depends on a draw."""
+        is_live = find_live(self.entries, wanted)
+        return any(live and entry.draw is not None for entry, live in zip(self.entries, is_live, strict=True))
+
     def finish(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], bool]) -> None:
         """Replay the recording for good: generators that nobody used since end up as after eager construction."""
         ends = {}
         untouched = [stream for stream in self.streams if stream.is_untouched]
-        if self.draws_if_needed:
-            is_live = find_live(self.entries, wanted)
-            if not any(entry.draw is not None for entry, live in zip(self.entries, is_live, strict=True) if live):
-                self.replay(wanted, hand_over, draws_in_vain=False)
-                for stream in untouched:
-                    stream.generator.set_state(stream.found)
-                return
+        if self.draws_if_needed and not self._draws_for(wanted):
+            self.replay(wanted, hand_over, runs_dead_draws=False)
+            for stream in untouched:
+                stream.generator.set_state(stream.found)
+            return
         if self._given_seeds:
             if untouched:
                 self.replay((), hand_over)
@@ -176,7 +180,7 @@ class Recorder:
         hand_over: Callable[[int, torch.UntypedStorage], bool],
         *,
         skips_draws: bool = False,
-        draws_in_vain: bool = True,
+        runs_dead_draws: bool = True,
         seeds: Mapping[Draw, torch.Tensor] | None = None,
     ) -> None:
         """Replay the recording; generators are left as they were before."""
@@ -191,7 +195,7 @@ class Recorder:
             self._slots.devices,
             hand_over,
             skips_draws=skips_draws,
-            draws_in_vain=draws_in_vain,
+            runs_dead_draws=runs_dead_draws,
             seeds=seeds or {},
         )
         try:
@@ -371,14 +375,14 @@ class Recorder:
         Raises:
             LazyInitError: In that case.
         """
-        strangers = any(
+        has_real_inputs = any(
             isinstance(leaf, torch.Tensor) and not isinstance(leaf, LazyTensor) and leaf.device != _META
             for leaf in leaves
         )
-        if strangers and next(written(func, args, kwargs), None) is None:
+        if has_real_inputs and next(written(func, args, kwargs), None) is None:
             msg = (
-                f"A lazy model was run: `{name.removeprefix('aten::')}` got real inputs beside tensors that have no "
-                f"values yet. {REMEDY} What belongs to its construction goes into `LazyInitContext`."
+                f"A lazy model was run: `{name.removeprefix('aten::')}` got real inputs together with tensors that "
+                f"have no values yet. {REMEDY} What belongs to its construction goes into `LazyInitContext`."
             )
             raise LazyInitError(msg)
 
@@ -396,18 +400,3 @@ def _end_of(stream: Stream) -> torch.Tensor:
     assert stream.last is not None, "the stream has draws"
     assert stream.last.after is not None, "a replay keeps the last draw's state"
     return stream.last.after
-
-
-def recorder_of(arguments: Any) -> Recorder:
-    """Return the recorder of the lazy tensors among some arguments.
-
-    Raises:
-        LazyInitError: If they are of two recordings.
-    """
-    recorders = {
-        id(leaf.lazy_recorder): leaf.lazy_recorder for leaf in tree_leaves(arguments) if isinstance(leaf, LazyTensor)
-    }
-    if len(recorders) > 1:
-        msg = "Tensors of two `LazyInitContext`s meet in one operation. Build what belongs together in one context."
-        raise LazyInitError(msg)
-    return next(iter(recorders.values()))

@@ -6,19 +6,20 @@ Each storage is made when it is first needed and handed over, or dropped, after 
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from booster_runtime.lazy.log import Const, Entry, Ref
-from booster_runtime.lazy.memory import Memory
 from booster_runtime.lazy.operations import COPIES, UNSET
-from booster_runtime.lazy.plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from booster_runtime.lazy.log import Entry
     from booster_runtime.lazy.streams import Draw, Stream
 
 
@@ -27,14 +28,14 @@ class Replay:
 
     Args:
         entries: The recording.
-        wanted: Slots whose values are to be handed over.
+        wanted: Slots whose values are handed over.
         slot_bytes: Size of each storage.
-        slot_devices: Where each storage is recorded to lie.
+        slot_devices: The recorded device of each storage.
         hand_over: Called with each wanted slot and its storage, once, when it has its final values; returns whether
             the storage is kept.
         skips_draws: Leave dead draws out whose generator's state afterwards is known, and remember every state: for
             replays in the middle of a recording.
-        draws_in_vain: Do dead draws at all; without, nothing that is wanted may depend on a draw.
+        runs_dead_draws: Do dead draws at all; without, nothing that is wanted may depend on a draw.
         seeds: States to start draws from in place of those that they recorded.
     """
 
@@ -47,7 +48,7 @@ class Replay:
         hand_over: Callable[[int, torch.UntypedStorage], bool],
         *,
         skips_draws: bool = False,
-        draws_in_vain: bool = True,
+        runs_dead_draws: bool = True,
         seeds: Mapping[Draw, torch.Tensor] | None = None,
     ) -> None:
         self._entries = entries
@@ -56,7 +57,7 @@ class Replay:
         self._slot_devices = slot_devices
         self._hand_over = hand_over
         self._skips_draws = skips_draws
-        self._draws_in_vain = draws_in_vain
+        self._runs_dead_draws = runs_dead_draws
         self._seeds = seeds or {}
         self._plan: Plan = make_plan(entries, wanted)
         self._memory = Memory()
@@ -83,8 +84,8 @@ class Replay:
                         if not self._is_done[index] and not (entry.is_source and self._plan.followers[index]):
                             self._execute(index)
                             self._cascade()
-                    elif entry.draw is not None and self._draws_in_vain:
-                        self._draw_in_vain(entry)
+                    elif entry.draw is not None and self._runs_dead_draws:
+                        self._discard_draw(entry)
         finally:
             torch.set_default_dtype(default_dtype)
         for slot in self._wanted - self._plan.num_uses.keys():
@@ -188,7 +189,7 @@ class Replay:
         if self._skips_draws or draw.is_kept:
             draw.after = draw.stream.generator.get_state()
 
-    def _draw_in_vain(self, entry: Entry) -> None:
+    def _discard_draw(self, entry: Entry) -> None:
         draw = entry.draw
         assert draw is not None, "asked before"
         if draw.after is not None and self._skips_draws:
@@ -214,3 +215,91 @@ class Replay:
 
 def _has_memory(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.numel() > 0
+
+
+@dataclass
+class Plan:
+    """How to replay a recording.
+
+    Args:
+        is_live: For each entry, whether its values are needed.
+        followers: For each live entry, the later live entries that must wait for it.
+        num_awaited: For each live entry, how many earlier ones it waits for, sources not counted.
+        sources: For each live entry, the sources that it needs.
+        num_uses: For each storage, how many live entries touch it.
+    """
+
+    is_live: list[bool]
+    followers: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    num_awaited: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    sources: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    num_uses: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+
+def make_plan(entries: Sequence[Entry], wanted: Collection[int]) -> Plan:
+    """Plan a replay after which the wanted storages hold their final values.
+
+    Args:
+        entries: The recording.
+        wanted: Slots.
+
+    Collective: none.
+    """
+    plan = Plan(find_live(entries, wanted))
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for index, entry in enumerate(entries):
+        if not plan.is_live[index]:
+            continue
+        awaited = {writer[slot] for slot in entry.reads | entry.writes if slot in writer}
+        for slot in entry.writes:
+            awaited.update(readers.pop(slot, ()))
+        for earlier in awaited - {index}:
+            plan.followers[earlier].append(index)
+            if entries[earlier].is_source:
+                plan.sources[index].append(earlier)
+            else:
+                plan.num_awaited[index] += 1
+        for slot in entry.reads:
+            readers[slot].append(index)
+        for slot in entry.writes | entry.makes:
+            writer[slot] = index
+        for slot in entry.touches:
+            plan.num_uses[slot] += 1
+    return plan
+
+
+def find_live(entries: Sequence[Entry], wanted: Collection[int]) -> list[bool]:
+    """Return for each entry whether a wanted storage's final values depend on it."""
+    needed = set(wanted)
+    is_live = [False] * len(entries)
+    for index in range(len(entries) - 1, -1, -1):
+        entry = entries[index]
+        # How many numbers such a draw takes may depend on what it reads (as for poisson), so it always counts.
+        if not needed.isdisjoint(entry.writes | entry.makes) or (entry.draw is not None and entry.reads):
+            is_live[index] = True
+            needed -= entry.covers | entry.makes
+            needed |= entry.reads
+    return is_live
+
+
+_HEAP_BYTES = 32 << 20
+
+
+class Memory:
+    """Makes storages, and keeps one spare of each size."""
+
+    def __init__(self) -> None:
+        self._spare: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
+
+    def take(self, num_bytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Return a storage; what it holds is not defined."""
+        spare = self._spare.pop((num_bytes, device), None)
+        if spare is not None:
+            return spare
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+
+    def give(self, storage: torch.UntypedStorage) -> None:
+        """Take a storage back that nobody else holds."""
+        if storage.device.type == "cpu" and storage.nbytes() <= _HEAP_BYTES:
+            self._spare[storage.nbytes(), storage.device] = storage

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from booster_core.errors import LazyInitError
 
@@ -18,7 +19,7 @@ _DATA: Any = torch._C.TensorBase.data  # noqa: SLF001 - torch's own setter, whic
 DEVICE: Any = torch.ops.prim.device.default
 """What asks a tensor for its device."""
 OWN_ATTRIBUTES = frozenset({"lazy_device", "lazy_inner", "lazy_recorder", "_is_param"})
-"""What a lazy tensor has in its ``__dict__`` beside attributes that others put there."""
+"""What a lazy tensor has in its ``__dict__``, apart from attributes that others put there."""
 
 
 class LazyTensor(torch.Tensor):
@@ -36,7 +37,7 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[LazyTensor], inner: torch.Tensor, device: torch.device, recorder: Recorder) -> LazyTensor:  # noqa: PYI034
-        """Return a tensor that says it lies on ``device``, with the geometry of a meta tensor."""
+        """Return a tensor that reports ``device``, with the geometry of a meta tensor."""
         tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way
             cls,
             inner.size(),
@@ -64,8 +65,6 @@ class LazyTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from booster_runtime.lazy.recorder import recorder_of
-
         del types
         if func is DEVICE:
             return args[0].lazy_device
@@ -125,3 +124,18 @@ class LazyTensor(torch.Tensor):
 
 REMEDY = "Pass its model to `Booster.boost`, or to `booster_runtime.lazy.materialize`, first."
 """What to do about a tensor that is still lazy."""
+
+
+def recorder_of(arguments: Any) -> Recorder:
+    """Return the recorder of the lazy tensors among some arguments.
+
+    Raises:
+        LazyInitError: If they are of two recordings.
+    """
+    recorders = {
+        id(leaf.lazy_recorder): leaf.lazy_recorder for leaf in tree_leaves(arguments) if isinstance(leaf, LazyTensor)
+    }
+    if len(recorders) > 1:
+        msg = "Tensors of two `LazyInitContext`s meet in one operation. Build what belongs together in one context."
+        raise LazyInitError(msg)
+    return next(iter(recorders.values()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
-from booster_runtime.lazy.tensor import LazyTensor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +37,8 @@ def check_distinct_memory(model: nn.Module) -> None:
 
 
 def _place_of(parameter: nn.Parameter) -> object:
-    tensor = parameter.lazy_inner if isinstance(parameter, LazyTensor) else parameter
+    # Of a lazy tensor, the meta tensor of its geometry. Not by its class: `booster_runtime.lazy` uses this package.
+    tensor = getattr(parameter, "lazy_inner", parameter)
     storage = tensor.untyped_storage()
     # A tensor of meta has no address, but its storage is an object of its own.
     begin = storage._cdata if tensor.device.type == "meta" else storage.data_ptr()  # noqa: SLF001 - what identifies it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from booster_runtime.state.jsonable import decode_json, encode_json, tensor_references
-from booster_runtime.state.optimizer_state import flatten_state, restore_state
+from booster_runtime.state.optimizer_state import flatten_state, restore_state, unsaved_state
 from booster_runtime.state.regions import (
     Region,
     intersect,
@@ -36,4 +36,5 @@ __all__ = [
     "span_of",
     "tensor_references",
     "unpack",
+    "unsaved_state",
 ]

@@ -17,8 +17,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
+    from torch.optim import Optimizer
 
     from booster_core.state import JSONValue, TensorMeta
+
+
+def unsaved_state(optimizer: Optimizer) -> list[str]:
+    """Return names of an optimizer's state that belongs to no parameter, and so is in no checkpoint.
+
+    Collective: none.
+    """
+    found = [f"optimizer.state[{key!r}]" for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    has_own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    if has_own or optimizer._optimizer_state_dict_post_hooks:  # noqa: SLF001 - torch lists them nowhere else
+        added = optimizer.state_dict().keys() - {"state", "param_groups"}
+        found += [f"optimizer.state_dict()[{key!r}]" for key in sorted(added, key=str)]
+    return found
 
 
 def flatten_state(name: str, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, JSONValue]]:

@@ -25,7 +25,7 @@ from booster_core.state import (
     extra_state_modules,
     full_box,
 )
-from booster_runtime.state.optimizer_state import flatten_state, restore_state
+from booster_runtime.state.optimizer_state import flatten_state, restore_state, unsaved_state
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -61,16 +61,25 @@ class ReplicatedStateAdapter(StateAdapter):
         model: The model, wrapped or not.
         optimizer: Its optimizer, wrapped or not.
         coordinator: Tells rank and number of ranks.
+        of_first: Names of parameters that may differ between ranks; the first rank's are saved.
 
     Raises:
         ConfigError: If the optimizer holds a parameter that the model lacks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator | Replica) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        coordinator: DistCoordinator | Replica,
+        *,
+        of_first: Collection[str] = (),
+    ) -> None:
         self._module = unwrap_model(model)
         self._optimizer = None if optimizer is None else unwrap_optimizer(optimizer)
         self._rank = coordinator.rank
         self._world_size = coordinator.world_size
+        self._of_first = frozenset(of_first)
         self._masters: set[str] = set()
         if self._optimizer is not None:
             self._named_groups()
@@ -82,7 +91,7 @@ class ReplicatedStateAdapter(StateAdapter):
             ((name, None, tensor) for name, tensor in named.tensors.items()),
             self._rank,
             self._world_size,
-            of_first=named.buffers,
+            of_first=named.buffers | self._of_first,
         )
 
     @override
@@ -101,11 +110,15 @@ class ReplicatedStateAdapter(StateAdapter):
 
     @override
     def optimizer_shards(self) -> Iterator[TensorShard]:
-        yield from balanced_shards(self._state_tensors(), self._rank, self._world_size)
+        yield from balanced_shards(self._state_tensors(), self._rank, self._world_size, of_first=self._of_first)
 
     @override
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
         return {name: scalars for name, _, scalars in self._states() if scalars}
+
+    @override
+    def unsaved_state(self) -> Sequence[str]:
+        return unsaved_state(self._required_optimizer())
 
     @override
     def param_groups(self) -> Sequence[ParamGroup]:

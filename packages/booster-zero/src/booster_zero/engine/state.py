@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from booster_core.errors import CheckpointError
 from booster_core.state import JSONValue, ParamGroup, StateAdapter, TensorMeta, TensorShard
 from booster_runtime.sharding import piece_shard, whole_shard
-from booster_runtime.state import MASTER, Replica, ReplicatedStateAdapter, flatten_state
+from booster_runtime.state import MASTER, Replica, ReplicatedStateAdapter, flatten_state, unsaved_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -81,6 +81,9 @@ class ZeroStateAdapter(StateAdapter):
 
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
         return self.required_optimizer().hosted.scalars()
+
+    def unsaved_state(self) -> Sequence[str]:
+        return unsaved_state(self.required_optimizer().unwrap())
 
     def param_groups(self) -> Sequence[ParamGroup]:
         return self.required_optimizer().hosted.param_groups()

@@ -1,0 +1,266 @@
+"""Reads folders of ``torch.distributed.checkpoint`` (DCP) like any other file of tensors, in the parts that are needed.
+
+DCP keeps each chunk of a tensor as a small ``torch.save`` file inside of a larger file, and a pickled table of chunks.
+`booster_runtime.checkpoint.files.dcp_table` reads the table; of a chunk, only the description is read, which tells
+where its values are.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import threading
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+from typing_extensions import override
+
+from booster_core.errors import CheckpointError
+from booster_core.state import Box, TensorMeta, box_numel, box_shape
+from booster_runtime.checkpoint.files.dcp_table import Slice, read_table
+from booster_runtime.checkpoint.files.formats import TensorFile
+from booster_runtime.checkpoint.files.raw import as_bytes, pread_into, read_strided
+from booster_runtime.state.jsonable import encode_json
+from booster_runtime.state.regions import intersect, is_contiguous, regions_of, slices_of, span_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STATE, GROUPS, SHAPES = "state", "param_groups", "param_shapes"
+"""The first parts of an optimizer's paths."""
+_PART_BYTES = 16 << 20
+_UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, AttributeError, LookupError)
+"""What ``torch.load`` raises about content that it does not take."""
+
+
+class DCPFile(TensorFile):
+    """A DCP folder as one file of tensors. Nested dicts appear under their paths, joined as DCP joins them.
+
+    An optimizer's state (``state``, ``param_groups`` at the top) appears as in our own optimizer files.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        CheckpointError: If the folder is damaged, incomplete, or uses extensions of its writer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._table = read_table(path)
+        self.tensors = {}
+        self._fqns: dict[str, str] = {}
+        self._files: dict[str, int] = {}
+        self._chunks: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+        self._lock = threading.Lock()
+        try:
+            self._check_files()
+            for fqn, entry in self._table.tensors.items():
+                parts = self._path_of(fqn)
+                key = f"{parts[1]}/{parts[2]}" if parts[0] == STATE and len(parts) == 3 else fqn
+                self._fqns[key] = fqn
+                self.tensors[key] = TensorMeta(shape=entry.shape, dtype=entry.dtype)
+            others = {self._path_of(fqn): self._read_value(fqn) for fqn in self._table.values}
+        except BaseException:
+            self.close()
+            raise
+        is_optimizer = any(parts[0] == GROUPS for parts in others)
+        self._inside: dict[str, torch.Tensor] = {}
+        try:
+            self.values = {"optimizer": _optimizer_info(others)} if is_optimizer else _encoded(others, self._inside)
+        except (CheckpointError, ValueError) as error:
+            self.close()
+            msg = f"'{path}' cannot be read: {error}"
+            raise CheckpointError(msg) from error
+        for key, tensor in self._inside.items():
+            self.tensors[key] = TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+    @override
+    def read(self, key: str, box: Box, out: torch.Tensor) -> None:
+        if key in self._inside:
+            out.view(box_shape(box)).copy_(self._inside[key][slices_of(box)])
+            return
+        fqn = self._fqns[key]
+        meta = self.tensors[key]
+        missing = box_numel(box)
+        for chunk in self._table.tensors[fqn].chunks:
+            place = tuple((o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            common = intersect(box, place)
+            if common is None:
+                continue
+            missing -= box_numel(common)
+            self._read_chunk(fqn, meta.dtype, place, common, box, out)
+        if missing:
+            msg = f"'{self.path}' lacks {missing} of the {box_numel(box)} elements of '{key}' that were asked for."
+            raise CheckpointError(msg)
+
+    @override
+    def close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files = {}
+
+    def _path_of(self, fqn: str) -> tuple[str | int, ...]:
+        return self._table.paths.get(fqn, (fqn,))
+
+    def _read_chunk(self, fqn: str, dtype: torch.dtype, place: Box, common: Box, box: Box, out: torch.Tensor) -> None:
+        """Read the part of a chunk that a box wants, into its place among the box' values."""
+        descriptor, start = self._values_of(fqn, dtype, place)
+        shape = box_shape(place)
+        target = out.view(box_shape(box))[slices_of(common, box)]
+        if target.is_contiguous():
+            self._read_part(descriptor, start, shape, dtype, _relative(common, place), target.view(-1))
+            return
+        most = max(_PART_BYTES // dtype.itemsize, 1)
+        for first in range(0, box_numel(common), most):
+            for region in regions_of(common, (first, min(first + most, box_numel(common)))):
+                values = torch.empty(region.numel, dtype=dtype)
+                self._read_part(descriptor, start, shape, dtype, _relative(region.box, place), values)
+                out.view(box_shape(box))[slices_of(region.box, box)] = values.view(box_shape(region.box))
+
+    def _read_part(
+        self, descriptor: int, start: int, shape: tuple[int, ...], dtype: torch.dtype, box: Box, out: torch.Tensor
+    ) -> None:
+        if is_contiguous(shape, box):
+            first = start + span_of(shape, box)[0] * dtype.itemsize
+            pread_into(descriptor, as_bytes(out), first, self.path)
+        else:
+            read_strided(descriptor, start, shape, dtype.itemsize, box, out)
+
+    def _check_files(self) -> None:
+        for (fqn, _), place in self._table.slices.items():
+            name = place.file
+            if "/" in name or name in ("", ".", "..") or "\0" in name:
+                msg = (
+                    f"The table in '{self.path}' names the file '{name}', which is not in its folder: damaged or "
+                    "hostile."
+                )
+                raise CheckpointError(msg)
+            if place.extensions:
+                msg = f"'{fqn}' in '{self.path}' was written through an extension ({', '.join(place.extensions)})."
+                raise CheckpointError(msg)
+            if name not in self._files:
+                try:
+                    self._files[name] = os.open(self.path / name, os.O_RDONLY)
+                except OSError as error:
+                    msg = f"'{self.path / name}' cannot be read: {error.strerror or error}."
+                    raise CheckpointError(msg) from error
+            size = os.fstat(self._files[name]).st_size
+            if place.offset + place.length > size:
+                msg = (
+                    f"'{fqn}' is at bytes {place.offset} to {place.offset + place.length} of "
+                    f"'{self.path / name}', "
+                    f"which has {size} bytes. It is truncated."
+                )
+                raise CheckpointError(msg)
+
+    def _slice_of(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[int, Slice]:
+        place = self._table.slices.get((fqn, offset))
+        if place is None:
+            msg = f"The table in '{self.path}' does not say where '{fqn}' is: it is damaged."
+            raise CheckpointError(msg)
+        return self._files[place.file], place
+
+    def _read_value(self, fqn: str) -> Any:
+        descriptor, info = self._slice_of(fqn, None)
+        content = io.BytesIO(os.pread(descriptor, info.length, info.offset))
+        try:
+            return torch.load(content, map_location="cpu", weights_only=True)
+        except _UNREADABLE as error:
+            msg = f"'{fqn}' in '{self.path}' was not loaded, because it is damaged or holds objects: {error}"
+            raise CheckpointError(msg.splitlines()[0]) from error
+
+    def _values_of(self, fqn: str, dtype: torch.dtype, place: Box) -> tuple[int, int]:
+        """Return file and position of a chunk's values."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        offset = tuple(first for first, _ in place)
+        with self._lock:
+            known = self._chunks.get((fqn, offset))
+            if known is not None:
+                return known
+            descriptor, info = self._slice_of(fqn, offset)
+            stream = _FileSlice(descriptor, info.offset, info.length)
+            try:
+                with FakeTensorMode():
+                    chunk = torch.load(cast("IO[bytes]", stream), weights_only=True)
+            except _UNREADABLE as error:
+                msg = f"'{fqn}' in '{self.path}' is damaged: {(str(error) or type(error).__name__).splitlines()[0]}"
+                raise CheckpointError(msg) from error
+            if not isinstance(chunk, torch.Tensor) or (chunk.numel(), chunk.dtype) != (box_numel(place), dtype):
+                msg = f"'{fqn}' in '{self.path}' is damaged: its chunk at {offset} is not what the table says."
+                raise CheckpointError(msg)
+            inside = chunk.untyped_storage()._checkpoint_offset  # noqa: SLF001 - torch documents no other way
+            if inside is None:
+                msg = f"'{fqn}' in '{self.path}' is damaged: its chunk at {offset} has no values."
+                raise CheckpointError(msg)
+            start = info.offset + int(inside) + int(chunk.storage_offset()) * chunk.element_size()
+            if not chunk.is_contiguous() or start + chunk.numel() * chunk.element_size() > info.offset + info.length:
+                msg = f"'{fqn}' in '{self.path}' is damaged: its chunk at {offset} is {chunk}."
+                raise CheckpointError(msg)
+            self._chunks[fqn, offset] = descriptor, start
+            return descriptor, start
+
+
+class _FileSlice(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, descriptor: int, start: int, length: int) -> None:
+        super().__init__()
+        self._descriptor, self._start, self._length = descriptor, start, length
+        self._position = 0
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = base + offset
+        return self._position
+
+    @override
+    def tell(self) -> int:
+        return self._position
+
+    @override
+    def readinto(self, buffer: Any, /) -> int:
+        count = max(min(len(buffer), self._length - self._position), 0)
+        content = os.pread(self._descriptor, count, self._start + self._position)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
+def _relative(box: Box, origin: Box) -> Box:
+    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(box, origin, strict=True))
+
+
+def _encoded(others: dict[tuple[Any, ...], Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return a model's values that are not tensors, and put the tensors inside of them into ``tensors``."""
+    named = {".".join(map(str, parts)): value for parts, value in others.items()}
+    return {name: encode_json(value, name, tensors) for name, value in named.items()}
+
+
+def _optimizer_info(others: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
+    """Return the values of an optimizer's paths in the form of ``param_groups.json``."""
+    groups: dict[int, dict[str, Any]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    shapes: dict[str, Any] = {}
+    for parts, value in others.items():
+        if parts[0] == GROUPS and len(parts) == 3:
+            groups.setdefault(int(parts[1]), {})[str(parts[2])] = (
+                value if parts[2] == "params" else encode_json(value, str(parts[2]))
+            )
+        elif parts[0] == STATE and len(parts) == 3:
+            scalars.setdefault(str(parts[1]), {})[str(parts[2])] = encode_json(value, str(parts[2]))
+        elif parts[0] == SHAPES:
+            shapes = value
+    ordered = [groups[index] for index in sorted(groups)]
+    return {"format_version": 1, "param_groups": ordered, "scalars": scalars, "param_shapes": shapes}

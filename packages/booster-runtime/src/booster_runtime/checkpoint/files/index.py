@@ -1,0 +1,63 @@
+"""``*.index.json``: which file of a divided checkpoint holds which tensor."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from booster_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+_LONGEST_NAME = 255
+"""What file systems take; a longer name would be an error of the operating system."""
+
+
+def index_text(files: Mapping[str, str], total_bytes: int) -> str:
+    """Return the content of an index as Hugging Face libraries write it.
+
+    Args:
+        files: Tensor name to file name.
+        total_bytes: Size of all tensors' values.
+    """
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2) + "\n"
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return tensor name to file name.
+
+    Raises:
+        CheckpointError: If the file is not an index, or leads out of its folder.
+    """
+    content = read_json(path)
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        msg = f"'{path}' is not a checkpoint index: it has no `weight_map` from tensor names to file names."
+        raise CheckpointError(msg)
+    for name in files.values():
+        if not name or name in (".", "..") or "/" in name or "\\" in name or len(name) > _LONGEST_NAME:
+            msg = (
+                f"The index '{path}' names the file '{name[:_LONGEST_NAME]}', which is not in its folder. It is "
+                "damaged or hostile."
+            )
+            raise CheckpointError(msg)
+    return files
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        CheckpointError: If it cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        msg = f"'{path}' cannot be read: {error.strerror or error}."
+        raise CheckpointError(msg) from error
+    except (ValueError, RecursionError) as error:
+        msg = f"'{path}' is not valid JSON ({error}); it is damaged or truncated."
+        raise CheckpointError(msg) from error

@@ -1,0 +1,51 @@
+"""Choose the kind of a file of tensors: by the suffix to write one, by the content to read one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from booster_core.errors import CheckpointError
+from booster_runtime.checkpoint.files.names import SAFETENSORS
+from booster_runtime.checkpoint.files.safetensors_file import SafetensorsContainer, SafetensorsFile
+from booster_runtime.checkpoint.files.torch_file import TorchContainer, TorchFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from booster_runtime.checkpoint.files.formats import Container, TensorFile
+
+
+def container_for(suffix: str) -> Container:
+    """Return the kind of file that a suffix names: ``".safetensors"`` or ``".bin"``."""
+    return SafetensorsContainer() if suffix == SAFETENSORS else TorchContainer()
+
+
+def open_tensor_file(path: Path, *, in_memory: bool = False) -> TensorFile:
+    """Open a file of tensors of either kind; the kind is told by its content, not by its name.
+
+    Args:
+        path: The file.
+        in_memory: Read all of it at once, in order, instead of the parts that are asked for.
+
+    Raises:
+        CheckpointError: If it cannot be read, is damaged, or is refused for what it holds.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        msg = f"'{path}' cannot be read: {error.strerror or error}."
+        raise CheckpointError(msg) from error
+    # A zip (torch.save) or a bare pickle (torch.save before 1.6) begins like this; a safetensors header's length never
+    # does, because it would be more than the format allows.
+    is_torch = start[:4] == b"PK\x03\x04" or (
+        start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    )
+    is_torch = is_torch and not _has_plausible_header(path)
+    return TorchFile(path, in_memory=in_memory) if is_torch else SafetensorsFile(path, in_memory=in_memory)
+
+
+def _has_plausible_header(path: Path) -> bool:
+    """Whether a JSON object follows 8 bytes, as in a safetensors file whose header length looks like a pickle."""
+    with path.open("rb") as file:
+        return file.read(9)[8:9] == b"{"

@@ -1,0 +1,1 @@
+"""Whole training states: steps, manifests, retention, schedulers and random states."""

@@ -1,0 +1,308 @@
+"""A folder of saved training states: one folder for each step, and ``latest``, which names the one to go on from.
+
+A step appears under its name complete or not at all; what is being written or removed has a name that starts with a
+dot, and the next save clears it away. A failed removal is logged, fails no save, and is tried again by the next one.
+The step that ``latest`` names is never touched: saving the same step once more makes ``step-00000100.1`` and removes
+``step-00000100`` after ``latest`` has moved.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from booster_core.errors import CheckpointError
+from booster_runtime.checkpoint.run.manifest import MANIFEST, verify_folder
+from booster_runtime.checkpoint.save.job import TEMPORARY, TOKEN_CHARACTERS, sync_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+
+LATEST = "latest"
+_FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_HIDDEN_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
+_HIDDEN = re.compile(rf"\.step-\d{{8,}}(\.\d+)?\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
+
+
+def folder_name(step: int, revision: int = 0) -> str:
+    """Return the name of a step's folder."""
+    return f"step-{step:08d}" + (f".{revision}" if revision else "")
+
+
+def parse_name(name: str) -> tuple[int, int] | None:
+    """Return step and revision of a folder's name; ``None`` for other names."""
+    match = _FOLDER.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2] or 0))
+
+
+def log_failed_removal(where: str | Path, error: Exception) -> None:
+    """Log that an old step, or a part of one, is still there."""
+    _log.warning("'%s' could not be removed: %s. The next save into this folder tries again.", where, error)
+
+
+def new_token() -> str:
+    """Return text that no other save uses."""
+    return secrets.token_hex(TOKEN_CHARACTERS // 2)
+
+
+class Steps(ABC):
+    """The steps saved under one root. Used on rank 0, which tells the others."""
+
+    root: str
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Check the root and clear away what a killed save or removal has left.
+
+        Raises:
+            CheckpointError: If the root is no folder.
+        """
+
+    @abstractmethod
+    def temporary(self, step: int, token: str) -> Path:
+        """Return the local folder in which a step is written."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the complete steps' folders, oldest step first."""
+
+    @abstractmethod
+    def latest_name(self) -> str | None:
+        """Return what ``latest`` names; ``None`` where there is no such file."""
+
+    @abstractmethod
+    def place(self, temporary: Path, name: str) -> None:
+        """Make a complete temporary folder a step's folder, durably. A folder of that name is replaced."""
+
+    @abstractmethod
+    def set_latest(self, name: str) -> None:
+        """Let ``latest`` name a folder, atomically and durably."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a step's folder, so that half of it is never seen as a step.
+
+        What remains after that can fail to be removed: it is logged, and cleared away by the next `prepare`.
+
+        Raises:
+            OSError: If it is still a step.
+        """
+
+    @abstractmethod
+    def verify(self, name: str) -> None:
+        """Check every byte of a step.
+
+        Raises:
+            CheckpointError: If it is damaged.
+        """
+
+    def commit(self, temporary: Path, step: int, keep_last: int | None) -> str:
+        """Make a complete temporary folder the latest step, and then remove what is no longer wanted.
+
+        Args:
+            temporary: The folder, with its manifest.
+            step: Its step.
+            keep_last: Keep this many steps up to this one. Steps beyond it, of a run that went back, stay.
+
+        Returns:
+            The name of the step's folder.
+        """
+        latest = self.latest_name()
+        parsed = parse_name(latest) if latest else None
+        name = folder_name(step, parsed[1] + 1 if parsed is not None and parsed[0] == step else 0)
+        self.place(temporary, name)
+        self.set_latest(name)
+        self._remove_obsolete(name, step, keep_last)
+        return name
+
+    def _remove_obsolete(self, kept: str, step: int, keep_last: int | None) -> None:
+        """Remove what is no longer wanted. The new step is safe by now, so a failure is logged and not raised."""
+        try:
+            obsolete = self._obsolete(kept, step, keep_last)
+        except Exception as error:  # noqa: BLE001 - a storage has errors of its own
+            _log.warning("Old steps in '%s' could not be listed: %s. The next save tries again.", self.root, error)
+            return
+        for name in obsolete:
+            try:
+                self.remove(name)
+            except Exception as error:  # noqa: BLE001 - as above
+                log_failed_removal(f"{self.root}/{name}", error)
+
+    def _obsolete(self, kept: str, step: int, keep_last: int | None) -> list[str]:
+        """Return other revisions of a step, and steps before the last ``keep_last``."""
+        steps: dict[str, int] = {}
+        for name in self.names():
+            parsed = parse_name(name)
+            assert parsed is not None, "names() lists steps"
+            steps[name] = parsed[0]
+        wanted = {number for number in steps.values() if number <= step}
+        if keep_last is not None:
+            wanted = set(sorted(wanted)[-keep_last:])
+        return [
+            name
+            for name, number in steps.items()
+            if name != kept and (number == step or (number < step and number not in wanted))
+        ]
+
+    def find(self, step: int | str) -> str:
+        """Return the folder of a step.
+
+        Args:
+            step: A step, or ``"latest"``. Where the file ``latest`` is missing (a step was copied elsewhere by hand),
+                the highest step is the latest.
+
+        Raises:
+            CheckpointError: If there is no such step.
+        """
+        names = self.names()
+        found = [name for name in names if step == LATEST or (parse_name(name) or (None,))[0] == step]
+        if step == LATEST:
+            latest = self.latest_name()
+            if latest is not None and parse_name(latest) is None:
+                msg = f"The file '{LATEST}' in '{self.root}' is damaged: it names {latest[:100]!r}."
+                raise CheckpointError(msg + self.advice(None))
+            if latest is not None and latest not in found:
+                msg = f"'{self.root}' names '{latest}' as its latest step, but that is missing or lacks its manifest."
+                raise CheckpointError(msg + self.advice(latest))
+            found = found if latest is None else [latest]
+        if found:
+            return found[-1]
+        if not names:
+            msg = (
+                f"There is no checkpoint in '{self.root}'. Ask `booster.has_checkpoint(root)` first where a run may "
+                "start from nothing."
+            )
+            raise CheckpointError(msg)
+        listed = ", ".join(str((parse_name(name) or (name,))[0]) for name in names[-10:])
+        msg = f"There is no step {step} in '{self.root}'. Steps there: {listed}."
+        raise CheckpointError(msg)
+
+    def advice(self, damaged: str | None) -> str:
+        """Return the sentence that names the newest other step that is whole, and how to load it.
+
+        Args:
+            damaged: The folder that cannot be used; older steps are looked at first.
+
+        Collective: none; reads every byte of steps until one is whole.
+        """
+        names = [name for name in reversed(self.names()) if name != damaged]
+        limit = parse_name(damaged) if damaged else None
+        older = [name for name in names if limit is None or (parse_name(name) or limit) < limit]
+        for name in (*older, *(name for name in names if name not in older)):
+            try:
+                self.verify(name)
+            except CheckpointError:
+                continue
+            step = (parse_name(name) or (0,))[0]
+            kind = "older" if name in older and limit is not None else "other"
+            return f" The newest {kind} step that is whole is {step}: load it with `step={step}`."
+        return " No other step there is whole."
+
+
+class LocalSteps(Steps):
+    """Steps in a folder of the file system.
+
+    Args:
+        root: The folder; made by the first save.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.path = root
+        self.root = str(root)
+
+    def prepare(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            msg = f"'{self.path}' is a file, but a folder of checkpoints is to be written there. Pass another path."
+            raise CheckpointError(msg)
+        if self.path.is_dir():
+            for entry in self.path.iterdir():
+                if _HIDDEN.fullmatch(entry.name):
+                    _clear(entry)
+                elif _HIDDEN_LATEST.fullmatch(entry.name):
+                    try:
+                        entry.unlink(missing_ok=True)
+                    except OSError as error:
+                        log_failed_removal(entry, error)
+
+    def temporary(self, step: int, token: str) -> Path:
+        return self.path / f".{folder_name(step)}.{token}{TEMPORARY}"
+
+    def names(self) -> list[str]:
+        if not self.path.is_dir():
+            return []
+        found = [(parsed, entry) for entry in self.path.iterdir() if (parsed := parse_name(entry.name))]
+        return [entry.name for _, entry in sorted(found) if (entry / MANIFEST).is_file()]
+
+    def latest_name(self) -> str | None:
+        try:
+            return (self.path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def place(self, temporary: Path, name: str) -> None:
+        if (self.path / name).exists():
+            self.remove(name)
+        temporary.rename(self.path / name)
+        sync_folder(self.path)
+        sync_folder(self.path.resolve().parent)
+
+    def set_latest(self, name: str) -> None:
+        temporary = self.path / f".{LATEST}.{new_token()}{TEMPORARY}"
+        try:
+            with temporary.open("w", encoding="utf-8") as stream:
+                stream.write(f"{name}\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(self.path / LATEST)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(self.path)
+
+    def remove(self, name: str) -> None:
+        hidden = self.path / f".{name}.{new_token()}{TEMPORARY}"
+        (self.path / name).rename(hidden)
+        _clear(hidden)
+
+    def verify(self, name: str) -> None:
+        verify_folder(self.path / name)
+
+
+def _clear(folder: Path) -> None:
+    """Remove a folder that is no step, as far as possible; log what stops it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        try:
+            shutil.rmtree(folder)  # once more, for the reason
+        except OSError as error:
+            log_failed_removal(folder, error)
+
+
+def arrange(folder: Path, home: Callable[[str], str], names: list[str]) -> dict[str, str]:
+    """Move files into folders inside of theirs, durably, and return where each is now.
+
+    Args:
+        folder: The folder of the files.
+        home: Tells the name of a file's folder; ``""`` leaves it where it is.
+        names: The files.
+
+    Collective: none.
+    """
+    placed, folders = {}, set[Path]()
+    for name in names:
+        inner = home(name)
+        placed[name] = f"{inner}/{name}" if inner else name
+        if inner:
+            (folder / inner).mkdir(exist_ok=True)
+            (folder / name).rename(folder / inner / name)
+            folders.add(folder / inner)
+    for inner_folder in (*folders, folder):
+        sync_folder(inner_folder)
+    return placed

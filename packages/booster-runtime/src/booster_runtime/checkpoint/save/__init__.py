@@ -1,0 +1,1 @@
+"""How a save goes: parts, their layout, the writers, and the commit."""

@@ -1,0 +1,1 @@
+"""Tools over checkpoints: inspect, convert, and torch's distributed checkpoints."""

@@ -1,0 +1,97 @@
+"""A compiled model is split at DDP's bucket boundaries, as with torch's wrapper by hand."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from booster_core import Booster
+from booster_ddp import TorchDDPPlugin
+from booster_testing import run_on_ranks
+
+WIDTH = 520  # a layer's weight is just over 1 MiB
+
+
+class Stack(nn.Module):
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class TwoStacks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Stack(2), Stack(2)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def compiled_graph_sizes(how, *, by_hand):
+    """Return, for each step, the number of operations of each graph that the compiler was given."""
+    # Warnings of torch's compiler: on its first import, and about the inputs of a block.
+    warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph_module, _inputs):
+        graphs.append(sum(node.op.startswith("call") for node in graph_module.graph.nodes))
+        return graph_module.forward
+
+    torch.manual_seed(0)
+    model = TwoStacks() if how == "blocks" else Stack(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if how == "before":
+        model = torch.compile(model, backend=backend)
+    elif how == "method":
+        model.compile(backend=backend)
+    elif how == "blocks":
+        model.first.compile(backend=backend)
+        model.second.compile(backend=backend)
+    if by_hand:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+    else:
+        wrapped, optimizer, *_ = Booster("cpu", plugin=TorchDDPPlugin(bucket_cap_mb=1)).boost(model, optimizer)
+    if how == "after":
+        wrapped = torch.compile(wrapped, backend=backend)
+    elif how == "after-method":
+        wrapped.compile(backend=backend)
+    sizes = []
+    for _step in range(3):
+        wrapped(torch.randn(2, WIDTH) + dist.get_rank()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes.append(list(graphs))
+        graphs.clear()
+    return sizes
+
+
+@pytest.mark.parametrize("how", ["before", "method", "blocks", "after", "after-method"])
+def test_compiled_graphs_are_split_as_by_ddp_by_hand(how):
+    expected = run_on_ranks(compiled_graph_sizes, 2, how, by_hand=True)
+    assert all(len(sizes[0]) > 1 for sizes in expected), "one graph per bucket"
+    assert run_on_ranks(compiled_graph_sizes, 2, how, by_hand=False) == expected
+
+
+def default_buckets():
+    booster = Booster("cpu", plugin=TorchDDPPlugin(find_unused_parameters=False))
+    model = Stack(1)
+    boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    by_hand = DistributedDataParallel(Stack(1))
+    return [(ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default) for ddp in (boosted.module, by_hand)]
+
+
+def test_default_buckets_are_those_of_torch():
+    for ours, expected in run_on_ranks(default_buckets, 2):
+        assert ours == expected

@@ -1,0 +1,134 @@
+"""State that checkpoints have no place for is named when it would be lost, on every rank and under every plugin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import CheckpointError
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import TinyMLP
+
+PLUGINS = ["ddp", "fsdp", "zero", "gemini", "hybrid"]
+
+
+class CountingSGD(torch.optim.SGD):
+    """Keeps a count of its own, which is no parameter's state."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        return super().step(closure)
+
+
+class ReportingSGD(torch.optim.SGD):
+    """Adds an entry to what it saves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "history": [1, 2]}
+
+
+def hooked(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, **options)
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": 3})
+    return optimizer
+
+
+OPTIMIZERS = {"key": CountingSGD, "override": ReportingSGD, "hook": hooked, "plain": torch.optim.SGD}
+
+
+def train_and_save(plugin: str, kind: str, folder: str, method: str) -> None:
+    booster = Booster(plugin=plugin)
+    torch.manual_seed(1)
+    model = TinyMLP()
+    boosted, optimizer, *_ = booster.boost(model, OPTIMIZERS[kind](model.parameters(), lr=0.1, momentum=0.9))
+    booster.backward(boosted(torch.ones(2, 8)).square().mean(), optimizer)
+    optimizer.step()
+    if method == "save_checkpoint":
+        booster.save_checkpoint(folder, step=1, model=boosted, optimizer=optimizer)
+    else:
+        booster.save_optimizer(optimizer, folder, shard=True, gather_dtensor=method != "dcp")
+
+
+LOST = {"key": r"optimizer\.state\['calls'\]", "override": r"\['history'\]", "hook": r"\['note'\]"}
+
+
+@pytest.mark.parametrize("kind", LOST)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_an_optimizer_with_state_of_no_parameter_is_not_saved(plugin, kind, tmp_path) -> None:
+    expect_on_ranks(CheckpointError, LOST[kind], train_and_save, 2, plugin, kind, str(tmp_path / "o"), "save_optimizer")
+
+
+@pytest.mark.parametrize("method", ["save_checkpoint", "dcp"])
+def test_other_ways_to_save_refuse_it_too(method, tmp_path) -> None:
+    expect_on_ranks(CheckpointError, LOST["key"], train_and_save, 2, "ddp", "key", str(tmp_path / "o"), method)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_other_optimizers_are_saved(plugin, tmp_path) -> None:
+    run_on_ranks(train_and_save, 2, plugin, "plain", str(tmp_path / "o"), "save_optimizer")
+
+
+class Packed(nn.Linear):
+    """Saves what its weight was packed with, as quantised layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.absmax = torch.ones(3)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.absmax
+
+
+def with_hook() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}scale": module.bias}))
+    return layer
+
+
+def harmless() -> nn.Module:
+    layer = nn.utils.spectral_norm(nn.Linear(8, 8))
+
+    def leave_out(_module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        del state[f"{prefix}bias"]
+
+    layer.register_state_dict_post_hook(leave_out)
+    return layer
+
+
+LAYERS = {"override": Packed, "hook": with_hook, "harmless": harmless}
+
+
+def save_model(plugin: str, kind: str, path: str, method: str) -> None:
+    booster = Booster(plugin=plugin)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), LAYERS[kind]())
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if method == "save_checkpoint":
+        booster.save_checkpoint(path, step=1, model=boosted, optimizer=optimizer)
+    else:
+        booster.save_model(boosted, path, shard=True, gather_dtensor=method != "dcp")
+    assert Path(path).exists()
+
+
+ADDED = {"override": "'1.weight.absmax'", "hook": "'1.scale'"}
+
+
+@pytest.mark.parametrize("kind", ADDED)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_model_whose_layers_save_more_is_not_saved(plugin, kind, tmp_path) -> None:
+    expect_on_ranks(CheckpointError, ADDED[kind], save_model, 2, plugin, kind, str(tmp_path / "m"), "save_model")
+
+
+@pytest.mark.parametrize("method", ["save_checkpoint", "dcp"])
+def test_other_ways_to_save_a_model_refuse_it_too(method, tmp_path) -> None:
+    expect_on_ranks(CheckpointError, ADDED["override"], save_model, 2, "ddp", "override", str(tmp_path / "m"), method)
+
+
+def test_hooks_that_add_nothing_do_no_harm(tmp_path) -> None:
+    run_on_ranks(save_model, 2, "ddp", "harmless", str(tmp_path / "m"), "save_model")
