@@ -226,7 +226,7 @@ def assert_parity(name, loop, world_size, precision=None, tolerance=None):
                     assert torch.equal(tensor, by_rank[rank][-1][3][key]), (key, rank, len(own))
 
 
-@pytest.mark.parametrize("loop", LOOPS.keys() - {"no_sync_then_other_branch"})
+@pytest.mark.parametrize("loop", sorted(LOOPS.keys() - {"no_sync_then_other_branch"}))
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_steps_equal_those_of_one_process(name, loop):
     assert_parity(name, loop, 2)
