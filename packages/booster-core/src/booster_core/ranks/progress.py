@@ -81,7 +81,7 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""The record of this process; counting starts anew with each process group."""
+"""The record of this process; each process group starts counting from zero."""
 
 
 class naming_missing_ranks:  # noqa: N801 - reads as what a with statement does

@@ -1,10 +1,9 @@
-"""Low-rank adapters on layers that are split: each goes with its layer's parts.
+"""Low-rank adapters on split layers: each adapter is split as its layer is.
 
-An adapter adds B A x to what a layer makes of x. Beside a column-parallel layer, whose input is whole, A is whole and B
-has the rows of the outputs that are here; the gradient that reaches A x, a few numbers for each token, is summed over
-ranks. Beside a row-parallel layer A has the columns of the inputs that are here and A x is summed, and B is whole; an
-embedding's adapter is looked up as the embedding itself. Where a layer takes or gives whole activations, its adapter is
-whole on every rank, and nothing is sent.
+An adapter adds B A x to a layer's output for x. On a column-parallel layer, whose input is whole, A is whole and B has
+the rows of this rank's outputs; the gradient of A x, a few numbers for each token, is summed over ranks. On a
+row-parallel layer, A has the columns of this rank's inputs, A x is summed, and B is whole; an embedding's adapter is
+looked up as the embedding is. If a layer's inputs and outputs are whole, so is its adapter, and nothing is sent.
 
 The layers stay peft's own, and so does what they compute; see `booster_runtime.lora` for how a model gets them.
 """

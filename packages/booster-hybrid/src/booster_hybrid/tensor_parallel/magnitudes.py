@@ -1,7 +1,7 @@
-"""DoRA on split layers: what a magnitude scales has the norms of whole rows, found from the parts that are here.
+"""DoRA on split layers: magnitudes scale whole rows, whose norms are computed from this rank's parts.
 
-A row of a layer's weight makes one output. Beside a column-parallel layer rows are whole and their magnitudes are split
-as the outputs are; on a row-parallel one the squares of the ranks' parts are summed, and magnitudes are whole.
+A row of a layer's weight makes one output. On a column-parallel layer rows are whole, and their magnitudes are split as
+the outputs are; on a row-parallel layer the squares of the ranks' parts are summed, and magnitudes are whole.
 Reference: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation" (arXiv:2402.09353).
 """
 

@@ -1,4 +1,4 @@
-"""Where the marks of an axis lie, and how numbers are written beside them."""
+"""Tick marks of an axis, and the format of their numbers."""
 
 from __future__ import annotations
 

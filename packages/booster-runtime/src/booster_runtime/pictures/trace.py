@@ -18,9 +18,8 @@ _MICROSECONDS = 1e6
 class Trace:
     """Events on tracks of processes, such as ranks.
 
-    Times are seconds from any one moment. A *slice* is what a track does from then to then; slices of a track lie side
-    by side or within each other. A *span* may overlap others. A *counter* is a number, or several stacked ones, that
-    change.
+    Times are seconds since any fixed moment. A *slice* is one activity of a track; slices of a track follow each other or
+    nest. A *span* may overlap others. A *counter* is one value, or several stacked values, over time.
     """
 
     def __init__(self) -> None:
@@ -29,19 +28,19 @@ class Trace:
         self._num_spans = 0
 
     def name_process(self, process: int, name: str) -> None:
-        """Give a process, such as a rank, its name."""
+        """Name a process, such as a rank."""
         self._events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}})
 
     def slice(
         self, process: int, track: str, name: str, start: float, end: float, args: Mapping[str, Any] | None = None
     ) -> None:
-        """Say that a track did something from ``start`` to ``end``."""
+        """Add one activity of a track, from ``start`` to ``end``."""
         self._add("X", process, track, name, start, {"dur": (end - start) * _MICROSECONDS, "args": dict(args or {})})
 
     def span(
         self, process: int, track: str, name: str, start: float, end: float, args: Mapping[str, Any] | None = None
     ) -> None:
-        """Say that something went on from ``start`` to ``end``, beside others of the track."""
+        """Add an activity from ``start`` to ``end`` that may overlap others of the track."""
         self._num_spans += 1
         common = {"cat": track, "id": self._num_spans}
         self._add("b", process, track, name, start, {**common, "args": dict(args or {})})

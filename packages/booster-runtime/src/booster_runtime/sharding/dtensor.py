@@ -1,7 +1,7 @@
-"""State that lies in ``DTensor``s, of any placement on any mesh, as shards; and the adapter for plugins built on them.
+"""``DTensor`` state as shards, for any placement on any mesh, and the adapter for plugins built on DTensors.
 
-Parameters, gradients and optimizer state may be DTensors or plain tensors side by side: a plain one is held whole by
-every rank, and shares its ownership out as in `booster_runtime.state.replicated`.
+Parameters, gradients and optimizer state may be DTensors or plain tensors. Every rank holds plain tensors whole; their
+ownership is divided as in `booster_runtime.state.replicated`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def dtensor_shards(name: str, state: str | None, tensor: DTensor) -> Iterator[TensorShard]:
-    """Yield the parts of a DTensor that lie here; ``data`` are views of its local tensor.
+    """Yield this rank's parts of a DTensor; ``data`` are views of its local tensor.
 
     Of ranks that hold the same part, the first along each replicated axis of the mesh owns it.
 
@@ -38,7 +38,7 @@ def dtensor_shards(name: str, state: str | None, tensor: DTensor) -> Iterator[Te
         tensor: The tensor.
 
     Raises:
-        CheckpointError: If its placement leaves values that are still to be summed, or is not known here.
+        CheckpointError: If its placement is partial, so that values still need summing, or is unknown.
 
     Collective: none.
     """
@@ -57,7 +57,7 @@ def dtensor_shards(name: str, state: str | None, tensor: DTensor) -> Iterator[Te
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the values that lie here, outside of autograd: of a DTensor its local tensor, of another itself.
+    """Return this rank's values, detached: the local tensor of a DTensor, or a plain tensor itself.
 
     Collective: none.
     """
@@ -178,7 +178,7 @@ class _Place:
         mesh = tensor.device_mesh
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            msg = f"'{what}' lies on a mesh that this rank is no part of: {mesh}."
+            msg = f"'{what}' is on a mesh that this rank is not part of: {mesh}."
             raise CheckpointError(msg)
         splits, is_first = [], True
         placements: Sequence[Any] = tensor.placements

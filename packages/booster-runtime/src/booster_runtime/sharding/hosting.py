@@ -131,7 +131,7 @@ class HostedOptimizer:
         self._list_pieces(group_index)
 
     def replace(self, pieces: Mapping[int, ParameterPiece], states: Mapping[int, State]) -> None:
-        """List other pieces, with their state, after everything has been laid out anew."""
+        """Replace all pieces and their state after a new layout."""
         for piece in self._pieces.values():
             self.optimizer.state.pop(piece.values, None)
         self._pieces = dict(pieces)
@@ -212,7 +212,7 @@ class HostedOptimizer:
         group = self.optimizer.param_groups[group_index]
         held = [index for index in self.groups[group_index] if index in self._pieces]
         group["params"][:] = [self._pieces[index].values for index in held]
-        if "param_names" in group:  # torch lists names beside parameters where the user gave them
+        if "param_names" in group:  # torch keeps names here if the user passed named parameters
             group["param_names"] = [self._names[index] for index in held]
 
 

@@ -1,4 +1,4 @@
-"""Where the local part of a distributed tensor lies in the whole: index arithmetic over placements, without ranks.
+"""Which part of a distributed tensor a rank holds: index arithmetic over placements, without process groups.
 
 Each dimension of a tensor is described by the index ranges that are held, in their order. One rank usually holds one
 box; a dimension that is sharded by two axes of a mesh out of order (``_StridedShard``) may leave several.
@@ -38,7 +38,7 @@ class Split:
 
 
 def local_boxes(shape: Sequence[int], splits: Sequence[Split]) -> Iterator[tuple[Box, Box]]:
-    """Yield the boxes of the whole tensor that are held, each with the box of the local tensor where they lie.
+    """Yield the boxes of the whole tensor that are held, each with its box in the local tensor.
 
     Args:
         shape: Shape of the whole tensor.
@@ -80,7 +80,7 @@ def _chunks(length: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _slice(ranges: Ranges, low: int, high: int) -> Ranges:
-    """Return what lies between two positions of the concatenated ranges."""
+    """Return the ranges between two positions of the concatenated ranges."""
     found, position = [], 0
     for start, stop in ranges:
         first, last = max(low - position, 0), min(high - position, stop - start)
@@ -101,6 +101,6 @@ def _merged(ranges: Ranges) -> Ranges:
 
 
 def _offsets(ranges: Ranges) -> Ranges:
-    """Return where each range lies in the local tensor."""
+    """Return each range's position in the local tensor."""
     ends = list(itertools.accumulate(stop - start for start, stop in ranges))
     return [(end - (stop - start), end) for end, (start, stop) in zip(ends, ranges, strict=True)]
