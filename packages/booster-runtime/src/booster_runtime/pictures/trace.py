@@ -18,8 +18,8 @@ _MICROSECONDS = 1e6
 class Trace:
     """Events on tracks of processes, such as ranks.
 
-    Times are seconds since any fixed moment. A *slice* is one activity of a track; slices of a track follow each other or
-    nest. A *span* may overlap others. A *counter* is one value, or several stacked values, over time.
+    Times are seconds since any fixed moment. A *slice* is one activity of a track; slices of a track follow each other
+    or nest. A *span* may overlap others. A *counter* is one value, or several stacked values, over time.
     """
 
     def __init__(self) -> None:
