@@ -331,14 +331,6 @@ def test_an_optimizer_made_before_is_refused():
         booster.boost(model, optimizer)
 
 
-def test_adapters_of_another_kind_are_refused_by_name():
-    config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
-    model = peft.get_peft_model(make_model(), config)
-    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
-    with pytest.raises(ConfigError, match=r"Adapters of type IA3 can't be boosted"):
-        Booster("cpu").boost(model, optimizer)
-
-
 def test_frozen_parameters_leave_the_optimizer_with_their_names():
     booster = Booster("cpu")
     model = booster.enable_lora(make_model(), lora_config=make_config())
