@@ -35,6 +35,28 @@ class Scale(torch.autograd.Function):
         return grad @ weight, grad.t() @ x
 
 
+class Chain(torch.autograd.Function):
+    """Multiplies by one matrix after another; backward takes all of them from what was saved."""
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        inputs = [x]
+        for weight in weights:
+            inputs.append(inputs[-1] @ weight.t())
+        ctx.save_for_backward(*inputs[:-1], *weights)
+        return inputs[-1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        half = len(ctx.saved_tensors) // 2
+        inputs, weights = ctx.saved_tensors[:half], ctx.saved_tensors[half:]
+        grads = []
+        for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
+            grads.append(grad.t() @ x)
+            grad = grad @ weight
+        return grad, *reversed(grads)
+
+
 class Layers(nn.Module):
     """Four layers and a vector; subclasses use them in their own ways. Input and output of shape ``(N, 12)``."""
 
@@ -62,6 +84,31 @@ class InCustomFunctions(Layers):
         for layer in self.layers:
             x = torch.tanh(Scale.apply(x, layer.weight) + layer.bias)
         return x * self.gain
+
+
+class InOneCustomFunction(nn.Module):
+    """Passes parameters of several chunks to one function, which saves them after it has used the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        return torch.tanh(Chain.apply(torch.tanh(x), *[layer.weight for layer in self.layers]))
+
+
+class UsedAgain(nn.Module):
+    """Has no parameters of its own, and uses each of its children's twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(nn.functional.linear(x, layer.weight, layer.bias) * layer.bias)
+            x = torch.tanh(x @ layer.weight)
+        return x
 
 
 class Repeated(Layers):
@@ -174,6 +221,8 @@ class Sparse(Layers):
 MODELS = {
     "of others": OfOthers,
     "custom functions": InCustomFunctions,
+    "one custom function": InOneCustomFunction,
+    "used again": UsedAgain,
     "repeated": Repeated,
     "branching": Branching,
     "attention": Attention,

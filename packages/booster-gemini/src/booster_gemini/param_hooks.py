@@ -69,6 +69,7 @@ class _Frame:
     pinned: list[Bucket] = field(default_factory=list)
     saves: bool = False
     is_outermost: bool = False
+    is_differentiated: bool = field(default_factory=torch.is_grad_enabled)
 
 
 class ParameterHooks:
@@ -178,11 +179,14 @@ class ParameterHooks:
     def call(self, func: Callable[..., Any], indices: Sequence[int], args: Any, kwargs: Any) -> Any:
         """Call a torch function that reads parameters."""
         frame = self._frames[-1]
-        if all(self._manager.chunk_of(index) in frame.pinned for index in indices):
-            return func(*args, **kwargs)
-        self._manager.note_first_use(indices)
-        # They stay until the running forward ends: it may go on with views of them.
-        self._pin(frame, indices)
+        if not all(self._manager.chunk_of(index) in frame.pinned for index in indices):
+            self._manager.note_first_use(indices)
+            # They stay until the running forward ends: it may go on with views of them.
+            self._pin(frame, indices)
+        if frame.is_differentiated and not frame.saves and not torch.is_grad_enabled():
+            # The forward of a custom autograd function has gradients off, and saves its inputs after it has returned.
+            frame.saves = self._saved_uses.push(before_saving=True)
+        # Also where they were gathered already: autograd would keep the parameter itself, a placeholder in backward.
         saves = not frame.saves and self._saved_uses.push()
         try:
             return func(*args, **kwargs)

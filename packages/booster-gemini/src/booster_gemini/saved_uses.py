@@ -58,13 +58,16 @@ class SavedUses:
         self._others: list[Any] = []
         self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def push(self) -> bool:
+    def push(self, *, before_saving: bool = False) -> bool:
         """Look at what is saved from now on, and return whether that is so.
 
         It is not where nothing is saved, and under a checkpoint, which saves nothing either. What others keep in
         their way, they are still asked to keep.
+
+        Args:
+            before_saving: Gradients are off now, but will be on again when something is saved.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not before_saving:
             return False
         autograd: Any = torch._C._autograd  # noqa: SLF001 - torch's own hooks ask so
         if not autograd._saved_tensors_hooks_is_enabled():  # noqa: SLF001

@@ -36,10 +36,10 @@ _SHARDING = frozenset({"single", "ddp", "fsdp", "zero", "gemini"})
 _TESTED_UNDER = {
     "FOURIERFT": _SHARDING,
     "IA3": _SHARDING,
-    "LOHA": _SHARDING - {"gemini"},  # other gradients than in one process
+    "LOHA": _SHARDING,
     "LOKR": _SHARDING,
     "OFT": _SHARDING,
-    "VERA": _SHARDING - {"gemini"},  # likewise
+    "VERA": _SHARDING,
 }
 """Plugins under which adapters of another kind get the gradients of one process, by peft's name of the kind."""
 
@@ -139,8 +139,8 @@ def _check_kinds(model: nn.Module, plugin: Plugin) -> None:
             raise ConfigError(msg)
         if plugin.name not in tested:
             msg = (
-                f"Adapters of type {kind} get wrong gradients under plugin '{plugin.name}', or were never tested with "
-                f"it. Use one of {', '.join(sorted(tested))}, or a `peft.LoraConfig`."
+                f"Adapters of type {kind} have not been tested under plugin '{plugin.name}': their gradients may be wrong. "
+                f"Use one of {', '.join(sorted(tested))}, or a `peft.LoraConfig`."
             )
             raise ConfigError(msg)
 
