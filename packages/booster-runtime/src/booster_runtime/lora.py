@@ -139,8 +139,8 @@ def _check_kinds(model: nn.Module, plugin: Plugin) -> None:
             raise ConfigError(msg)
         if plugin.name not in tested:
             msg = (
-                f"Adapters of type {kind} have not been tested under plugin '{plugin.name}': their gradients may be wrong. "
-                f"Use one of {', '.join(sorted(tested))}, or a `peft.LoraConfig`."
+                f"Adapters of type {kind} have not been tested under plugin '{plugin.name}': their gradients may be "
+                f"wrong. Use one of {', '.join(sorted(tested))}, or a `peft.LoraConfig`."
             )
             raise ConfigError(msg)
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import Plugin, unwrap_model
+from booster_core.plugin import unwrap_model
 from booster_core.state import own_class, without_adapters
 from booster_runtime.adapted import is_adapted
+from booster_runtime.state.replicated import ReplicatedStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ def take_over(boosted: ModelWrapper, booster: Booster) -> None:
     model = unwrap_model(boosted)
     if not hasattr(model, "save_pretrained"):
         return
-    holds_values = type(booster.plugin).state_adapter is Plugin.state_adapter
+    holds_values = type(booster.state_adapter(boosted)) is ReplicatedStateAdapter  # one for shards may extend it
     if is_adapted(model):
         save: Callable[..., None] | None = _save_adapters
     else:
