@@ -110,7 +110,7 @@ class ReplicaCheck:
             self._last_equal = self.steps
             return
         since = (
-            "they were never equal" if self._last_equal is None else f"they were equal after step {self._last_equal}"
+            "this is the first check" if self._last_equal is None else f"they were equal after step {self._last_equal}"
         )
         listed = [f"{_name(key)} ({_groups(groups)})" for key, groups in list(drifted.items())[:_MOST_LISTED]]
         more = f" and {len(drifted) - _MOST_LISTED} more" if len(drifted) > _MOST_LISTED else ""
