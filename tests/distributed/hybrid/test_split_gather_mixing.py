@@ -28,7 +28,7 @@ class Feed(nn.Module):
 
 
 class Layer(nn.Module):
-    """A feed-forward block that is split, beside a part that looks at each position by itself."""
+    """A split feed-forward block and a part that treats each position separately."""
 
     def __init__(self):
         super().__init__()
