@@ -172,11 +172,16 @@ def no_loss():
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def no_optimizer():
+    return TinyMLP(), None
+
+
 REFUSED = {
     "unseeded": (unseeded, torch.zeros(4, 8), "`build` makes other weights each time"),
     "uneven": (build, batch(3), "A batch of 3 samples can't be shared evenly by 2"),
     "no-samples": (build, {"input_ids": torch.tensor(1)}, "A batch of no samples"),
-    "not-a-tuple": (TinyMLP, torch.zeros(4, 8), "`build` returns"),
+    "not-a-tuple": (TinyMLP, torch.zeros(4, 8), "`build` returns .*; got `TinyMLP`"),
+    "no-optimizer": (no_optimizer, torch.zeros(4, 8), "`build` returns .*; got `TinyMLP, NoneType`"),
     "no-loss": (no_loss, torch.zeros(4, 8), "have no loss"),
 }
 

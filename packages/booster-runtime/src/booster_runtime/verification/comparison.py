@@ -271,8 +271,10 @@ class _Run:
 def _built(build: Callable[[], tuple[Any, ...]]) -> tuple[nn.Module, Optimizer, Callable[[Any, Any], Tensor]]:
     torch.manual_seed(_SEED)
     made = build()
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        msg = f"`build` returns (model, optimizer) or (model, optimizer, criterion); got `{type(made).__name__}`."
+    kinds = (nn.Module, torch.optim.Optimizer)
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not all(map(isinstance, made, kinds)):
+        got = ", ".join(type(each).__name__ for each in made) if isinstance(made, tuple) else type(made).__name__
+        msg = f"`build` returns (model, optimizer) or (model, optimizer, criterion); got `{got}`."
         raise ConfigError(msg)
     return made[0], made[1], made[2] if len(made) == 3 and made[2] is not None else loss_of_outputs
 
