@@ -110,10 +110,10 @@ def shard_model(
 ) -> Units:
     """Shard a model in place, and return its units; some parameters are replicated.
 
-    Replicated are: parameters that the options name; scalars, which have no rows; empty ones; parameters that are not floating,
-    such as quantized ones, whose class stores further data for each tensor; BatchNorm's under a narrow dtype, because
-    its kernels need fp32; and, in a unit with several dtypes, parameters of any but the most frequent one, because
-    torch reduces a unit's gradients in one buffer.
+    Replicated are: parameters that the options name; scalars, which have no rows; empty ones; parameters that are not
+    floating, such as quantized ones, whose class stores further data for each tensor; BatchNorm's under a narrow
+    dtype, because its kernels need fp32; and, in a unit with several dtypes, parameters of any but the most frequent
+    one, because torch reduces a unit's gradients in one buffer.
 
     Args:
         model: The user's model, on the device of the mesh or on meta.

@@ -20,6 +20,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
+from booster_core.errors import ConfigError
 from booster_gemini.saved_uses import SavedUses
 
 if TYPE_CHECKING:
@@ -59,6 +60,24 @@ _DESCRIPTIONS: frozenset[Any] = frozenset(
     }
 )
 """Functions that look at a tensor without reading values."""
+
+
+def check_modules(model: nn.Module) -> None:
+    """Check that parameters can be gathered around the forward of each module.
+
+    Raises:
+        ConfigError: If a module is scripted, which takes no hooks.
+
+    Collective: none.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            which = f"Module '{name}'" if name else "The model"
+            msg = (
+                f"{which} is scripted, so Gemini can't gather its parameters when it runs. Boost the module without "
+                "`torch.jit.script`, or use plugin='zero'."
+            )
+            raise ConfigError(msg)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from booster_gemini.lazy import fill_chunks
 from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_numel
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
+from booster_gemini.param_hooks import check_modules
 from booster_gemini.state import GeminiStateAdapter
 from booster_runtime.lazy import hollow_objects, is_lazy
 from booster_runtime.sharding import (
@@ -133,14 +134,15 @@ class GeminiPlugin(Plugin):
         """Lay all parameters out in chunks, and let the optimizer update this rank's slices of them.
 
         Raises:
-            ConfigError: If ``replica_size`` does not divide the number of ranks, two parameters are one memory, or the
-                optimizer or a parameter can't be sharded.
+            ConfigError: If ``replica_size`` does not divide the number of ranks, two parameters are one memory, a
+                module is scripted, or the optimizer or a parameter can't be sharded.
 
         Collective: every rank of the world.
         """
         ranks = self._ranks.get()
         model = objects.model
         check_distinct_memory(model)
+        check_modules(model)
         unchanged = replace(context.precision, param_dtype=None)  # chunks have formats of their own
         recording, lazy = None, set[int]()
         if is_lazy(model):
