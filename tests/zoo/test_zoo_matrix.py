@@ -1,0 +1,102 @@
+"""Every model of the zoo under every plugin equals one process: gradients, steps, checkpoints, lazy construction.
+
+`nox -s zoo` runs all cells and writes docs/compatibility.md; the default run has a sample that covers each model and
+each plugin.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from isolated_libraries import FOLDER, missing_libraries
+from model_zoo import MATRIX
+from zoo_cells import COLUMNS, Cell, measure, measure_plain
+from zoo_results import read_cell, write_cell
+
+from booster_testing import close_ranks
+
+HARD = (
+    "timm/convit_base",
+    "timm/convit_tiny",
+    "torchrec/dlrm",
+    "torchrec/deepfm",
+    "diffusers/vq_model",
+    "transformers/albert",
+    "transformers/albert_pretraining",
+    "transformers/bert",
+    "transformers/bert_pretraining",
+    "transformers/gpt2_double_heads",
+)
+"""Models that Colossal-AI excludes from its low-level ZeRO tests: repeated layers, odd inputs, unused parameters."""
+RESULTS = os.environ.get("BOOSTER_ZOO_RESULTS")
+"""The folder in which `nox -s zoo` collects cells; those that are in it are not measured again."""
+
+
+@pytest.fixture(scope="module")
+def plain_runs(tmp_path_factory):
+    """Return a function that trains a model in one process, once for all plugins, and returns its folder."""
+    known: dict[str, Path] = {}
+
+    def train(name: str) -> Path:
+        if name not in known:
+            while known:  # cells are in the order of models
+                shutil.rmtree(known.popitem()[1])
+            home = tmp_path_factory.mktemp("model")
+            errors = measure_plain(name, home)
+            assert errors == []
+            known[name] = home
+        return known[name]
+
+    yield train
+    close_ranks()  # these workers have imported modules that other tests must not see
+
+
+def _cases() -> list[Any]:
+    """Return all pairs of models and plugins; those that are not in the sample are marked as slow."""
+    return [
+        pytest.param(name, plugin, id=f"{name}-{plugin}", marks=[] if _is_sample(name, plugin) else [pytest.mark.slow])
+        for name in MATRIX
+        for plugin in (*COLUMNS, *(["zero-1"] if name in HARD else []))
+    ]
+
+
+def _is_sample(name: str, plugin: str) -> bool:
+    """Return whether a cell is in the default run: the hard models under each plugin, others under one in turn."""
+    if name in HARD:
+        return True
+    return not MATRIX[name].slow and COLUMNS[sorted(MATRIX).index(name) % len(COLUMNS)] == plugin
+
+
+@pytest.mark.parametrize(("name", "plugin"), _cases())
+def test_training_and_checkpoints_equal_one_process(name, plugin, plain_runs):
+    model = MATRIX[name]
+    if missing := missing_libraries(model.needs):
+        pytest.skip(f"{', '.join(missing)} not installed, neither in the environment nor in {FOLDER}")
+    cell = read_cell(Path(RESULTS), name, plugin) if RESULTS else None
+    if cell is None:
+        cell = measure(name, plugin, plain_runs(name))
+        if RESULTS:
+            write_cell(Path(RESULTS), name, plugin, cell)
+    expected = "refused" if plugin in model.refused else "ok"
+    assert cell.state == expected, cell.findings
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_default_run_includes_the_hard_models(name):
+    assert all(_is_sample(name, plugin) for plugin in COLUMNS)
+
+
+def test_matrix_has_at_least_150_models():
+    assert len(MATRIX) >= 150
+
+
+def test_refused_cells_name_plugins_of_the_page():
+    assert {plugin for model in MATRIX.values() for plugin in model.refused} <= set(COLUMNS)
+
+
+def test_cell_is_a_fault_unless_it_is_ok_or_refused():
+    assert Cell(state="fault").state not in ("ok", "refused")
