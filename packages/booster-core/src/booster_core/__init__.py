@@ -32,6 +32,7 @@ __all__ = [
     "Capability",
     "CheckpointIO",
     "DistCoordinator",
+    "Evaluation",
     "LazyInitContext",
     "LossScaleConfig",
     "PipelinePlugin",
@@ -50,6 +51,7 @@ __all__ = [
 _import, _names = public_names(
     __name__,
     {
+        ".batches": ["Evaluation"],
         ".booster": ["Booster"],
         ".checkpoint_io": ["CheckpointIO"],
         ".plugin": ["BoostContext", "Boosted", "Capability", "PipelinePlugin", "Plugin", "hookimpl"],

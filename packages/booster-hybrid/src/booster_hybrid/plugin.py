@@ -21,9 +21,9 @@ from booster_core.plugin import (
     unwrap_model,
 )
 from booster_core.precision import PrecisionPolicy
-from booster_core.ranks import Axis, make_axes
 from booster_core.state import NamedTensors
 from booster_hybrid.agreement import check_same_settings
+from booster_hybrid.axes import Axis, make_axes
 from booster_hybrid.boosting import HybridSetup, SetupOptions
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
@@ -219,6 +219,10 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             adapter = self.state_adapter(hybrid, boosted.optimizer, context)
             fill_model(objects.model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
         return boosted
+
+    def has_pipeline(self, model: nn.Module) -> bool:
+        """Return whether the model is cut into stages."""
+        return getattr(boosted_inside(model), "engine", None) is not None
 
     def execute_pipeline(
         self,

@@ -311,6 +311,14 @@ class Plugin(ABC):
 class PipelinePlugin(Plugin):
     """A plugin whose forward and backward are interleaved over stages, so that it drives the step itself."""
 
+    def has_pipeline(self, model: nn.Module) -> bool:
+        """Return whether a boosted model runs through `execute_pipeline`, as opposed to being called.
+
+        Collective: none.
+        """
+        del model
+        return True
+
     @abstractmethod
     def execute_pipeline(
         self,
