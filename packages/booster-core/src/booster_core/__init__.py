@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from booster_core._lazy import public_names
 
 if TYPE_CHECKING:
+    from booster_core.batches import Evaluation
     from booster_core.booster import Booster
     from booster_core.checkpoint_io import CheckpointIO
     from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin, hookimpl
