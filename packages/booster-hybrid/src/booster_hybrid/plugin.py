@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import (
+    SYNCHRONOUS_TRAINING,
     Boosted,
     Capability,
     PipelinePlugin,
@@ -98,19 +99,10 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
     name: ClassVar[str] = "hybrid"
     api_version: ClassVar[int] = 1
     handles_lazy: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.CPU,
-            Capability.CUDA,
-            Capability.FP32,
-            Capability.BF16,
-            Capability.FP16,
-            Capability.LORA,
-            Capability.PIPELINE,
-            Capability.DATA_PARALLEL,
-            Capability.SYNCHRONOUS,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {
+        Capability.DATA_PARALLEL,
+        Capability.PIPELINE,
+    }
 
     def __init__(
         self,
