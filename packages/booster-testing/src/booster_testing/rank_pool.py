@@ -19,6 +19,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from booster_testing.rank_forks import ForkedProcess, Forks, can_fork
+
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
@@ -54,7 +56,7 @@ class RankDiedError(RankError):
 class Worker:
     """A worker process, the parent's end of its pipe, and the file for its stack dumps."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     connection: Connection
     stack_file: Path
 
@@ -104,13 +106,15 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._life_read, self._life_write = os.pipe()
         self._workers: list[Worker | None] = []
+        self._forks: Forks | None = None
         self._num_started = 0
         self._num_calls = 0
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the running workers."""
-        return [worker.process.pid for worker in self._workers if worker is not None]
+        """The process ids of the running workers, and of the process that forks them."""
+        forks = [] if self._forks is None else [self._forks.pid]
+        return [*forks, *(worker.process.pid for worker in self._workers if worker is not None)]
 
     def workers(self, num: int) -> list[Worker]:
         """Return ``num`` workers that are ready for a call; missing ones are started in parallel."""
@@ -164,6 +168,8 @@ class Pool:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
             worker.kill()
         self._workers.clear()
+        if self._forks is not None:
+            self._forks.close()
         os.close(self._life_read)
         os.close(self._life_write)
         self._folder.cleanup()
@@ -173,22 +179,24 @@ class Pool:
         self._num_started += 1
         stack_file = Path(self._folder.name) / f"stack{self._num_started}"
         stack_file.touch()
-        process = subprocess.Popen(  # noqa: S603 - our own worker
-            [
-                sys.executable,
-                "-c",
-                "from booster_testing.rank_worker import main; main()",
-                str(theirs.fileno()),
-                str(self._life_read),
-                str(stack_file),
-            ],
-            pass_fds=(theirs.fileno(), self._life_read),
+        process = self._fork(theirs, stack_file) if can_fork() else self._spawn(theirs, stack_file)
+        theirs.close()
+        return Worker(process, ours, stack_file)
+
+    def _fork(self, connection: Connection, stack_file: Path) -> ForkedProcess:
+        if self._forks is None:
+            self._forks = Forks(self._life_read, Path(self._folder.name))
+        return self._forks.fork(connection.fileno(), stack_file, START_SECONDS)
+
+    def _spawn(self, connection: Connection, stack_file: Path) -> subprocess.Popen[bytes]:
+        command = "from booster_testing.rank_worker import main; main()"
+        return subprocess.Popen(  # noqa: S603 - our own worker
+            [sys.executable, "-c", command, str(connection.fileno()), str(self._life_read), str(stack_file)],
+            pass_fds=(connection.fileno(), self._life_read),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C goes to the test process only; killpg reaches the children
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        theirs.close()
-        return Worker(process, ours, stack_file)
 
 
 _pool: Pool | None = None
