@@ -114,6 +114,7 @@ def fail_on(rank, folder, then):
     io.wait()  # an error is raised once
 
 
+@pytest.mark.covering(1)  # every next call once; the other pairs are slow
 @pytest.mark.parametrize("then", ["wait", "save", "load"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_surfaces_on_every_rank_at_the_next_call(rank, then, tmp_path):
