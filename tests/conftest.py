@@ -28,7 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             matrices[item.nodeid.partition("[")[0]].append(item)
     for cases in matrices.values():
         marker = cases[0].get_closest_marker("covering")
-        chosen = covering([case.callspec.indices for case in cases], *marker.args)
+        # A value is the same object in all its cases, and need not be hashable.
+        values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
+        chosen = covering(values, *marker.args)
         for position, case in enumerate(cases):
             if position not in chosen:
                 case.add_marker(pytest.mark.slow)

@@ -71,26 +71,25 @@ class ForkedProcess:
 
 
 class Forks:
-    """The process that forks workers.
+    """The process that forks workers. It outlives these, since no state of a test gets into it."""
 
-    Args:
-        life_fd: A pipe that closes when this process ends; workers end then.
-        folder: A folder for temporary files.
-    """
-
-    def __init__(self, life_fd: int, folder: Path) -> None:
-        modules = folder / "modules"
-        modules.write_text("\n".join(sorted(filter(_is_shared, sys.modules))))
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        life_read, self._life_write = os.pipe()  # closes when this process ends; the workers end then
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = "from booster_testing.rank_forks import main; main()"
         self._process = subprocess.Popen(  # noqa: S603 - our own process
-            [sys.executable, "-c", command, str(theirs.fileno()), str(life_fd), str(modules)],
-            pass_fds=(theirs.fileno(), life_fd),
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-c", command, str(theirs.fileno()), str(life_read)],
+            pass_fds=(theirs.fileno(), life_read),
+            stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C goes to the test process only
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
+        os.close(life_read)
+        assert self._process.stdin is not None
+        with self._process.stdin as names, contextlib.suppress(BrokenPipeError):  # `fork` tells of its end
+            names.write("\n".join(sorted(filter(_is_shared, sys.modules))).encode())
 
     @property
     def pid(self) -> int:
@@ -117,7 +116,10 @@ class Forks:
         return ForkedProcess(int(answer), status_fd)
 
     def close(self) -> None:
-        """End the process; its forks live on."""
+        """End the process and its forks."""
+        if os.getpid() != self._owner:
+            return  # in a fork of the test process, whose own it is
+        os.close(self._life_write)
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -131,7 +133,7 @@ def _is_shared(name: str) -> bool:
 def main() -> None:
     """Import modules and fork workers, as `Forks` asks, until that ends."""
     control, life_fd = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    _import_all(Path(sys.argv[3]).read_text().split())
+    _import_all(sys.stdin.read().split())
     from booster_testing import rank_worker
 
     gc.collect()

@@ -85,6 +85,13 @@ class Worker:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
 
+    def queued_seconds(self) -> float:
+        """Return for how long the worker's main thread has waited for a processor; 0 where the kernel does not tell."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            text = Path(f"/proc/{self.process.pid}/schedstat").read_text(encoding="ascii")
+            return int(text.split()[1]) * 1e-9
+        return 0.0
+
     def dump_stack(self) -> str:
         """Return the stacks of the worker's threads."""
         self.process.send_signal(signal.SIGUSR1)
@@ -106,15 +113,13 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._life_read, self._life_write = os.pipe()
         self._workers: list[Worker | None] = []
-        self._forks: Forks | None = None
         self._num_started = 0
         self._num_calls = 0
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the running workers, and of the process that forks them."""
-        forks = [] if self._forks is None else [self._forks.pid]
-        return [*forks, *(worker.process.pid for worker in self._workers if worker is not None)]
+        """The process ids of the running workers."""
+        return [worker.process.pid for worker in self._workers if worker is not None]
 
     def workers(self, num: int) -> list[Worker]:
         """Return ``num`` workers that are ready for a call; missing ones are started in parallel."""
@@ -168,8 +173,6 @@ class Pool:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
             worker.kill()
         self._workers.clear()
-        if self._forks is not None:
-            self._forks.close()
         os.close(self._life_read)
         os.close(self._life_write)
         self._folder.cleanup()
@@ -179,14 +182,13 @@ class Pool:
         self._num_started += 1
         stack_file = Path(self._folder.name) / f"stack{self._num_started}"
         stack_file.touch()
-        process = self._fork(theirs, stack_file) if can_fork() else self._spawn(theirs, stack_file)
+        process: subprocess.Popen[bytes] | ForkedProcess
+        if can_fork():
+            process = the_forks().fork(theirs.fileno(), stack_file, START_SECONDS)
+        else:
+            process = self._spawn(theirs, stack_file)
         theirs.close()
         return Worker(process, ours, stack_file)
-
-    def _fork(self, connection: Connection, stack_file: Path) -> ForkedProcess:
-        if self._forks is None:
-            self._forks = Forks(self._life_read, Path(self._folder.name))
-        return self._forks.fork(connection.fileno(), stack_file, START_SECONDS)
 
     def _spawn(self, connection: Connection, stack_file: Path) -> subprocess.Popen[bytes]:
         command = "from booster_testing.rank_worker import main; main()"
@@ -200,6 +202,7 @@ class Pool:
 
 
 _pool: Pool | None = None
+_forks: Forks | None = None
 
 
 def the_pool() -> Pool:
@@ -209,6 +212,15 @@ def the_pool() -> Pool:
         _pool = Pool()
         atexit.register(close_ranks)
     return _pool
+
+
+def the_forks() -> Forks:
+    """Return the process that forks this process's workers; it ends when the interpreter exits."""
+    global _forks  # noqa: PLW0603 - shared by the pools of a process
+    if _forks is None:
+        _forks = Forks()
+        atexit.register(_forks.close)
+    return _forks
 
 
 def close_ranks() -> None:
@@ -221,5 +233,5 @@ def close_ranks() -> None:
 
 
 def worker_pids() -> list[int]:
-    """Return the process ids of the running workers."""
-    return [] if _pool is None else _pool.pids
+    """Return the process ids of the running workers, and of the process that forks them."""
+    return [*([] if _forks is None else [_forks.pid]), *([] if _pool is None else _pool.pids)]
