@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import importlib
 import re
-from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from model_zoo import MATRIX, ZooModel, get_model
 from torch import Tensor, nn
+from zoo_results import COLUMNS, Cell
 from zoo_training import (
     STEPS,
     WORLD_SIZE,
@@ -52,30 +52,10 @@ PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero-1": ("booster_zero.LowLevelZeroPlugin", {"stage": 1}),
 }
 """Classes and options, such that the small models fill several buckets and chunks."""
-COLUMNS = ("ddp", "fsdp", "zero", "gemini", "hybrid")
-"""The plugins of the page."""
 WITHOUT_POLICY = {"zero_stage": 1}
 """The hybrid plugin's options for a model without a tensor parallel policy."""
 _TIMEOUT_SECONDS = 240.0
-
-
-@dataclass(kw_only=True)
-class Cell:
-    """The result of a model under a plugin.
-
-    Args:
-        state: ``"ok"``, ``"refused"`` if a documented error was raised on every rank, or ``"fault"``.
-        options: The plugin's options.
-        findings: A sentence for each difference and error.
-    """
-
-    state: str
-    options: dict[str, Any] = field(default_factory=dict)
-    findings: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields."""
-        return asdict(self)
+__all__ = ["COLUMNS", "PLUGINS", "Cell", "measure", "measure_plain"]
 
 
 def measure_plain(name: str, home: Path) -> list[str]:

@@ -52,10 +52,11 @@ MATRIX: dict[str, ZooModel] = {
     **ZOO,
     **{
         model.name: model
-        for model in (replace(each, name=each.name.replace("heads/", "transformers/")) for each in _HEADS)
+        for model in (replace(each, name=each.name.replace("heads/", "transformers/"), slow=True) for each in _HEADS)
         if model.name not in {f"transformers/{family}_lm" for family in (*_TWICE, "falcon")}
     },
-    **{model.name: model for model in (*_TENSORS, *_USES, *_STRUCTURES, *_TEST_MODELS, *_FAMILIES, *_TIMM_FAMILIES)},
+    **{model.name: model for model in (*_TENSORS, *_USES, *_FAMILIES, *_TIMM_FAMILIES)},
+    **{model.name: replace(model, slow=True) for model in (*_STRUCTURES, *_TEST_MODELS)},
 }
 """Every model, by name: those of ``ZOO``, which other tests use too, and those of the compatibility matrix alone."""
 

@@ -288,6 +288,20 @@ def _triple(parameter: Tensor) -> None:
         parameter.grad.mul_(3)
 
 
+class ClampedInForward(nn.Module):
+    """A weight that each forward clamps in place, as critics of adversarial networks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.inner.weight.clamp_(-0.2, 0.2)
+        return self.last(torch.tanh(self.inner(x)))
+
+
 class MappedOverSamples(nn.Module):
     """A forward for one sample, mapped over the batch."""
 
@@ -378,6 +392,22 @@ MODELS = (
         refused={"fsdp": "ConfigError: The gradients of 'table' are sparse"},
     ),
     own("padded_embedding", lambda: TokenTable(nn.Embedding(20, WIDTH, padding_idx=0)), batch=_TOKENS),
+    own(
+        "renormalized_embedding",
+        lambda: TokenTable(nn.Embedding(20, WIDTH, max_norm=1.0)),
+        batch=_TOKENS,
+        refused=dict.fromkeys(
+            ("ddp", "fsdp", "zero", "gemini", "hybrid"), "ConfigError: Embedding 'table' has `max_norm"
+        ),
+    ),
+    own(
+        "clamped_in_forward",
+        ClampedInForward,
+        refused={
+            "fsdp": "ConfigError: Parameter 'inner.weight' was changed in place during forward",
+            "gemini": "ConfigError: Forward changed a parameter in place",
+        },
+    ),
     own("functional_call", FunctionalCall),
     own("checkpointed", lambda: Checkpointed(use_reentrant=False)),
     own("checkpointed_reentrant", lambda: Checkpointed(use_reentrant=True)),

@@ -16,7 +16,13 @@ from booster_fsdp.communication import use_runtime_collectives
 from booster_fsdp.outputs import return_no_views
 from booster_fsdp.units import Units
 from booster_fsdp.wrapping import choose_units, find_ignored, parameters_by_unit
-from booster_runtime.sharding import ShardingRanks, check_distinct_memory, kept_as_they_are, sharding_groups
+from booster_runtime.sharding import (
+    ShardingRanks,
+    check_distinct_memory,
+    kept_as_they_are,
+    refuse_renormalized,
+    sharding_groups,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -103,6 +109,7 @@ def check_parameters(model: nn.Module) -> None:
             )
             raise ConfigError(msg)
     check_distinct_memory(model)
+    refuse_renormalized(model)
 
 
 def shard_model(

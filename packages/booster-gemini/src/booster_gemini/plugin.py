@@ -23,6 +23,7 @@ from booster_runtime.sharding import (
     check_distinct_memory,
     partition_for,
     refuse_all_gradients,
+    refuse_renormalized,
 )
 
 if TYPE_CHECKING:
@@ -128,8 +129,9 @@ class GeminiPlugin(Plugin):
 
         Collective: every rank of the world.
         """
-        ranks = self._ranks.get()
         model = objects.model
+        refuse_renormalized(model)
+        ranks = self._ranks.get()
         check_distinct_memory(model)
         check_modules(model)
         unchanged = replace(context.precision, param_dtype=None)  # chunks have formats of their own
