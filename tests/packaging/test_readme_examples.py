@@ -109,7 +109,7 @@ def test_user_scripts_type_check(tmp_path):
     for index, text in enumerate([TYPED, *texts]):
         (tmp_path / f"script_{index}.py").write_text(text)
     scripts = sorted(map(str, tmp_path.glob("*.py")))
-    # Our own settings, which are strict: the types of torch, which take a minute, are cached by the check of our sources.
+    # With our own settings, which are strict: the check of our sources has cached the types of torch for them.
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *scripts], check=False, capture_output=True, text=True, timeout=600, cwd=ROOT
     )
