@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_scripts import forked_scripts, free_port
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -29,37 +28,29 @@ def _examples():
 
 
 @pytest.fixture(scope="module")
-def runs(request, tmp_path_factory):
-    """Run the selected examples one after another, each in forks of one process; return folder and outcome by id."""
-    home = tmp_path_factory.mktemp("examples")
-    texts = {
-        item.callspec.id: item.callspec.params["text"]
-        for item in request.session.items
-        if item.path == Path(__file__) and item.originalname == "test_example_runs"
-    }
-    jobs = {}
-    for number, (name, text) in enumerate(texts.items()):
-        folder = home / str(number)
-        folder.mkdir()
-        script = folder / "train.py"
-        script.write_text(text)
-        path = [str(ROOT / "examples/minimal_plugin/src")] if "booster_local_sgd" in text else []
-        ranks = 2 if "launch_from" in text else 1
-        jobs[name] = {"script": str(script), "folder": str(folder), "ranks": ranks, "path": path}
-    (home / "jobs.json").write_text(json.dumps([*jobs.values()]))
-    command = [sys.executable, str(ROOT / "tests/shared/forked_scripts.py"), "jobs.json", "results.json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, cwd=home, stdin=subprocess.DEVNULL, timeout=600, env=environment)
-    results = json.loads((home / "results.json").read_text())
-    return {name: (Path(job["folder"]), result) for (name, job), result in zip(jobs.items(), results, strict=True)}
+def scripts():
+    with forked_scripts() as running:
+        yield running
 
 
 @pytest.mark.parametrize("text", list(_examples()))
-def test_example_runs(text, runs, request):
-    folder, result = runs[request.node.callspec.id]
-    assert set(result["codes"]) == {0}, result["output"]
+def test_example_runs(text, scripts, tmp_path):
+    script = tmp_path / "train.py"
+    if "booster_local_sgd" in text:
+        text = f"import sys; sys.path.insert(0, {str(ROOT / 'examples/minimal_plugin/src')!r})\n{text}"
+    script.write_text(text)
+    num_ranks = 2 if "launch_from" in text else 1
+    shared = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": free_port(),
+    }
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(num_ranks)] if num_ranks > 1 else [{}]
+    done = scripts.run(script, [[]] * num_ranks, [{key: str(value) for key, value in own.items()} for own in ranks])
+    assert set(done.codes) == {0}, done.output
     if "save_model" in text:
-        assert any(folder.glob("out*"))
+        assert any(tmp_path.glob("out*"))
 
 
 def test_the_first_example_runs_as_a_user_starts_it(tmp_path):
