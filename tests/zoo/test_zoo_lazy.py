@@ -13,7 +13,7 @@ from model_zoo import ZOO, get_model
 
 from booster_core import Booster, LazyInitContext
 from booster_runtime.lazy import is_lazy, materialize
-from booster_testing import close_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ BOOSTED = (
     "transformers/hubert_ctc",
 )
 """Models on which Colossal-AI's lazy initialization fails."""
+pytestmark = pytest.mark.usefixtures("new_interpreters")
 
 
 def build_both(name: str) -> dict[str, Any]:
@@ -75,12 +76,6 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     if type(one) is not type(other) or one.dtype != other.dtype or one.requires_grad != other.requires_grad:
         return False
     return torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _close_workers():
-    yield
-    close_ranks()  # these workers have imported modules that other tests must not see
 
 
 @pytest.mark.parametrize(

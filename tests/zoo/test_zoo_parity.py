@@ -17,7 +17,7 @@ from model_zoo import ZOO, ZooModel, get_model
 from torch import Tensor, nn
 
 from booster_core import Booster, DistCoordinator
-from booster_testing import close_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
 
@@ -127,7 +127,7 @@ def loss_here(booster: Booster, zoo: ZooModel, model: nn.Module, step: int) -> T
 
 
 @pytest.fixture(scope="module")
-def plain_runs():
+def plain_runs(new_interpreters):
     """Return the result of a model's plain training; run once for all plugins, on the first rank's worker."""
     known: dict[str, Trained] = {}
 
@@ -136,8 +136,7 @@ def plain_runs():
             (known[name],) = run_on_ranks(train_plainly, 1, name, timeout_seconds=240)
         return known[name]
 
-    yield train
-    close_ranks()  # these workers have imported modules that other tests must not see
+    return train
 
 
 def _cases() -> list[Any]:
