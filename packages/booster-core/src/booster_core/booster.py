@@ -6,13 +6,16 @@ file code.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from booster_core.errors import ConfigError, needs_runtime
+from booster_core.loading import Loading
 from booster_core.plugin.arguments import check_boost_arguments, check_boosted
 from booster_core.plugin.discovery import check_api_version, load
 from booster_core.plugin.frozen import FrozenParameters, untrained_names
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
-    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data import DataLoader
     from typing_extensions import TypeVar
 
     from booster_core.precision import PrecisionPolicy
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
     _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
-class Booster(Saving):
+class Booster(Loading, Saving):
     """Makes a training script distributed by the strategy of a plugin.
 
     Args:
@@ -56,9 +59,13 @@ class Booster(Saving):
             the plugin, means fp32: the model runs as it is, without autocast.
         plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
         timeout_seconds: How long collective calls wait for a missing rank; the time limit of the launch by default.
+        verify: Let each `boost` first train copies of model and optimizer for two steps on the data loader's first
+            batch, under the plugin and in one process, and raise `GradientError` where they differ by more than
+            rounding. The loss is that of the model's outputs, or ``criterion(model(inputs), targets)`` where batches
+            are pairs; where it is another, pass a function ``verify(model, batch)`` that returns it.
 
     Raises:
-        TypeError: If ``plugin`` is neither a name nor a `Plugin`, or ``device`` no device.
+        TypeError: If ``plugin`` is neither a name nor a `Plugin`, ``device`` no device, or ``verify`` no function.
         PluginError: If no plugin of that name is installed, or it cannot be loaded, or was written for another version
             of the plugin interface.
         ConfigError: If precision is asked for twice with two answers, or plugin, precision and device don't fit.
@@ -73,8 +80,13 @@ class Booster(Saving):
         plugin: Plugin | str | None = None,
         *,
         timeout_seconds: float | None = None,
+        verify: bool | Callable[[nn.Module, Any], Tensor] = False,
     ) -> None:
         super().__init__()
+        if not isinstance(verify, bool) and not callable(verify):
+            msg = f"`verify` is True, False or a function `verify(model, batch)`; got `{type(verify).__name__}`."
+            raise TypeError(msg)
+        self._verify = verify
         if isinstance(plugin, str):
             plugin = load(plugin)()
         elif plugin is None:
@@ -181,7 +193,9 @@ class Booster(Saving):
         Raises:
             TypeError: If an argument is of another type.
             ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
-                model's, they have gradients that no step was taken with, or the data loader can't be split.
+                model's, they have gradients that no step was taken with, or the data loader can't be split; with
+                ``verify``, if it can't be known how the model is trained, or copies don't fit into memory.
+            GradientError: With ``verify``, if the plugin doesn't train the model as one process does.
 
         Collective: every rank of the world.
         """
@@ -196,6 +210,8 @@ class Booster(Saving):
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
         coordinator.raise_together(error)
+        if self._verify is not False:
+            self._verify_training(objects)
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         if dataloader is not None:
             objects = objects._replace(dataloader=self._deal(dataloader))
@@ -286,7 +302,8 @@ class Booster(Saving):
                 f"`Booster.backward` needs the optimizer returned by `Booster.boost`; got `{type(optimizer).__name__}`."
             )
             raise TypeError(msg)
-        optimizer.backward(loss)
+        joined = self._joined()
+        optimizer.backward(loss if joined is None else joined.weigh(loss))
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None
@@ -330,6 +347,9 @@ class Booster(Saving):
                 "`optimizer.step`, or choose a plugin with pipeline parallelism, such as 'hybrid'."
             )
             raise ConfigError(msg)
+        joined = self._joined()
+        if joined is not None:
+            criterion = joined.weighing(criterion)
         return self.plugin.execute_pipeline(
             data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
         )
@@ -388,41 +408,6 @@ class Booster(Saving):
         )
         return check
 
-    def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
-        """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.
-
-        Collective: none.
-        """
-        return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
-
-    def gather_for_metrics(self, values: Any, dataloader: DataLoader[Any]) -> Any:
-        """Return values of every rank's last batch, each sample once, in the order of the data set.
-
-        Ranks get equally many batches, so samples at an epoch's end are repeated on some of them; those are left out.
-        Values are sent through the host: reduce them to what the metric needs, such as predictions instead of logits.
-
-        Args:
-            values: Tensors in any nest of dicts, lists and tuples, each with one value per sample of this rank's batch
-                along its first dimension; ``None`` on a rank that has none, such as a pipeline's first stage.
-            dataloader: The loader that the batch came from, as `boost` or `prepare_dataloader` returned it.
-
-        Returns:
-            The same nest of tensors on this run's device, the same on every rank.
-
-        Raises:
-            TypeError: If the loader is another one, or a value is no tensor.
-            ConfigError: If a tensor has not one value per sample, or ranks' tensors don't fit together.
-
-        Collective: every rank of the world, after each batch.
-        """
-        hooks, coordinator = self.context.hooks, self.context.coordinator
-        if not hooks.gather_samples.get_hookimpls():
-            raise ConfigError(needs_runtime("Values are gathered"))
-        index, _ = self.plugin.data_parallel_coordinates(coordinator)
-        return hooks.gather_samples(
-            values=values, loader=dataloader, index=index, coordinator=coordinator, device=self.device
-        )
-
     def describe(self) -> str:
         """Return, and print on the master rank, the run's plugin, ranks, device and number formats.
 
@@ -444,15 +429,16 @@ class Booster(Saving):
         context.coordinator.print_on_master(text)
         return text
 
-    def _deal(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Split a user's loader between data parallel ranks; one rank without booster-runtime keeps it."""
-        coordinator = self.context.coordinator
-        dealt: DataLoader[Any] | None = self.context.hooks.deal_dataloader(
-            loader=loader, plugin=self.plugin, coordinator=coordinator
-        )
-        if dealt is None and self.plugin.data_parallel_coordinates(coordinator)[1] > 1:
-            raise ConfigError(needs_runtime("Data loaders are split between ranks"))
-        return loader if dealt is None else dealt
+    def _verify_training(self, objects: Boosted) -> None:
+        """Compare a short training of copies with that of one process; these neither count as steps nor stay."""
+        hook = self.context.hooks.verify_boost
+        if not hook.get_hookimpls():
+            raise ConfigError(needs_runtime("Training is verified"))
+        twin = copy.copy(self)
+        Saving.__init__(twin)  # knows the boosted models
+        twin_context = replace(self.context, after_step=None)
+        vars(twin).update(_models=weakref.WeakSet(), _verify=False, _joined_batches=None, _context=twin_context)
+        hook(booster=twin, objects=objects, loss=None if self._verify is True else self._verify)
 
     def _the_model(self, model: nn.Module | None, call: str) -> nn.Module:
         """Return the boosted model that was passed to a call, or the only one there is."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from booster_core.plugin import ModelWrapper, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     import torch
     from peft import LoraConfig, PeftModel
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted, Plugin
     from booster_core.ranks import DistCoordinator, Monitor, World
     from booster_core.state import StateAdapter
+    from booster_runtime.data.uneven import UnevenBatches
     from booster_runtime.replicas import ReplicaCheck
 
 
@@ -92,6 +93,17 @@ def prepare_dataloader(
 
 
 @hookimpl
+def join_batches(
+    batches: Iterable[Any], plugin: Plugin, coordinator: DistCoordinator, device: torch.device
+) -> UnevenBatches:
+    """Let ranks with uneven numbers of batches end together."""
+    from booster_runtime.data.uneven import UnevenBatches as Joined
+
+    _, size = plugin.data_parallel_coordinates(coordinator)
+    return Joined(batches, size=size, coordinator=coordinator, device=device)
+
+
+@hookimpl
 def gather_samples(
     values: Any, loader: DataLoader[Any], index: int, coordinator: DistCoordinator, device: torch.device
 ) -> Any:
@@ -119,6 +131,14 @@ def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context:
     index, size = plugin.data_parallel_coordinates(context.coordinator)
     watch_first_batch(boosted.model, index=index, size=size)
     take_over(boosted.model, booster)
+
+
+@hookimpl
+def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
+    """Compare the training of copies under the plugin with that of one process."""
+    from booster_runtime.verification.at_boost import verify_boost as verify
+
+    verify(booster, objects, loss)
 
 
 @hookimpl

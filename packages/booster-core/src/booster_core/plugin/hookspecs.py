@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     import torch
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
@@ -91,6 +91,14 @@ def prepare_dataloader(
 
 
 @hookspec(firstresult=True)
+def join_batches(batches: Iterable[Any], plugin: Plugin, coordinator: DistCoordinator, device: torch.device) -> Any:
+    """Return an iterator over a rank's batches that ends on all ranks together; see `Booster.join`.
+
+    Its ``weigh`` and ``weighing`` weigh the loss of the batch handed out last. Collective: every rank, at each batch.
+    """
+
+
+@hookspec(firstresult=True)
 def gather_samples(
     values: Any, loader: DataLoader[Any], index: int, coordinator: DistCoordinator, device: torch.device
 ) -> Any:
@@ -118,6 +126,14 @@ def add_adapters(
     quantize: bool,  # noqa: FBT001 - hooks' arguments are passed by name
 ) -> nn.Module | None:
     """Return the model with low-rank adapters, or ``None`` to pass; see `Booster.enable_lora`."""
+
+
+@hookspec
+def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
+    """Raise if the plugin does not train copies of the objects as one process does; see `Booster`'s ``verify``.
+
+    ``booster`` has the run's plugin and settings, and may boost. Collective: every rank.
+    """
 
 
 @hookspec(firstresult=True)

@@ -11,7 +11,6 @@ import functools
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,10 @@ from booster_core.state import compiled_module
 from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.tensor_parallel.split import is_repeated
+from booster_runtime.data import call_with, taken_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -88,37 +88,6 @@ def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: M
         else:
             named[name] = value
     return named
-
-
-def call_with(function: Callable[..., Any], batch: Any) -> Any:
-    """Call a model with a batch as its data loader yields it.
-
-    Args:
-        function: The model, or its forward.
-        batch: A mapping becomes keyword arguments, a list or tuple positional ones; anything else is the one argument.
-
-    Collective: as the function.
-    """
-    if isinstance(batch, Mapping):
-        return function(**batch)
-    if isinstance(batch, (list, tuple)):
-        return function(*batch)
-    return function(batch)
-
-
-def taken_by(model: nn.Module, batch: Any) -> Any:
-    """Return a batch without the entries that a model's forward does not take: those are for the criterion alone.
-
-    Args:
-        model: The user's model.
-        batch: A batch; only mappings have entries that may be left out.
-    """
-    if not isinstance(batch, Mapping):
-        return batch
-    parameters = inspect.signature(model.forward).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-        return batch
-    return {name: value for name, value in batch.items() if name in parameters}
 
 
 def is_carried(value: Any) -> bool:

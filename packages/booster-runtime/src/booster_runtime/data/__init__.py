@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from booster_runtime.data.calls import call_with, taken_by
 from booster_runtime.data.first_batch import show_first_batch
 from booster_runtime.data.loader import DistributedDataLoader
 
-__all__ = ["DistributedDataLoader", "show_first_batch"]
+__all__ = ["DistributedDataLoader", "call_with", "show_first_batch", "taken_by"]
