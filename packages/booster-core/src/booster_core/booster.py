@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from booster_core.elsewhere import OF_BOOSTER, no_attribute
 from booster_core.errors import ConfigError, needs_runtime
 from booster_core.loading import Loading
 from booster_core.plugin.arguments import check_boost_arguments, check_boosted
@@ -107,6 +108,11 @@ class Booster(Loading, Saving):
         self._context: BoostContext | None = None
         # What users passed to `boost`.
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_BOOSTER:
+            raise no_attribute(self, name, OF_BOOSTER[name])
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)  # noqa: EM102, TRY003 - Python's own words
 
     @property
     def device(self) -> torch.device:

@@ -112,7 +112,6 @@ class UnevenBatches:
 
         Collective: none.
         """
-
         self._is_pipelined = True
 
         def weighted(outputs: Any, batch: Any) -> Tensor:
@@ -139,7 +138,7 @@ class UnevenBatches:
             raise ConfigError(msg)
         if id(optimizer) in self._stepped:
             msg = (
-                "An optimizer has stepped twice on one batch of `Booster.join` after some ranks had run out of batches, "
+                "An optimizer has stepped twice on one batch of `Booster.join` after some ranks had run out of theirs, "
                 "as it would where the loop was left and training goes on. Delete the iterator that `join` returned."
             )
             raise ConfigError(msg)
