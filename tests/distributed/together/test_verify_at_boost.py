@@ -50,7 +50,7 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         self.reads += 1
-        noise = random.random() + np.random.rand() + float(torch.rand(())) + self.own.random()
+        noise = random.random() + np.random.rand() + float(torch.rand(())) + self.own.random()  # noqa: NPY002
         return torch.full((8,), index + noise), index % 3
 
 
@@ -75,7 +75,6 @@ class Remembering(torch.optim.SGD):
 
     def __init__(self, params, lr):
         super().__init__(params, lr=lr, momentum=0.9)
-        self.scales = {id(p): 1.0 for p in self.param_groups[0]["params"]}
         self.calls = 0
 
     def step(self, closure=None):
@@ -112,7 +111,7 @@ def trained(plugin, kind, verify):
     """Return everything that a training leaves behind."""
     torch.manual_seed(1)
     random.seed(1)
-    np.random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
     model = Net()
     loader = loaders()[kind]
     optimizer = Remembering(model.parameters(), lr=0.05)
@@ -143,7 +142,7 @@ def trained(plugin, kind, verify):
             losses.append(loss.item())
     adapter = booster.state_adapter(model)
     tensors = [shard.data.clone() for shard in (*adapter.model_shards(), *adapter.optimizer_shards())]
-    randomness = torch.get_rng_state(), random.random(), np.random.rand()
+    randomness = torch.get_rng_state(), random.random(), np.random.rand()  # noqa: NPY002
     return losses, tensors, randomness, scheduler.get_last_lr()
 
 
