@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import ConfigError
 from booster_core.ranks import this_host
 from booster_runtime.lazy import is_lazy
-from booster_runtime.verification.first_batches import first_batches
+from booster_runtime.verification.first_batches import copy_of, first_batches
 from booster_runtime.verification.losses import losses_of_script
 from booster_runtime.verification.report import Verification
 from booster_runtime.verification.run import compare_with, random_state_kept, reference_for
@@ -79,7 +79,8 @@ def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, 
             error = caught
         coordinator.raise_together(error, name="boost")
         assert reference is not None and losses is not None, "made, or an error raised"  # noqa: PT018
-        differences = compare_with(reference, booster, *_copied(model, optimizer), losses, shares)
+        loader = copy_of(objects.dataloader)
+        differences = compare_with(reference, booster, *_copied(model, optimizer), losses, shares, dataloader=loader)
     gc.collect()  # strategies keep their model in cycles of hooks
     report = Verification(
         plugin=booster.plugin.name,

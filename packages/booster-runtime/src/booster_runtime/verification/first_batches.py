@@ -41,13 +41,9 @@ def first_batches(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoor
     error: Exception | None = None
     copied = loader
     try:
-        copied = _copied(loader)
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        msg = (
-            f"`verify` takes the first batch from a copy of the data loader, and `copy.deepcopy` failed with "
-            f"{type(caught).__name__}: {caught}. Leave `verify` out, and call `booster_core.verify` with a batch."
-        )
-        error = ConfigError(msg)
+        copied = copy_of(loader)
+    except ConfigError as caught:
+        error = caught
     coordinator.raise_together(error, name="boost")
     dealt = deal_dataloader(copied, plugin, coordinator)
     index, size = plugin.data_parallel_coordinates(coordinator)
@@ -65,18 +61,30 @@ def first_batches(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoor
     return [batches[each] for each in range(size)]
 
 
-def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
+def copy_of(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy of a loader that has no workers.
 
     The samples of a map-style data set are shared, and its generators are copied; a stream is copied, because what
     was read of it would be lost.
+
+    Raises:
+        ConfigError: If it can't be copied.
+
+    Collective: none.
     """
     memo: dict[int, Any] = {}
-    if not isinstance(loader.dataset, IterableDataset):
-        memo[id(loader.dataset)] = _with_own_generators(loader.dataset)
     if getattr(loader, "_iterator", None) is not None:
         memo[id(loader._iterator)] = None  # noqa: SLF001 - persistent workers are not copied
-    copied = copy.deepcopy(loader, memo)
+    try:
+        if not isinstance(loader.dataset, IterableDataset):
+            memo[id(loader.dataset)] = _with_own_generators(loader.dataset)
+        copied = copy.deepcopy(loader, memo)
+    except Exception as error:
+        msg = (
+            f"`verify` takes the first batch from a copy of the data loader, and `copy.deepcopy` failed with "
+            f"{type(error).__name__}: {error}. Leave `verify` out, and call `booster_core.verify` with a batch."
+        )
+        raise ConfigError(msg) from error
     # Torch refuses to change some of these on a loader, and others where there are no workers.
     vars(copied).update(
         num_workers=0,

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
-    from booster_core import Booster
+    from booster_core import Boosted, Booster
     from booster_runtime.verification.losses import Losses
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -65,6 +66,7 @@ def compare_with(
     losses: Losses,
     shares: list[Any],
     tolerance: float | None = None,
+    dataloader: DataLoader[Any] | None = None,
 ) -> tuple[Difference, ...]:
     """Boost a model, train it as the reference was, and return every comparison.
 
@@ -76,15 +78,18 @@ def compare_with(
         losses: As the reference's.
         shares: As the reference's.
         tolerance: As for `verify`.
+        dataloader: For plugins that look at it.
 
     Collective: every rank of the world.
     """
     coordinator = booster.context.coordinator
     index, _ = booster.plugin.data_parallel_coordinates(coordinator)
     limit = _TOLERANCES[booster.precision.compute_dtype] if tolerance is None else tolerance
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     with without_dropout(model):
         (share,) = _moved([shares[index]], booster.device)
-        run = _Run(booster, model, optimizer, losses, share, index, reference, limit)
+        boosted = booster.boost(model, optimizer, dataloader=dataloader)
+        run = _Run(booster, boosted, trained, losses, share, index, reference, limit)
         found = run.compare(len(reference.losses))
     return _merged(coordinator.all_gather_object(found))
 
@@ -117,8 +122,8 @@ class _Run:
 
     Args:
         booster: With the plugin under test.
-        model: The user's model.
-        optimizer: Over its parameters.
+        boosted: What it boosted.
+        trained: Names of the parameters that require gradients.
         losses: How the loss of a batch is computed.
         share: This rank's share of the batch.
         index: Whose share that is.
@@ -129,17 +134,16 @@ class _Run:
     def __init__(
         self,
         booster: Booster,
-        model: nn.Module,
-        optimizer: Optimizer,
+        boosted: Boosted,
+        trained: list[str],
         losses: Losses,
         share: Any,
         index: int,
         reference: Reference,
         limit: float,
     ) -> None:
-        self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        boosted = booster.boost(model, optimizer)
         self.booster = booster
+        self.trained = trained
         self.model: nn.Module = boosted.model
         self.optimizer: Any = boosted.optimizer
         self.losses = losses
