@@ -27,6 +27,7 @@ SPLITS_LAYERS = ["colossal_pipeline", "hf_collator"]
 """Scripts with a model whose layers the hybrid plugin can split; of others it splits the batch."""
 PLAIN = {
     "gan": plain_training.gan,
+    "gan_of_two_plugins": plain_training.gan,
     "distillation": plain_training.distillation,
     "weighted_sampler": plain_training.weighted_sampler,
     "own_batch_sampler": plain_training.own_batch_sampler,

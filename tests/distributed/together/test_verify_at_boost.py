@@ -90,7 +90,6 @@ def loaders():
         "shuffled": DataLoader(data, batch_size=2, shuffle=True),
         "generator": DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5)),
         "sampler": DataLoader(data, batch_size=2, sampler=sampler),
-        "workers": DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="forkserver", timeout=60),
         "stream": DataLoader(Stream(), batch_size=2),
     }
 
@@ -174,7 +173,6 @@ def leaves_no_trace(plugin, kind):
         ("ddp", "shuffled"),
         ("ddp", "generator"),
         ("ddp", "sampler"),
-        ("zero2", "workers"),
         ("ddp", "stream"),
         ("fsdp", "shuffled"),
         ("zero2", "shuffled"),
@@ -296,6 +294,21 @@ def refuse(case):
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_can_not_be_verified_raises_on_every_rank(case):
     expect_on_ranks(ConfigError, REFUSED[case][1], refuse, 2, case)
+
+
+def with_workers():
+    return DataLoader(
+        Samples(), batch_size=2, num_workers=1, multiprocessing_context="forkserver", timeout=60, prefetch_factor=2
+    )
+
+
+def boost_with_workers():
+    with mock.patch("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", side_effect=AssertionError):
+        return boost_net(dataloader=with_workers).dataloader.num_workers
+
+
+def test_no_worker_is_started():
+    assert run_on_ranks(boost_with_workers, 2) == [1, 1]
 
 
 def refuse_lazy():

@@ -231,14 +231,22 @@ def without_values(model, trace, ranges, crossings, is_held, batch):
     return tuple(crossings)
 
 
-def summing():
-    """Return a reduce-scatter that sums ranks' gradients, where it is to average them."""
-    reduce_scatter = collectives.reduce_scatter
+def without_scale(function):
+    """Return a reduction that sums ranks' gradients where it is asked for their mean."""
 
-    def reduce(source, bounds, out, group=None, *, scale=1.0, accumulate=False):
-        return reduce_scatter(source, bounds, out, group, scale=1.0, accumulate=accumulate)
+    def reduce(*args, scale, **kwargs):
+        del scale
+        return function(*args, scale=1.0, **kwargs)
 
     return reduce
+
+
+def without_scales():
+    reductions = ("reduce_scatter", "reduce_scatter_parts")
+    return mock.patch.multiple(
+        "booster_zero.engine.bucket.collectives",
+        **{name: without_scale(getattr(collectives, name)) for name in reductions},
+    )
 
 
 FAULTS = {
@@ -311,7 +319,7 @@ FAULTS = {
         squared,
         lambda: drawn(4, WIDTH),
         lambda: LowLevelZeroPlugin(stage=1),
-        lambda: mock.patch("booster_zero.engine.bucket.collectives.reduce_scatter", summing()),
+        without_scales,
         "exit.weight",
     ),
 }
