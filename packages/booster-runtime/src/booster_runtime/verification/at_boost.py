@@ -74,7 +74,7 @@ def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, 
         reference = losses = None
         try:
             losses = losses_of_script(booster.plugin, objects.criterion, loss, shares[0])
-            reference = reference_for(booster, *_copied(model, optimizer), losses, shares, _STEPS)
+            reference = reference_for(booster, lambda: _copied(model, optimizer), losses, shares, _STEPS)
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
         coordinator.raise_together(error, name="boost")

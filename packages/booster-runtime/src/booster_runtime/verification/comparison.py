@@ -70,10 +70,16 @@ def verify(
         reference, losses, error = None, None, None
         try:
             shares = [share_of(batch, one, size) for one in range(size)]
-            model, optimizer, criterion = _built(build)
-            losses = Losses.by_criterion(criterion)
-            reference = reference_for(booster, materialize(model), optimizer, losses, shares, steps)
-            model, optimizer, _ = _built(build)  # the first model is no longer in memory
+            criteria: list[Callable[[Any, Any], Tensor]] = []
+            losses = Losses.by_criterion(lambda outputs, share: criteria[-1](outputs, share))  # noqa: PLW0108 - made later
+
+            def make() -> tuple[nn.Module, Optimizer]:
+                model, optimizer, criterion = _built(build)
+                criteria.append(criterion)
+                return materialize(model), optimizer
+
+            reference = reference_for(booster, make, losses, shares, steps)
+            model, optimizer, _ = _built(build)
             if not is_lazy(model):
                 _check_same(model, reference.initial)
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line

@@ -35,6 +35,8 @@ class Reference:
         losses: Of each step, the loss of each share.
         gradients: Of each step, the gradient by parameter name.
         final: Parameters by name, after the last step.
+        exact: The same training without autocast, where this one was in low precision: tells how far rounding alone
+            moves each tensor.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict)
@@ -43,6 +45,7 @@ class Reference:
     losses: list[list[float]] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     final: dict[str, Tensor] = field(default_factory=dict)
+    exact: Reference | None = None
 
 
 def train_reference(

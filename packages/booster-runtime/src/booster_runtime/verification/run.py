@@ -16,7 +16,7 @@ from booster_runtime.verification.reference import Reference, floating_leaves, t
 from booster_runtime.verification.report import Difference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
@@ -36,17 +36,22 @@ errors of small gradients into updates of full size."""
 _SMALL = 1e-3
 """Tensors that are smaller than this part of the typical one are measured against this part: they may be made of
 rounding errors."""
+_OF_NOISE = 2.0
+"""How far two runs in low precision may be from each other, relative to the distance of one of them from fp32."""
 
 
 def reference_for(
-    booster: Booster, model: nn.Module, optimizer: Optimizer, losses: Losses, shares: list[Any], steps: int
+    booster: Booster,
+    make: Callable[[], tuple[nn.Module, Optimizer]],
+    losses: Losses,
+    shares: list[Any],
+    steps: int,
 ) -> Reference:
-    """Train a model in this process, as the ranks of a run together would.
+    """Train a model in this process, as the ranks of a run together would; in low precision, in fp32 as well.
 
     Args:
         booster: Of the run; its device and precision are used.
-        model: The user's model, or its twin.
-        optimizer: Over its parameters.
+        make: Returns the user's model, or its twin, and its optimizer.
         losses: How the loss of a batch is computed.
         shares: The batch of each data parallel rank.
         steps: Number of training steps, all on these batches.
@@ -54,8 +59,18 @@ def reference_for(
     Collective: none.
     """
     moved = _moved(shares, booster.device)
-    with without_dropout(model):
-        return train_reference(model.to(booster.device), optimizer, losses, moved, steps, lambda: _autocast(booster))
+
+    def train(autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> Reference:
+        model, optimizer = make()
+        with without_dropout(model):
+            return train_reference(model.to(booster.device), optimizer, losses, moved, steps, autocast)
+
+    compute = booster.precision.compute_dtype
+    if compute in (None, torch.float32, torch.float64):
+        return train(contextlib.nullcontext)
+    reference = train(lambda: torch.autocast(booster.device.type, dtype=compute))
+    reference.exact = train(contextlib.nullcontext)
+    return reference
 
 
 def compare_with(
@@ -159,7 +174,7 @@ class _Run:
         Collective: every rank of the world.
         """
         initial = self.reference.initial
-        self._parameters("initial parameter", 0, initial, self._sizes(initial), 0.0)
+        self._parameters("initial parameter", 0, initial, self._sizes(initial), dict.fromkeys(initial, 0.0))
         self._evaluate()
         self.model.train()
         for step in range(1, steps + 1):
@@ -168,7 +183,11 @@ class _Run:
         sizes = self._sizes(updates)
         # An update that a gradient of rounding errors made says nothing: Adam gives it full size and any sign.
         measured = {name: self.reference.final[name] for name in initial if self._has_signal(name)}
-        self._parameters("update", steps, measured, sizes, _OF_UPDATES * self.limit)
+        limits = {
+            name: max(_OF_UPDATES * self.limit, self._limit(values, lambda exact, n=name: exact.final[n], sizes[name]))
+            for name, values in measured.items()
+        }
+        self._parameters("update", steps, measured, sizes, limits)
         return self.found
 
     def _has_signal(self, name: str) -> bool:
@@ -187,12 +206,13 @@ class _Run:
         if outputs is not None:
             for path, values in floating_leaves(outputs).items():
                 if path in expected and values.shape == expected[path].shape:
-                    self._add("output", 0, path, _error(values, expected[path]), self.limit)
-        self._loss("evaluation loss", 0, loss, self.reference.evaluation_losses[self.index])
+                    limit = self._limit(expected[path], lambda exact, path=path: exact.outputs[self.index].get(path))
+                    self._add("output", 0, path, _error(values, expected[path]), limit)
+        self._loss("evaluation loss", 0, loss, lambda reference: reference.evaluation_losses[self.index])
 
     def _step(self, step: int) -> None:
         loss, _ = self._forward(backward=True)
-        self._loss("loss", step, loss, self.reference.losses[step - 1][self.index])
+        self._loss("loss", step, loss, lambda reference: reference.losses[step - 1][self.index])
         expected = self.reference.gradients[step - 1]
         sizes = self._sizes(expected)
         for name in self.trained:
@@ -202,8 +222,10 @@ class _Run:
                 continue
             zero = torch.zeros_like(self.reference.initial[name])
             found = zero if gradient is None else gradient.cpu()
-            error = _error(found, zero if wanted is None else wanted.cpu(), sizes.get(name, _typical(sizes)))
-            self._add("gradient", step, name, error, self.limit)
+            size = sizes.get(name, _typical(sizes))
+            wanted = zero if wanted is None else wanted.cpu()
+            limit = self._limit(wanted, lambda exact, name=name: exact.gradients[step - 1].get(name), size)
+            self._add("gradient", step, name, _error(found, wanted, size), limit)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -224,13 +246,27 @@ class _Run:
             self.booster.backward(loss, self.optimizer)
         return loss.detach(), outputs
 
-    def _loss(self, what: str, step: int, loss: Tensor | None, expected: float) -> None:
+    def _loss(self, what: str, step: int, loss: Tensor | None, of: Callable[[Reference], float]) -> None:
         if loss is not None:
-            size = max(abs(expected), 1e-6)
-            self._add(what, step, "", abs(float(loss) - expected) / size, self.limit)
+            expected = torch.tensor(of(self.reference))
+            size = max(abs(float(expected)), 1e-6)
+            limit = self._limit(expected, lambda exact: torch.tensor(of(exact)), size)
+            self._add(what, step, "", abs(float(loss) - float(expected)) / size, limit)
+
+    def _limit(self, expected: Tensor, of: Callable[[Reference], Tensor | None], size: float | None = None) -> float:
+        """Return the tolerance of a tensor: larger than that of all where low precision has a larger effect on it."""
+        exact = None if self.reference.exact is None else of(self.reference.exact)
+        if exact is None or exact.shape != expected.shape:
+            return self.limit
+        return max(self.limit, _OF_NOISE * _error(exact.cpu(), expected, size))
 
     def _parameters(
-        self, what: str, step: int, expected: Mapping[str, Tensor], sizes: Mapping[str, float], limit: float
+        self,
+        what: str,
+        step: int,
+        expected: Mapping[str, Tensor],
+        sizes: Mapping[str, float],
+        limits: Mapping[str, float],
     ) -> None:
         """Compare the parts of parameters that are here."""
         parts: dict[str, list[float]] = {}
@@ -245,7 +281,7 @@ class _Run:
             parts.setdefault(shard.name, []).append(error)
             rounding[shard.name] = max(torch.finfo(dtype).eps for dtype in (whole.dtype, shard.dtype))
         for name, errors in parts.items():
-            self._add(what, step, name, math.hypot(*errors) / sizes[name], limit + rounding[name])
+            self._add(what, step, name, math.hypot(*errors) / sizes[name], limits[name] + rounding[name])
 
     def _sizes(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Return what errors of each tensor are measured against: its norm, or a small part of what is typical."""
@@ -258,13 +294,6 @@ class _Run:
     def _add(self, what: str, step: int, name: str, error: float, tolerance: float) -> None:
         finite = error if math.isfinite(error) else math.inf
         self.found.append(Difference(what=what, step=step, name=name, error=finite, tolerance=tolerance))
-
-
-def _autocast(booster: Booster) -> contextlib.AbstractContextManager[Any]:
-    compute = booster.precision.compute_dtype
-    if compute in (None, torch.float32, torch.float64):
-        return contextlib.nullcontext()
-    return torch.autocast(booster.device.type, dtype=compute)
 
 
 def _error(found: Tensor, expected: Tensor, size: float | None = None) -> float:
