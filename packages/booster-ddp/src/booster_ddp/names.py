@@ -20,8 +20,8 @@ def with_users_names(wrapper: _ModuleT) -> _ModuleT:
 
     Collective: none.
     """
-    wrapper.register_state_dict_post_hook(_without_prefix)
-    wrapper.register_load_state_dict_pre_hook(_with_prefix)
+    wrapper.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
+    wrapper.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
     return wrapper
 
 

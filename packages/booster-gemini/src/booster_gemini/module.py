@@ -45,7 +45,7 @@ class GeminiModel(ModelWrapper):
         optimizer: GeminiOptimizer | None,
     ) -> None:
         super().__init__(module, precision=precision)
-        module.register_state_dict_pre_hook(_refuse_placeholders)
+        module.register_state_dict_pre_hook(_refuse_placeholders)  # type: ignore[no-untyped-call]
         self.manager = manager
         self._optimizer = optimizer
         self.hooks = ParameterHooks(module, manager, self._before_forward)

@@ -42,7 +42,7 @@ def mark_as_local(model: nn.Module) -> None:
     Collective: none.
     """
     # The public hook can't return another dict.
-    model._register_state_dict_hook(_as_local)  # noqa: SLF001
+    model._register_state_dict_hook(_as_local)  # type: ignore[no-untyped-call] # noqa: SLF001
 
 
 def _as_local(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> dict[str, Any]:

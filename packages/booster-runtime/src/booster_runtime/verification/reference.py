@@ -81,7 +81,7 @@ def train_reference(
             of_step = []
             for share in shares:
                 loss, _ = losses.forward(model, share)
-                (loss / len(shares)).backward()
+                (loss / len(shares)).backward()  # type: ignore[no-untyped-call]
                 of_step.append(float(loss.detach()))
             reference.losses.append(of_step)
             reference.gradients.append(

@@ -183,8 +183,9 @@ class _Run:
         sizes = self._sizes(updates)
         # An update that a gradient of rounding errors made says nothing: Adam gives it full size and any sign.
         measured = {name: self.reference.final[name] for name in initial if self._has_signal(name)}
+        exact = self.reference.exact
         limits = {
-            name: max(_OF_UPDATES * self.limit, self._limit(values, lambda exact, n=name: exact.final[n], sizes[name]))
+            name: max(_OF_UPDATES * self.limit, self._limit(values, exact and exact.final[name], sizes[name]))
             for name, values in measured.items()
         }
         self._parameters("update", steps, measured, sizes, limits)
@@ -202,18 +203,18 @@ class _Run:
         self.model.eval()
         with torch.no_grad():
             loss, outputs = self._forward(backward=False)
-        expected = self.reference.outputs[self.index]
+        expected, exact = self.reference.outputs[self.index], self.reference.exact
         if outputs is not None:
             for path, values in floating_leaves(outputs).items():
                 if path in expected and values.shape == expected[path].shape:
-                    limit = self._limit(expected[path], lambda exact, path=path: exact.outputs[self.index].get(path))
+                    limit = self._limit(expected[path], exact and exact.outputs[self.index].get(path))
                     self._add("output", 0, path, _error(values, expected[path]), limit)
         self._loss("evaluation loss", 0, loss, lambda reference: reference.evaluation_losses[self.index])
 
     def _step(self, step: int) -> None:
         loss, _ = self._forward(backward=True)
         self._loss("loss", step, loss, lambda reference: reference.losses[step - 1][self.index])
-        expected = self.reference.gradients[step - 1]
+        expected, exact = self.reference.gradients[step - 1], self.reference.exact
         sizes = self._sizes(expected)
         for name in self.trained:
             gradient = self.booster.full_gradient(self.model, name)
@@ -224,7 +225,7 @@ class _Run:
             found = zero if gradient is None else gradient.cpu()
             size = sizes.get(name, _typical(sizes))
             wanted = zero if wanted is None else wanted.cpu()
-            limit = self._limit(wanted, lambda exact, name=name: exact.gradients[step - 1].get(name), size)
+            limit = self._limit(wanted, exact and exact.gradients[step - 1].get(name), size)
             self._add("gradient", step, name, _error(found, wanted, size), limit)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -250,12 +251,12 @@ class _Run:
         if loss is not None:
             expected = torch.tensor(of(self.reference))
             size = max(abs(float(expected)), 1e-6)
-            limit = self._limit(expected, lambda exact: torch.tensor(of(exact)), size)
+            exact = self.reference.exact
+            limit = self._limit(expected, exact and torch.tensor(of(exact)), size)
             self._add(what, step, "", abs(float(loss) - float(expected)) / size, limit)
 
-    def _limit(self, expected: Tensor, of: Callable[[Reference], Tensor | None], size: float | None = None) -> float:
+    def _limit(self, expected: Tensor, exact: Tensor | None, size: float | None = None) -> float:
         """Return the tolerance of a tensor: larger than that of all where low precision has a larger effect on it."""
-        exact = None if self.reference.exact is None else of(self.reference.exact)
         if exact is None or exact.shape != expected.shape:
             return self.limit
         return max(self.limit, _OF_NOISE * _error(exact.cpu(), expected, size))
