@@ -277,4 +277,7 @@ def hf_collator(replicas, out):
             "labels": torch.cat([padding - 100, tokens], 1),
         }
 
-    return language_model(samples(), replicas, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), collate)
+    def make_optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    return language_model(samples(), replicas, make_optimizer, collate)

@@ -39,7 +39,7 @@ def refuse(name):
     model = boosted(*IN_PARTS[name])
     for state in (model.state_dict(), model.unwrap().state_dict(), {"model": model.state_dict(), "epoch": 3}):
         for save in (torch.save, pickle.dump):
-            with pytest.raises(CheckpointError, match=r"one rank's part of the model.*booster\.save_model"):
+            with pytest.raises(CheckpointError, match=r"one rank's shards of the model.*booster\.save_model"):
                 save(state, io.BytesIO())
     before = copy.deepcopy(model.state_dict())
     with torch.no_grad():

@@ -23,7 +23,7 @@ def collate(rows):
 plugin, out = sys.argv[1:]
 launch_from_torch()
 model = make_model()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 loader = DataLoader(samples(), batch_size=2, collate_fn=collate)
 booster = Booster(plugin=plugin_named(plugin))
 model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)

@@ -174,8 +174,7 @@ class TorchFSDPPlugin(Plugin):
             )
         for method in methods:
             register_fsdp_forward_method(model, method)
-        if context.coordinator.world_size > 1:
-            mark_as_local(model)
+        mark_as_local(model)
         wrapped = FSDPModel(model, units=units, precision=context.precision, forward_methods=methods)
         settlement = Settlement(model, units, context.device, broadcast_buffers=self.config.broadcast_buffers)
         optimizer = None

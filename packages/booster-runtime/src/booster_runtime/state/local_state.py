@@ -27,7 +27,7 @@ class LocalState(OrderedDict[str, Any]):
             CheckpointError: Always.
         """
         msg = (
-            "This state dict holds one rank's part of the model, so that a file of it would lack those of the others. "
+            "This state dict holds one rank's shards of the model, so that a file of it is not one of the whole model. "
             "Call `booster.save_model(model, path)` on every rank, which plain PyTorch and transformers can load."
         )
         raise CheckpointError(msg)
