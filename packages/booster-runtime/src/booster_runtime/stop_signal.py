@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from booster_core import Booster
 
+__all__ = ["StopSignal"]
+
 
 class StopSignal:
     """Catches signals, and tells all ranks after the same step that one of them got one.
