@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
+from booster_core.precision import NARROW
 from booster_core.ranks import this_host
 from booster_runtime.lazy import is_lazy
 from booster_runtime.verification.first_batches import copy_of, first_batches
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
 _STEPS = 2
 """The second step is the first that depends on optimizer state and on parameters that were shared out."""
 _MODEL_SIZES = 12
-"""Memory of a verification on one rank, in sizes of the model: a copy with gradients, optimizer state and notes of
-initial and final values and of each step's gradients, and then a boosted one."""
+"""Memory of a verification on one rank, in sizes of the model: a copy with gradients, optimizer state, initial and
+final values and each step's gradients, and then a boosted copy."""
+_MORE_IN_LOW_PRECISION = 4
+"""Values and gradients of the same training in fp32."""
 _INSTEAD = "Leave `verify` out, and call `booster_core.verify` with a small configuration of the model"
 
 
@@ -66,7 +69,8 @@ def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, 
     with random_state_kept():
         error: Exception | None = None
         try:
-            _check_size(model, num_local)
+            is_narrow = booster.precision.compute_dtype in NARROW
+            _check_size(model, _MODEL_SIZES + (_MORE_IN_LOW_PRECISION if is_narrow else 0), num_local)
         except ConfigError as caught:
             error = caught
         coordinator.raise_together(error, name="boost")
@@ -111,11 +115,12 @@ def _copied(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimize
     return copied, twin
 
 
-def _check_size(model: nn.Module, num_ranks: int) -> None:
+def _check_size(model: nn.Module, num_sizes: int, num_ranks: int) -> None:
     """Refuse a model whose copies may not fit into this host's memory.
 
     Args:
         model: The user's model.
+        num_sizes: How many times its size a rank needs.
         num_ranks: Number of ranks on this host.
 
     Raises:
@@ -130,10 +135,10 @@ def _check_size(model: nn.Module, num_ranks: int) -> None:
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
     size_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     available = available_bytes()
-    needed = _MODEL_SIZES * size_bytes * num_ranks
+    needed = num_sizes * size_bytes * num_ranks
     if available is not None and needed > available:
         msg = (
-            f"`verify` needs about {needed / 2**30:.1f} GiB on this host: {_MODEL_SIZES} times the model's "
+            f"`verify` needs about {needed / 2**30:.1f} GiB on this host: {num_sizes} times the model's "
             f"{size_bytes / 2**30:.2f} GiB on each of {num_ranks} rank(s); {available / 2**30:.1f} GiB are available. "
             f"{_INSTEAD}."
         )
