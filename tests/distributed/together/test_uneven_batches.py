@@ -161,6 +161,15 @@ def test_gradients_that_were_not_weighed_raise_on_every_rank():
     expect_on_ranks(ConfigError, r"Call it in place of `loss\.backward\(\)`", step_by_hand, 2)
 
 
+def train_whole_batches():
+    booster, model, optimizer, index = boosted("ddp")
+    booster.train_batch(booster.join(batches_of(index)), model, square, optimizer)
+
+
+def test_whole_batches_can_not_be_joined():
+    expect_on_ranks(ConfigError, "`Booster.train_batch` does not know which batches", train_whole_batches, 2)
+
+
 def leave_and_go_on(keeps):
     """Leave the loop where one rank has run out, and take one more step on other batches."""
     booster, model, optimizer, index = boosted("ddp")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from booster_core.elsewhere import OF_BOOSTER, no_attribute
+from booster_core.batches import Batches
+from booster_core.elsewhere import Remedies
 from booster_core.errors import ConfigError, needs_runtime
-from booster_core.loading import Loading
 from booster_core.plugin.arguments import check_boost_arguments, check_boosted
 from booster_core.plugin.discovery import check_api_version, load
 from booster_core.plugin.frozen import FrozenParameters, untrained_names
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Dataset
     from typing_extensions import TypeVar
 
     from booster_core.precision import PrecisionPolicy
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
-class Booster(Loading, Saving):
+class Booster(Batches, Saving, Remedies):
     """Makes a training script distributed by the strategy of a plugin.
 
     Args:
@@ -108,11 +108,6 @@ class Booster(Loading, Saving):
         self._context: BoostContext | None = None
         # What users passed to `boost`.
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in OF_BOOSTER:
-            raise no_attribute(self, name, OF_BOOSTER[name])
-        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)  # noqa: EM102, TRY003 - Python's own words
 
     @property
     def device(self) -> torch.device:
@@ -414,6 +409,41 @@ class Booster(Loading, Saving):
         )
         return check
 
+    def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
+        """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.
+
+        Collective: none.
+        """
+        return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
+
+    def gather_for_metrics(self, values: Any, dataloader: DataLoader[Any]) -> Any:
+        """Return values of every rank's last batch, each sample once, in the order of the data set.
+
+        Ranks get equally many batches, so samples at an epoch's end are repeated on some of them; those are left out.
+        Values are sent through the host: reduce them to what the metric needs, such as predictions instead of logits.
+
+        Args:
+            values: Tensors in any nest of dicts, lists and tuples, each with one value per sample of this rank's batch
+                along its first dimension; ``None`` on a rank that has none, such as a pipeline's first stage.
+            dataloader: The loader that the batch came from, as `boost` or `prepare_dataloader` returned it.
+
+        Returns:
+            The same nest of tensors on this run's device, the same on every rank.
+
+        Raises:
+            TypeError: If the loader is another one, or a value is no tensor.
+            ConfigError: If a tensor has not one value per sample, or ranks' tensors don't fit together.
+
+        Collective: every rank of the world, after each batch.
+        """
+        hooks, coordinator = self.context.hooks, self.context.coordinator
+        if not hooks.gather_samples.get_hookimpls():
+            raise ConfigError(needs_runtime("Values are gathered"))
+        index, _ = self.plugin.data_parallel_coordinates(coordinator)
+        return hooks.gather_samples(
+            values=values, loader=dataloader, index=index, coordinator=coordinator, device=self.device
+        )
+
     def describe(self) -> str:
         """Return, and print on the master rank, the run's plugin, ranks, device and number formats.
 
@@ -437,14 +467,22 @@ class Booster(Loading, Saving):
 
     def _verify_training(self, objects: Boosted) -> None:
         """Compare a short training of copies with that of one process; these neither count as steps nor stay."""
-        hook = self.context.hooks.verify_boost
-        if not hook.get_hookimpls():
-            raise ConfigError(needs_runtime("Training is verified"))
+        hook = self._hook("verify_boost")
         twin = copy.copy(self)
         Saving.__init__(twin)  # knows the boosted models
         twin_context = replace(self.context, after_step=None)
         vars(twin).update(_models=weakref.WeakSet(), _verify=False, _joined_batches=None, _context=twin_context)
         hook(booster=twin, objects=objects, loss=None if self._verify is True else self._verify)
+
+    def _deal(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Split a user's loader between data parallel ranks; one rank without booster-runtime keeps it."""
+        coordinator = self.context.coordinator
+        dealt: DataLoader[Any] | None = self.context.hooks.deal_dataloader(
+            loader=loader, plugin=self.plugin, coordinator=coordinator
+        )
+        if dealt is None and self.plugin.data_parallel_coordinates(coordinator)[1] > 1:
+            raise ConfigError(needs_runtime("Data loaders are split between ranks"))
+        return loader if dealt is None else dealt
 
     def _the_model(self, model: nn.Module | None, call: str) -> nn.Module:
         """Return the boosted model that was passed to a call, or the only one there is."""

@@ -1,44 +1,44 @@
-"""What calls of other libraries are called here, for the error of a script that was written for one of them."""
+"""What calls of Accelerate, Fabric and DeepSpeed are called here, for the errors of scripts written for one of them."""
 
 from __future__ import annotations
 
-_STEP = "call `booster.backward(loss, optimizer)`, `optimizer.step()` and `optimizer.zero_grad()`"
-_ACCUMULATE = "run all but the last micro-batch under `booster.no_sync(model)`, divide losses, and step after the last"
-_WAIT = "call `DistCoordinator().block_all()`"
-_CLIP = "call `optimizer.clip_grad_by_norm(max_norm)` of the boosted optimizer, after `backward`"
-_BOOST = "call `model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer, ...)`"
+from typing import NoReturn
 
-OF_BOOSTER = {
-    "accumulate": _ACCUMULATE,
-    "no_backward_sync": "use `booster.no_sync(model)`",
-    "prepare": _BOOST,
-    "setup": _BOOST,
-    "initialize": _BOOST,
-    "setup_dataloaders": "pass the data loader to `booster.boost`, or call `booster.prepare_dataloader(dataset)`",
+_BOOST = "call `model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer, ...)`"
+_CLIP = "call `optimizer.clip_grad_by_norm(max_norm)` of the boosted optimizer, after `backward`"
+_STEP = "call `booster.backward(loss, optimizer)`, `optimizer.step()` and `optimizer.zero_grad()`"
+_SAVE = "call `booster.save_checkpoint(path, step=step, model=model, optimizer=optimizer)`"
+INSTEAD = {
+    "accumulate": "run all but the last micro-batch under `booster.no_sync(model)`, and step after the last",
+    "backward": _STEP,
     "clip_grad_norm_": _CLIP,
     "clip_gradients": _CLIP,
-    "unwrap_model": "call `model.unwrap()`; `booster.save_model(model, path)` saves it",
-    "wait_for_everyone": _WAIT,
-    "barrier": _WAIT,
     "gather": "call `booster.gather_for_metrics(values, dataloader)`",
-    "save_state": "call `booster.save_checkpoint(path, step=step, model=model, optimizer=optimizer)`",
-    "load_state": "call `booster.load_checkpoint(path, model=model, optimizer=optimizer)`",
     "is_main_process": "ask `DistCoordinator().is_master()`",
     "join_uneven_inputs": "iterate over `booster.join(batches)`",
-}
-"""What to do in place of calls of Accelerate's ``Accelerator``, Fabric and DeepSpeed, by their names."""
-
-OF_MODEL = {
-    "backward": _STEP,
+    "prepare": _BOOST,
+    "save_checkpoint": _SAVE,
+    "save_state": _SAVE,
+    "setup": _BOOST,
     "step": _STEP,
-    "save_checkpoint": "call `booster.save_model(model, path)`, or `booster.save_checkpoint` for the whole state",
+    "unwrap_model": "call `model.unwrap()`; `booster.save_model(model, path)` saves it",
+    "wait_for_everyone": "call `DistCoordinator().block_all()`",
 }
-"""What to do in place of calls of DeepSpeed's engine."""
+OF_ENGINES = {"backward", "save_checkpoint", "step"}
+"""Those of a boosted model; DeepSpeed's engine has them."""
 
 
-def no_attribute(owner: object, name: str, instead: str) -> AttributeError:
-    """Return the error for an attribute that another library has.
+class Remedies:
+    """Names the call to make in place of an attribute that another library's object has."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(self, name)
+
+
+def no_attribute(owner: object, name: str) -> AttributeError:
+    """Return the error for an attribute that is not there.
 
     Collective: none.
     """
-    return AttributeError(f"`{type(owner).__name__}` has no `{name}`; {instead}.", name=name, obj=owner)
+    instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+    return AttributeError(f"`{type(owner).__name__}` has no `{name}`{instead}.", name=name, obj=owner)

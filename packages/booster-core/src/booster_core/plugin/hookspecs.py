@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
+    from booster_core.batches import Evaluation
     from booster_core.booster import Booster
     from booster_core.plugin.interface import BoostContext, Boosted, Plugin
     from booster_core.ranks.coordinator import DistCoordinator
@@ -91,7 +92,7 @@ def prepare_dataloader(
 
 
 @hookspec(firstresult=True)
-def join_batches(batches: Iterable[Any], plugin: Plugin, coordinator: DistCoordinator, device: torch.device) -> Any:
+def join_batches(booster: Booster, batches: Iterable[Any]) -> Any:
     """Return an iterator over a rank's batches that ends on all ranks together; see `Booster.join`.
 
     Its ``weigh`` and ``weighing`` weigh the loss of the batch handed out last. Collective: every rank, at each batch.
@@ -106,6 +107,31 @@ def gather_samples(
 
     ``index`` is this rank's among the ranks that see different samples. Collective: every rank.
     """
+
+
+@hookspec(firstresult=True)
+def train_batch(
+    booster: Booster,
+    data_iter: Iterator[Any],
+    model: nn.Module,
+    criterion: Callable[[Any, Any], Tensor] | None,
+    optimizer: Optimizer,
+    accumulation: int,
+    max_norm: float | None,
+    weight: Callable[[Any], float | Tensor] | None,
+) -> Tensor | None:
+    """Take an optimizer step on the next batches; see `Booster.train_batch`. Collective: every rank."""
+
+
+@hookspec(firstresult=True)
+def evaluate_batch(
+    booster: Booster,
+    data_iter: Iterator[Any],
+    model: nn.Module,
+    criterion: Callable[[Any, Any], Tensor] | None,
+    weight: Callable[[Any], float | Tensor] | None,
+) -> Evaluation | None:
+    """Compute loss and outputs of the next batch; see `Booster.evaluate_batch`. Collective: every rank."""
 
 
 @hookspec(firstresult=True)

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.p2p import check_sendable
-from booster_hybrid.pipeline.trace import is_carried, named_arguments, named_forward
-from booster_runtime.data import call_with, taken_by
+from booster_hybrid.pipeline.trace import is_carried, named_arguments
+from booster_runtime.data import call_with, named_forward, taken_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -20,11 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_core.state import compiled_module
 from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.tensor_parallel.split import is_repeated
-from booster_runtime.data import call_with, taken_by
+from booster_runtime.data import call_with, named_forward, taken_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,18 +60,6 @@ class Trace:
     layers: tuple[Layer, ...]
     uses: Mapping[str, tuple[int, ...]] = field(repr=False)
     uncalled: tuple[str, ...] = ()
-
-
-def named_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward whose arguments have names: a module's, or its class's where something general replaced it.
-
-    Activation checkpointing and the compiler do so.
-    """
-    module = compiled_module(module) or module
-    kinds = {each.kind for each in inspect.signature(module.forward).parameters.values()}
-    if kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        return functools.partial(type(module).forward, module)
-    return module.forward
 
 
 def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,10 +65,11 @@ def losses_of_script(
         plugin: One with stages runs the model itself, and calls the criterion with outputs and batch.
         criterion: What the script gave to `boost`.
         loss: What it says about it.
-        batch: Its first batch.
+        batch: Its first batch. Of a pair, such as inputs and targets, the criterion gets the second; of anything else
+            all, as in `Booster.train_batch`.
 
     Raises:
-        ConfigError: If it can't be known.
+        ConfigError: If a function is given for a pipeline. Where the guess is wrong, computing a loss raises it.
 
     Collective: none.
     """
@@ -82,20 +83,14 @@ def losses_of_script(
         return Losses.by_criterion(criterion or loss_of_outputs, drops_entries=True)
     if loss is not None:
         return Losses(lambda model, batch: (loss(model, batch), None))
-    if criterion is None:
-        return Losses(_explaining(Losses.by_criterion(loss_of_outputs).forward))
-    if isinstance(batch, (list, tuple)) and len(batch) == 2:
+    if criterion is not None and isinstance(batch, (list, tuple)) and len(batch) == 2:
 
         def forward(model: nn.Module, pair: Any) -> tuple[Tensor, Any]:
             outputs = model(pair[0])
             return criterion(outputs, pair[1]), outputs
 
         return Losses(_explaining(forward))
-    msg = (
-        f"`verify=True` does not know how your script calls model and criterion with a batch of type "
-        f"`{type(batch).__name__}`. {_REMEDY}"
-    )
-    raise ConfigError(msg)
+    return Losses(_explaining(Losses.by_criterion(criterion or loss_of_outputs, drops_entries=True).forward))
 
 
 def _explaining(forward: Callable[[nn.Module, Any], tuple[Tensor, Any]]) -> Callable[[nn.Module, Any], Any]:
