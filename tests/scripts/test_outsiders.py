@@ -73,6 +73,9 @@ RAISING = {
 A script whose rank 0 raises alone ends there: the monitor ends the others.
 """
 
+WRONG = {"clip_by_torch": ["zero", "gemini", "hybrid"], "ema_by_deepcopy": ["gemini"]}
+"""What is known to be wrong: torch's function takes sharded gradients for zero, and a copy shares Gemini's chunks."""
+
 
 def cases():
     """Return every script with every plugin on 1 and 2 ranks; all but a covering part are slow."""
@@ -84,7 +87,9 @@ def cases():
                 # By default each script runs under DDP and another plugin on two ranks, and under one on a single rank.
                 others = (0, 1 + number % 4) if ranks == 2 else (number % 5,)
                 is_default = place in others
-                marks = () if is_default else pytest.mark.slow
+                marks = [] if is_default else [pytest.mark.slow]
+                if plugin in WRONG.get(script, ()):
+                    marks.append(pytest.mark.xfail(strict=False, reason="not mended yet, see `WRONG`"))
                 found.append(pytest.param(script, name, ranks, id=f"{script}-{name}-{ranks}", marks=marks))
     return found
 
