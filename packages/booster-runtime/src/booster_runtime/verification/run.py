@@ -185,7 +185,9 @@ class _Run:
         measured = {name: self.reference.final[name] for name in initial if self._has_signal(name)}
         exact = self.reference.exact
         limits = {
-            name: max(_OF_UPDATES * self.limit, self._limit(values, exact and exact.final[name], sizes[name]))
+            name: max(
+                _OF_UPDATES * self.limit, self._limit(values, None if exact is None else exact.final[name], sizes[name])
+            )
             for name, values in measured.items()
         }
         self._parameters("update", steps, measured, sizes, limits)
@@ -207,7 +209,7 @@ class _Run:
         if outputs is not None:
             for path, values in floating_leaves(outputs).items():
                 if path in expected and values.shape == expected[path].shape:
-                    limit = self._limit(expected[path], exact and exact.outputs[self.index].get(path))
+                    limit = self._limit(expected[path], None if exact is None else exact.outputs[self.index].get(path))
                     self._add("output", 0, path, _error(values, expected[path]), limit)
         self._loss("evaluation loss", 0, loss, lambda reference: reference.evaluation_losses[self.index])
 
@@ -225,7 +227,7 @@ class _Run:
             found = zero if gradient is None else gradient.cpu()
             size = sizes.get(name, _typical(sizes))
             wanted = zero if wanted is None else wanted.cpu()
-            limit = self._limit(wanted, exact and exact.gradients[step - 1].get(name), size)
+            limit = self._limit(wanted, None if exact is None else exact.gradients[step - 1].get(name), size)
             self._add("gradient", step, name, _error(found, wanted, size), limit)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -252,7 +254,7 @@ class _Run:
             expected = torch.tensor(of(self.reference))
             size = max(abs(float(expected)), 1e-6)
             exact = self.reference.exact
-            limit = self._limit(expected, exact and torch.tensor(of(exact)), size)
+            limit = self._limit(expected, None if exact is None else torch.tensor(of(exact)), size)
             self._add(what, step, "", abs(float(loss) - float(expected)) / size, limit)
 
     def _limit(self, expected: Tensor, exact: Tensor | None, size: float | None = None) -> float:
