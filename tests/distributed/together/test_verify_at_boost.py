@@ -207,7 +207,7 @@ def trained_llama(plugin, verify):
         optimizer.zero_grad()
     adapter = booster.state_adapter(model)
     tensors = [shard.data.clone() for shard in (*adapter.model_shards(), *adapter.optimizer_shards())]
-    return [None if loss is None else float(loss) for loss in losses], tensors, torch.get_rng_state()
+    return [None if loss is None else float(loss.detach()) for loss in losses], tensors, torch.get_rng_state()
 
 
 def leaves_llama_alone(plugin):
@@ -311,11 +311,11 @@ def vector_loss():
 REFUSED = {
     "no-loader": ({"dataloader": nothing}, "`boost` got no data loader"),
     "no-optimizer": ({"optimizer": nothing}, "`boost` got no optimizer"),
-    "dicts": (
-        {"dataloader": dicts},
-        "does not know how your script calls model and criterion with a batch of type `dict`",
+    "dicts": ({"dataloader": dicts}, r"(?s)could not compute a loss as it guessed .*Pass a function"),
+    "no-criterion": (
+        {"criterion": nothing},
+        r"(?s)could not compute .* no criterion was given.*Pass a function",
     ),
-    "no-criterion": ({"criterion": nothing}, r"could not compute a loss as it guessed .*Pass a function"),
     "empty": ({"dataloader": empty}, "has none|fewer samples|samples"),
     "uncopyable": ({"dataloader": uncopyable}, r"`copy\.deepcopy` failed with TypeError"),
     "vector-loss": ({"criterion": vector_loss}, r"got a tensor of shape \(2,\)"),

@@ -99,8 +99,6 @@ def _explaining(forward: Callable[[nn.Module, Any], tuple[Tensor, Any]]) -> Call
     def run(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
             loss, outputs = forward(model, batch)
-        except ConfigError:
-            raise
         except Exception as error:
             msg = f"`verify=True` could not compute a loss as it guessed ({type(error).__name__}: {error}). {_REMEDY}"
             raise ConfigError(msg) from error
@@ -134,8 +132,8 @@ def loss_of_outputs(outputs: Any, batch: Any) -> Tensor:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor):
         msg = (
-            f"The model's outputs (`{type(outputs).__name__}`) have no loss. Have `build` return a criterion as its "
-            f"third value: it is called as `criterion(outputs, batch)`. {_REMEDY}"
+            f"The model's outputs (`{type(outputs).__name__}`) have no loss, and no criterion was given. For "
+            "`verify(build, ...)`, `build` returns it as its third value: it is called as `criterion(outputs, batch)`."
         )
         raise ConfigError(msg)
     return loss
