@@ -25,6 +25,7 @@ from booster_ddp.comm_hooks import BY_DTYPE, register_comm_hook
 from booster_ddp.config import DDPConfig
 from booster_ddp.first_step import FirstStep
 from booster_ddp.model import DDPModel
+from booster_ddp.names import with_users_names
 from booster_ddp.rank_local import RankLocal
 from booster_ddp.sync_batchnorm import convert_sync_batchnorm
 from booster_ddp.unreduced import UnreducedGradients
@@ -138,7 +139,7 @@ class TorchDDPPlugin(Plugin):
             with rank_local.known_to_ddp(original):
                 ddp = self._wrap(original, context, find_unused_parameters)
             unreduced.follow(ddp)
-            return ddp
+            return with_users_names(ddp)
 
         first_step = None
         # DDP refuses a model without trainable parameters, such as a frozen teacher.

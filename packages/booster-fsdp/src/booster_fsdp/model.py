@@ -40,7 +40,7 @@ class FSDPModel(ModelWrapper):
         self.__dict__["_forward_methods"] = frozenset(forward_methods)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse a copy, which torch can't make of sharded parameters.
+        """Refuse a copy: torch ties the shards to this model's hooks.
 
         Raises:
             ConfigError: Always.
