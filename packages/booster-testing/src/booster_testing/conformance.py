@@ -70,7 +70,7 @@ class PluginConformance(CheckpointConformance):
         return jobs.JOBS if type(self).make_model is not None else {**jobs.JOBS, **jobs.STATEFUL_JOBS}
 
     def assert_parity(self, name: str) -> list[Trained]:
-        """Compare a job's training with one process: gradients, norms and parameters, each by name."""
+        """Compare a job's training with one process: gradients, norms, parameters and state, each by name."""
         job = self.jobs()[name]
         training = self.training(**job.changes)
         results: list[Trained] = self.results_of(name)
@@ -85,6 +85,8 @@ class PluginConformance(CheckpointConformance):
                 assert actual.norms[0] == pytest.approx(expected.norms[0], rel=tolerance.relative)
             wide = tolerance if training.optimizer == "sgd" or training.precision is not None else _ADAPTIVE
             assert_same_tensors(actual.parameters, expected.parameters, wide)
+            state = {key: actual.state[key] for key in expected.state if key in actual.state}
+            assert_same_tensors(state, expected.state, wide)
         return results
 
     # ---- declarations
@@ -199,8 +201,8 @@ class PluginConformance(CheckpointConformance):
     @pytest.mark.parametrize(("max_norm", "norm_type"), jobs.NORMS)
     def test_norm_is_the_same_on_every_rank(self, max_norm: float, norm_type: float) -> None:
         norms = [trained.norms for trained in self.results_of(f"norm, {max_norm} {norm_type}")]
-        assert all(norm > 0 for norm in norms[0])
-        assert all(of_rank == norms[0] for of_rank in norms)
+        assert all(norm > 0 for norm in norms[0]), norms
+        assert all(of_rank == norms[0] for of_rank in norms), f"norms differ between ranks: {norms}"
 
     def test_clips_by_value(self) -> None:
         self.needs(Capability.SYNCHRONOUS)

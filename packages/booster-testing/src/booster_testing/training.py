@@ -125,12 +125,14 @@ class Trained:
         gradients: Gradient by parameter name, before clipping.
         norms: Results of ``clip_grad_by_norm``.
         parameters: Parameters and buffers by name, after the last step.
+        state: Tensors of the optimizer's state by ``name/state``, after the last step; without scalars.
     """
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
 
 
 def summed_loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -225,6 +227,7 @@ class PlainRun:
         self.optimizer.zero_grad(set_to_none=training.set_to_none)
         if is_last:
             trained.parameters = self._parameters()
+            trained.state = {key: tensor for key, tensor in self._state().items() if tensor.numel() > 1}
 
     def _gradients(self) -> dict[str, Tensor]:
         for parameter in self.model.parameters():
@@ -240,6 +243,13 @@ class PlainRun:
 
     def _parameters(self) -> dict[str, Tensor]:
         return tensors_of(self.model.state_dict())
+
+    def _state(self) -> dict[str, Tensor]:
+        return {
+            f"{name}/{key}": value
+            for name, parameter in self.model.named_parameters()
+            for key, value in tensors_of(self.optimizer.state.get(parameter, {})).items()
+        }
 
 
 class BoostedRun(PlainRun):
@@ -301,6 +311,9 @@ class BoostedRun(PlainRun):
 
     def _parameters(self) -> dict[str, Tensor]:
         return whole_model(self.booster, self.model)
+
+    def _state(self) -> dict[str, Tensor]:
+        return assembled(self.booster.state_adapter(self.model, self.optimizer).optimizer_shards())
 
 
 def train_plainly(training: Training, world_size: int) -> Trained:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -221,15 +220,15 @@ class ReferencePlugin(Plugin):
         model = objects.model
         place_model(model, objects.optimizer, context.device, context.precision)
         self.make_equal(model)
-        compute = context.precision.compute_dtype
+        precision = self.precision_of_forward(context.precision)
         optimizer = objects.optimizer and self.optimizer_class(
             objects.optimizer,
             model,
-            compute if context.precision.uses_autocast else None,
+            precision.compute_dtype if precision.uses_autocast else None,
             precision=context.precision,
             after_step=context.after_step,
         )
-        wrapper = self.model_class(model, precision=self.precision_of_forward(context.precision))
+        wrapper = self.model_class(model, precision=precision)
         wrapper.__dict__["boosted_optimizer"] = optimizer
         return objects._replace(model=wrapper, optimizer=optimizer)
 
@@ -243,7 +242,7 @@ class ReferencePlugin(Plugin):
 
     def precision_of_forward(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the precision in which forward computes."""
-        return replace(policy)
+        return policy
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:  # type: ignore[override]
