@@ -9,7 +9,7 @@ import torch
 
 from booster_core.plugin import Capability
 from booster_testing import checkpoint_runs as runs
-from booster_testing.compare import EXACT, Tolerance, assert_same_tensors, tolerance_for
+from booster_testing.compare import ADAPTIVE, DTYPES, EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import TinyStateful
 from booster_testing.ranks import run_on_ranks
 from booster_testing.shared_jobs import SharedJobs
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from booster_testing.training import Training
 
 _PRECISIONS = ["fp32", "bf16", "fp16"]
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ADAPTIVE = Tolerance(
-    relative=2e-3,
-    reason="an adaptive optimizer divides by a running gradient magnitude: near zero, roundings change a whole step",
-)
 
 
 class CheckpointConformance(SharedJobs):
@@ -70,7 +65,7 @@ class CheckpointConformance(SharedJobs):
         saved, root = saved_on_one_device(runs.on_one_device(training), tmp_path_factory)
         loaded = self._on_ranks(runs.load_and_continue, training, root)
         for of_rank in loaded:
-            assert_same_state(of_rank.snapshot, saved.snapshot, rounded_to=_DTYPES[precision])
+            assert_same_state(of_rank.snapshot, saved.snapshot, rounded_to=DTYPES[precision])
         self._assert_same_next_step(loaded, saved, precision)
 
     def test_loads_at_another_world_size(self, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -149,6 +144,6 @@ def assert_same_next_step(found: Sequence[Continued], expected: Continued, preci
     Raises:
         AssertionError: If parameters or buffers differ by more than the precision's rounding; names them.
     """
-    tolerance = tolerance_for(_DTYPES[precision]) if precision in ("bf16", "fp16") else _ADAPTIVE
+    tolerance = tolerance_for(DTYPES[precision]) if precision in ("bf16", "fp16") else ADAPTIVE
     for of_rank in found:
         assert_same_tensors(of_rank.next_parameters, expected.next_parameters, tolerance)

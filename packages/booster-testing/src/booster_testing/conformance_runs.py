@@ -265,7 +265,7 @@ def traffic_of_backward(training: Training) -> dict[str, int]:
         boosted = booster.boost(model, training.make_optimizer(model))
         models.append((boosted.model, boosted.optimizer))
         for step in range(2):  # the first steps may be special
-            _step(booster, *models[-1], step)
+            _step(booster, boosted.model, boosted.optimizer, step)
     (first, its_optimizer), (second, other_optimizer) = models
     counts = {}
     with booster.no_sync(first, its_optimizer):
@@ -306,7 +306,7 @@ def boost_with_gradients(training: Training) -> None:
     booster, model = training.make_booster(), training.make_model()
     optimizer = training.make_optimizer(model)
     if DistCoordinator().is_last_process():
-        logits_of(model(_tokens(booster).cpu())).square().mean().backward()
+        logits_of(model(_tokens(booster).cpu())).square().mean().backward()  # type: ignore[no-untyped-call]
     booster.boost(model, optimizer)
 
 

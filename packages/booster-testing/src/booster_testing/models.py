@@ -32,6 +32,8 @@ class TinyMixedBag(nn.Module):
         frozen: Have a layer whose parameters don't require gradients.
     """
 
+    scale: Tensor
+
     def __init__(self, *, unused: bool = True, frozen: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 8)

@@ -16,7 +16,7 @@ import torch
 
 from booster_core.plugin import Capability, PipelinePlugin
 from booster_testing import pipeline_runs as runs
-from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
+from booster_testing.compare import ADAPTIVE, DTYPES, assert_same_tensors, tolerance_for
 from booster_testing.jobs import Job
 from booster_testing.pipeline_runs import PipelineTraining, train_in_pipeline
 from booster_testing.ranks import run_on_ranks
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
 EXAMPLE_BATCH = {"tokens": torch.zeros(2, 6, dtype=torch.long)}
 """A batch like those that the kit trains with."""
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ADAPTIVE = Tolerance(
-    relative=2e-3,
-    reason="an adaptive optimizer divides by a running gradient magnitude: near zero, roundings change a whole step",
-)
 
 
 def _fails(*_: Any) -> None:
@@ -115,8 +109,8 @@ class PipelineConformance(SharedJobs):
         training = self.training(**JOBS[name].changes)
         results: list[Trained] = self.results_of(name)
         expected = train_plainly(training, self.data_size)
-        tolerance = tolerance_for(_DTYPES[training.precision or "fp32"])
-        wide = tolerance if training.optimizer == "sgd" or training.precision is not None else _ADAPTIVE
+        tolerance = tolerance_for(DTYPES[training.precision or "fp32"])
+        wide = tolerance if training.optimizer == "sgd" or training.precision is not None else ADAPTIVE
         for actual in results:
             # Later steps start from parameters that differ by rounding.
             assert_same_tensors(actual.gradients[0], expected.gradients[0], tolerance)

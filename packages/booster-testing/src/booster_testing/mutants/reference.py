@@ -24,6 +24,7 @@ from booster_runtime.state import MASTER, ReplicatedStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -84,6 +85,18 @@ class ReferenceOptimizer(OptimizerWrapper):
                 master.copy_(parameter)
         self.round_parameters()
         return result
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Leave the gradients of backward inside this context as they are.
+
+        Collective: none.
+        """
+        before, self.is_accumulating = self.is_accumulating, True
+        try:
+            yield
+        finally:
+            self.is_accumulating = before
 
     def average(self) -> None:
         """Average gradients that ranks have changed since the last call; what was averaged before stays as it is.
@@ -244,16 +257,11 @@ class ReferencePlugin(Plugin):
         """Return the precision in which forward computes."""
         return policy
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:  # type: ignore[override]
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
         """Leave gradients as they are on each rank; the next backward outside, or the step, averages them."""
-        del model
-        assert isinstance(optimizer, ReferenceOptimizer)
-        before, optimizer.is_accumulating = optimizer.is_accumulating, True
-        try:
-            yield
-        finally:
-            optimizer.is_accumulating = before
+        if isinstance(optimizer, ReferenceOptimizer):
+            return optimizer.accumulating()
+        return super().no_sync(model, optimizer)
 
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return a parameter's gradient, averaged over all ranks."""
