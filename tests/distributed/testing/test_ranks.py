@@ -164,9 +164,9 @@ def _call(function):
 def test_functions_of_a_file_that_is_not_importable_can_be_arguments(tmp_path, monkeypatch):
     file = tmp_path / "apart.py"
     file.write_text("def answer():\n    return 42\n")
-    spec = importlib.util.spec_from_file_location("not.importable", file)
+    spec = importlib.util.spec_from_file_location("not_importable", file)
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "not.importable", module)
+    monkeypatch.setitem(sys.modules, "not_importable", module)
     spec.loader.exec_module(module)
     assert run_on_ranks(_call, 2, module.answer) == [42, 42]
 

@@ -65,9 +65,8 @@ class PluginConformance(CheckpointConformance):
 
     def assert_parity(self, name: str) -> list[Trained]:
         """Compare a job's training with one process: gradients, norms, parameters and state, each by name."""
-        job = self.jobs()[name]
-        training = self.training(**job.changes)
         results: list[Trained] = self.results_of(name)
+        training = self.training(**self.jobs()[name].changes)
         expected = train_plainly(training, self.world_size)
         tolerance = tolerance_for(DTYPES[training.precision or "fp32"])
         for actual in results:
