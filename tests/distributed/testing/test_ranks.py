@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -164,9 +165,11 @@ def _call(function):
 def test_functions_of_a_file_that_is_not_importable_can_be_arguments(tmp_path, monkeypatch):
     file = tmp_path / "apart.py"
     file.write_text("def answer():\n    return 42\n")
-    spec = importlib.util.spec_from_file_location("not_importable", file)
+    name = "not_importable.apart"  # as pytest names a file below a folder
+    spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "not_importable", module)
+    monkeypatch.setitem(sys.modules, "not_importable", types.ModuleType("not_importable"))
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     assert run_on_ranks(_call, 2, module.answer) == [42, 42]
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -192,6 +193,7 @@ def _load_module(module: str, file: str) -> Any:
                 msg = f"the file {file} of module {module} cannot be loaded"
                 raise ImportError(msg)
             loaded = importlib.util.module_from_spec(spec)
+            _add_parents(module)
             sys.modules[module] = loaded  # before its code runs, so that its classes can be pickled
             try:
                 spec.loader.exec_module(loaded)
@@ -202,6 +204,16 @@ def _load_module(module: str, file: str) -> Any:
             sys.modules["__main__"] = loaded
         _settle_garbage()
     return loaded
+
+
+def _add_parents(module: str) -> None:
+    """Add empty packages where those above a module can't be imported: unpickling imports them by name."""
+    parts = module.split(".")
+    for depth in range(1, len(parts)):
+        parent = ".".join(parts[:depth])
+        with contextlib.suppress(ImportError):
+            importlib.import_module(parent)
+        sys.modules.setdefault(parent, ModuleType(parent))
 
 
 def _settle_garbage() -> None:
