@@ -425,14 +425,19 @@ class ZeroOptimizer(OptimizerWrapper):
                 self._offload_state(buckets)
             return result
         groups = [list(group["params"]) for group in self.param_groups]
+        has_stepped = False
         for bucket in buckets:
             with bucket.stepping():
                 own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
                 if own:
+                    has_stepped = True
                     with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
                         result = self.optim.step()
                     self._offload_state([bucket])
                 published[bucket] = bucket.publish()
+        if not has_stepped:  # schedulers count steps, also where this rank has nothing to update
+            with only(self.optim, [[] for _ in groups]):
+                result = self.optim.step()
         return result
 
     def _step_with(self, closure: Callable[[], float]) -> Any:
