@@ -29,6 +29,7 @@ from booster_ddp.names import with_users_names
 from booster_ddp.rank_local import RankLocal
 from booster_ddp.sync_batchnorm import convert_sync_batchnorm
 from booster_ddp.unreduced import UnreducedGradients
+from booster_runtime.sharding import refuse_renormalized
 from booster_runtime.state import ReplicatedStateAdapter
 
 if TYPE_CHECKING:
@@ -119,9 +120,14 @@ class TorchDDPPlugin(Plugin):
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
         """Move the model to the device, wrap it by DDP, and wrap the optimizer.
 
+        Raises:
+            ConfigError: If an embedding changes its table in forward, so that replicas would differ.
+
         Collective: every rank of the world.
         """
         original = objects.model
+        if context.coordinator.world_size > 1:
+            refuse_renormalized(original)
         place_model(original, objects.optimizer, context.device, context.precision)
         if self.config.sync_batchnorm:
             convert_sync_batchnorm(original, context.device.type)

@@ -32,6 +32,24 @@ if TYPE_CHECKING:
     from booster_zero.engine import Bucket
 
 
+def check_modules(model: nn.Module) -> None:
+    """Check that parameters can be gathered around the forward of each module.
+
+    Raises:
+        ConfigError: If a module is scripted, which takes no hooks.
+
+    Collective: none.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            which = f"Module '{name}'" if name else "The model"
+            msg = (
+                f"{which} is scripted, so Gemini can't gather its parameters when it runs. Boost the module without "
+                "`torch.jit.script`, or use plugin='zero'."
+            )
+            raise ConfigError(msg)
+
+
 @dataclass
 class _Frame:
     """One running forward."""
@@ -168,7 +186,11 @@ class ParameterHooks:
         return found
 
     def call(self, func: Callable[..., Any], indices: Sequence[int], args: Any, kwargs: Any) -> Any:
-        """Call a torch function that reads parameters."""
+        """Call a torch function that reads parameters.
+
+        Raises:
+            ConfigError: If it has changed one, because only the gathered copy has that change.
+        """
         frame = self._frames[-1]
         if not all(self._manager.chunk_of(index) in frame.pinned for index in indices):
             self._manager.note_first_use(indices)
@@ -179,11 +201,21 @@ class ParameterHooks:
             frame.saves = self._saved_uses.push(before_saving=True)
         # Also where they were gathered already: autograd would keep the parameter itself, a placeholder in backward.
         saves = not frame.saves and self._saved_uses.push()
+        parameters = [self._manager.parameters[index] for index in indices]
+        versions = [parameter._version for parameter in parameters]  # noqa: SLF001 - as autograd notices changes
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             if saves:
                 self._saved_uses.pop()
+        if versions != [parameter._version for parameter in parameters]:  # noqa: SLF001
+            msg = (
+                f"Forward changed a parameter in place, of shape {tuple(parameters[0].shape)}, by "
+                f"`{getattr(func, '__name__', func)}`. Gemini drops that change with the gathered copy. Change "
+                "parameters after `optimizer.step()`, inside of `with model.whole_parameters(writes=True):`."
+            )
+            raise ConfigError(msg)
+        return result
 
 
 class _FunctionUses(TorchFunctionMode):

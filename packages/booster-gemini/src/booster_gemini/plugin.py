@@ -15,6 +15,7 @@ from booster_gemini.leaves import find_leaves
 from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_numel
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
+from booster_gemini.param_hooks import check_modules
 from booster_gemini.state import GeminiStateAdapter
 from booster_runtime.lazy import hollow_objects, is_lazy
 from booster_runtime.sharding import (
@@ -23,6 +24,7 @@ from booster_runtime.sharding import (
     check_distinct_memory,
     partition_for,
     refuse_all_gradients,
+    refuse_renormalized,
 )
 
 if TYPE_CHECKING:
@@ -125,14 +127,17 @@ class GeminiPlugin(Plugin):
         """Lay all parameters out in chunks, and let the optimizer update this rank's slices of them.
 
         Raises:
-            ConfigError: If ``replica_size`` does not divide the number of ranks, two parameters are one memory, the
-                optimizer or a parameter can't be sharded, or an entry of ``leaf_modules`` fits no module.
+            ConfigError: If ``replica_size`` does not divide the number of ranks, two parameters are one memory, a
+                module is scripted, the optimizer or a parameter can't be sharded, or an entry of ``leaf_modules`` fits
+                no module.
 
         Collective: every rank of the world.
         """
-        ranks = self._ranks.get()
         model = objects.model
+        refuse_renormalized(model)
+        ranks = self._ranks.get()
         check_distinct_memory(model)
+        check_modules(model)
         leaves = find_leaves(model, self.config.leaf_modules)
         unchanged = replace(context.precision, param_dtype=None)  # chunks have formats of their own
         recording, lazy = None, set[int]()

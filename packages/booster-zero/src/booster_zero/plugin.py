@@ -29,6 +29,7 @@ from booster_runtime.sharding import (
     check_distinct_memory,
     partition_for,
     refuse_all_gradients,
+    refuse_renormalized,
 )
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.bucket import Bucket
@@ -134,6 +135,8 @@ class LowLevelZeroPlugin(Plugin):
         home = self._home(context)
         model = objects.model
         check_distinct_memory(model)
+        if context.coordinator.world_size > 1:
+            refuse_renormalized(model)
         place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
         agree_on_values(model)
         return self.shard(objects, context, self._ranks.get(), home=home)
