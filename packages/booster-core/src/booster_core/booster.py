@@ -92,7 +92,6 @@ class Booster(Saving):
         if self._asked_device is None and not torch.cuda.is_available():
             self._device = own_device(None, plugin)  # known before the launch
         self._timeout_seconds = timeout_seconds
-        self._context: BoostContext | None = None
         # What users passed to `boost`.
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -109,28 +108,24 @@ class Booster(Saving):
             self._device = own_device(self._asked_device, self.plugin)
         return self._device
 
-    @property
-    def context(self) -> BoostContext:
-        """Device, ranks, precision and hooks of this run, fixed at the first use."""
-        if self._context is None:
-            if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
-                ensure_process_group()
-            relay = hook_relay()
+    def _make_context(self) -> BoostContext:
+        if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
+            ensure_process_group()
+        relay = hook_relay()
 
-            def after_step(optimizer: Optimizer, metrics: dict[str, Any]) -> None:
-                if relay.after_step.get_hookimpls():  # asked at each step: hooks may be registered late
-                    relay.after_step(optimizer=optimizer, metrics=metrics)
+        def after_step(optimizer: Optimizer, metrics: dict[str, Any]) -> None:
+            if relay.after_step.get_hookimpls():  # asked at each step: hooks may be registered late
+                relay.after_step(optimizer=optimizer, metrics=metrics)
 
-            coordinator = DistCoordinator()
-            self._context = BoostContext(
-                device=self.device,
-                coordinator=coordinator,
-                precision=self.precision,
-                timeout_seconds=self._timeout_seconds or coordinator.timeout_seconds,
-                hooks=relay,
-                after_step=after_step,
-            )
-        return self._context
+        coordinator = DistCoordinator()
+        return BoostContext(
+            device=self.device,
+            coordinator=coordinator,
+            precision=self.precision,
+            timeout_seconds=self._timeout_seconds or coordinator.timeout_seconds,
+            hooks=relay,
+            after_step=after_step,
+        )
 
     @overload
     def boost(

@@ -45,11 +45,18 @@ class Saving(ABC):
         # The optimizer of each boosted model.
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
         self._io: CheckpointIO | None = None
+        self._context: BoostContext | None = None
 
     @property
-    @abstractmethod
     def context(self) -> BoostContext:
-        """Device, ranks, precision and hooks of this run."""
+        """Device, ranks, precision and hooks of this run, fixed at the first use."""
+        if self._context is None:
+            self._context = self._make_context()
+        return self._context
+
+    @abstractmethod
+    def _make_context(self) -> BoostContext:
+        """Return the context of this run."""
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

@@ -14,7 +14,7 @@ from torch import nn
 
 from booster_core.plugin.originals import guard_forward, through_door
 from booster_core.precision.casting import cast_floating
-from booster_core.ranks.progress import naming_missing_ranks
+from booster_core.ranks.rendezvous import naming_missing_ranks
 from booster_core.state.names import compiled_module
 
 if TYPE_CHECKING:
