@@ -11,15 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 import shutil
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointError
+from booster_runtime.checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_runtime.checkpoint.run.manifest import MANIFEST, verify_folder
-from booster_runtime.checkpoint.save.job import TEMPORARY, TOKEN_CHARACTERS, sync_folder
+from booster_runtime.checkpoint.save.writer import sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,11 +46,6 @@ def parse_name(name: str) -> tuple[int, int] | None:
 def log_failed_removal(where: str | Path, error: Exception) -> None:
     """Log that an old step, or a part of one, is still there."""
     _log.warning("'%s' could not be removed: %s. The next save into this folder tries again.", where, error)
-
-
-def new_token() -> str:
-    """Return text that no other save uses."""
-    return secrets.token_hex(TOKEN_CHARACTERS // 2)
 
 
 class Steps(ABC):

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError
 from booster_core.ranks import this_host
+from booster_runtime.checkpoint.files.layout import TEMPORARY
 from booster_runtime.checkpoint.run.manifest import MANIFEST, verify_folder
 from booster_runtime.checkpoint.run.steps import LATEST, LocalSteps, Steps, folder_name, log_failed_removal, parse_name
-from booster_runtime.checkpoint.save.job import TEMPORARY, as_checkpoint_error
+from booster_runtime.checkpoint.save.writer import as_checkpoint_error
 from booster_runtime.storage import leaves_folder, storage_for
 
 if TYPE_CHECKING:

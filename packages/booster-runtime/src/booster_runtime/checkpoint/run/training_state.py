@@ -8,41 +8,35 @@ checks the manifest before it changes anything, and random states come last, bec
 from __future__ import annotations
 
 import shutil
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_core.checkpoint_io import LoadedCheckpoint
 from booster_core.errors import CheckpointError, ConfigError
-from booster_runtime.checkpoint.files.names import EMA, MODEL, OPTIMIZER, FileNames
+from booster_runtime.checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames, new_token
 from booster_runtime.checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, damaged, required
-from booster_runtime.checkpoint.run.steps import LATEST, Steps, arrange, new_token
+from booster_runtime.checkpoint.run.steps import LATEST, Steps, arrange
 from booster_runtime.checkpoint.run.steps_remote import local_copy, open_steps
 from booster_runtime.checkpoint.run.training_part import BASE, TENSORS, VALUES, SavedTraining, TrainingPart
-from booster_runtime.checkpoint.save.job import as_checkpoint_error
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
-from booster_runtime.checkpoint.save.pretrained_files import pretrained_files
-from booster_runtime.checkpoint.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from booster_core.checkpoint_io import TrainingState
-    from booster_core.ranks import DistCoordinator
     from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
-    from booster_runtime.checkpoint.save.job import WrittenFile
+    from booster_runtime.checkpoint.files.layout import WrittenFile
     from booster_runtime.checkpoint.save.parts import Part
+    from booster_runtime.checkpoint.session import Session
 
 _EMA_NAMES = FileNames(base=MODEL, prefix=EMA)
 _SAVE, _LOAD = "save_checkpoint", "load_checkpoint"
-_VERIFY_TIMEOUT_SECONDS = 24 * 3600.0
-"""How long ranks wait while others read files to check them. That all take part is known by then."""
 
 
 def save_training_state(
     io: CheckpointFiles,
-    coordinator: DistCoordinator,
+    session: Session,
     make_state: Callable[[], TrainingState],
     root: str | Path,
     *,
@@ -52,13 +46,12 @@ def save_training_state(
     keep_last: int | None,
     use_async: bool,
     size_per_shard: int,
-    timeout_seconds: float,
 ) -> None:
     """Write a step; see `Booster.save_checkpoint`.
 
     Args:
         io: Writes the parts.
-        coordinator: Rank facts and rendezvous.
+        session: The ranks.
         make_state: Returns the state; may raise what the user got wrong.
         root: The folder of all steps.
         facts: What the manifest says of the run.
@@ -67,18 +60,16 @@ def save_training_state(
         keep_last: How many steps to keep.
         use_async: Write in the background.
         size_per_shard: Largest size of a file of tensors in MiB.
-        timeout_seconds: How long to wait for ranks that do not call.
 
     Collective: every rank.
     """
-    session = Session(coordinator, shared_filesystem=None, timeout_seconds=timeout_seconds)
+    coordinator = session.coordinator
     io.wait(_SAVE)
     where = Path(root)
     with session.together(_SAVE, where):
         _check_numbers(step, keep_last, size_per_shard)
         steps = open_steps(root)
         state = make_state()
-        texts = pretrained_files(state.module, state.dtype)
         training = TrainingPart(state.objects, rank=coordinator.rank, step=step, extra=extra)
     has_ema = state.ema is not None
     asked = {"step": step, "keep_last": keep_last, "use_async": use_async, "root": str(root), "ema": has_ema}
@@ -94,7 +85,6 @@ def save_training_state(
             FileNames(base=MODEL),
             max_bytes=max_bytes,
             dtype=state.dtype,
-            texts=texts,
             module=state.module,
         )
     ]
@@ -123,7 +113,7 @@ def save_training_state(
 
 def load_training_state(
     io: CheckpointFiles,
-    coordinator: DistCoordinator,
+    session: Session,
     make_state: Callable[[], TrainingState],
     root: str | Path,
     *,
@@ -131,27 +121,25 @@ def load_training_state(
     strict: bool,
     verify: bool,
     num_threads: int,
-    timeout_seconds: float,
 ) -> LoadedCheckpoint:
     """Read a step; see `Booster.load_checkpoint`.
 
     Args:
         io: Reads the parts.
-        coordinator: Rank facts and rendezvous.
+        session: The ranks.
         make_state: Returns the state that is written into.
         root: The folder of all steps.
         step: The step, or ``"latest"``.
         strict: As for `CheckpointFiles.load_model`.
         verify: Compare each file's checksum first.
         num_threads: As for `CheckpointFiles.load_model`.
-        timeout_seconds: How long to wait for ranks that do not call.
 
     Collective: every rank.
     """
-    session = Session(coordinator, shared_filesystem=None, timeout_seconds=timeout_seconds)
+    coordinator = session.coordinator
     io.wait(_LOAD)
     where, name = Path(root), None
-    with _together_for_long(session, where):
+    with session.together(_LOAD, where, for_long=True):
         _check_step(step, allow_latest=True)
         state = make_state()
         steps = open_steps(root)
@@ -179,20 +167,17 @@ def load_training_state(
     return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
 
 
-def has_training_state(coordinator: DistCoordinator, root: str | Path) -> bool:
+def has_training_state(session: Session, root: str | Path) -> bool:
     """Return whether there is a step to load; see `Booster.has_checkpoint`.
 
     Collective: every rank.
     """
-    found, error = False, None
-    if coordinator.rank == 0:
-        try:
+    found = False
+    with session.together("has_checkpoint", Path(root)):
+        if session.rank == 0:
             steps = open_steps(root)
             found = steps.latest_name() is not None or bool(steps.names())
-        except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
-            error = as_checkpoint_error(caught, Path(root))
-    coordinator.raise_together(error, name="has_checkpoint")
-    return bool(coordinator.broadcast_object(found))
+    return bool(session.coordinator.broadcast_object(found))
 
 
 def _check_folder(
@@ -203,7 +188,7 @@ def _check_folder(
     Raises:
         CheckpointError: If it is damaged, with the newest step that is not; or lacks what is wanted.
     """
-    with _together_for_long(session, folder):
+    with session.together(_LOAD, folder, for_long=True):
         if session.rank == 0:
             try:
                 Manifest.read(folder)
@@ -219,31 +204,16 @@ def _check_folder(
     mates = [rank for rank, disk in enumerate(disks) if disk == disks[session.rank]]
     names = [file for file in manifest.files if any(file == want or file.startswith(f"{want}/") for want in wanted)]
     own = names[mates.index(session.rank) :: len(mates)]
-    with _together_for_long(session, folder):
+    with session.together(_LOAD, folder, for_long=True):
         problems = manifest.size_problems(folder, own)
         if verify and not problems:
             problems = manifest.content_problems(folder, own)
     found = [problem for problems in session.coordinator.all_gather_object(problems) for problem in problems]
-    with _together_for_long(session, folder):
+    with session.together(_LOAD, folder, for_long=True):
         if found and session.rank == 0:
             msg = f"{damaged(folder, list(dict.fromkeys(found)))}{steps.advice(name)}"
             raise CheckpointError(msg)
     return manifest
-
-
-@contextmanager
-def _together_for_long(session: Session, path: Path) -> Iterator[None]:
-    """Run the body, which may read all of a checkpoint, and raise on every rank what it raised on any.
-
-    Collective: every rank.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:  # noqa: BLE001 - whatever happened here, the other ranks have to hear of it
-        error = as_checkpoint_error(caught, path)
-    limit = max(session.coordinator.timeout_seconds, _VERIFY_TIMEOUT_SECONDS)
-    session.coordinator.raise_together(error, name=_LOAD, timeout_seconds=limit)
 
 
 def _home(name: str) -> str:
