@@ -1,6 +1,9 @@
 """Saves where the file system cannot reserve space, or finds its disk full."""
 
+import errno
+import hashlib
 import mmap
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,10 +12,12 @@ from unittest import mock
 import pytest
 import torch
 
+from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles
 from booster_runtime.checkpoint.run.manifest import verify_folder
-from booster_testing import run_on_ranks
+from booster_runtime.checkpoint.save import strided
+from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
 from booster_testing.synthetic_state import SyntheticAdapter
 
@@ -65,6 +70,11 @@ def wrong_values(folder):
     return wrong
 
 
+def digests(folder):
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
 def save_and_resume(root, use_async=False):
     run = Run()
     run.train(3)
@@ -91,21 +101,59 @@ def test_training_state_on_a_file_system_without_fallocate(use_async, without_fa
     verify_folder(root / "step-00000003")
 
 
-def save_counting_mappings(folder):
-    """Save; return how often a file was mapped to be written through."""
-    real, count = mmap.mmap, []
+def refuse_reservation(code):
+    return mock.patch.object(strided.os, "posix_fallocate", side_effect=OSError(code, os.strerror(code)))
+
+
+def mapped_writes():
+    """Return a patch that counts mappings that are written through."""
+    real = mmap.mmap
+    count = []
 
     def counted(descriptor, length, flags, protection, **options):
         if protection & mmap.PROT_WRITE:
             count.append(length)
         return real(descriptor, length, flags, protection, **options)
 
-    with mock.patch.object(mmap, "mmap", counted):
+    return mock.patch.object(strided.mmap, "mmap", counted), count
+
+
+def save_refused(folder, code):
+    patch, count = mapped_writes()
+    with refuse_reservation(code), patch:
         save_every_form(folder)
     return len(count)
 
 
-def test_nothing_is_written_through_mappings(tmp_path):
-    """A write through a mapping that finds the disk full ends the process with SIGBUS; a plain write raises."""
-    assert run_on_ranks(save_counting_mappings, 2, str(tmp_path)) == [0, 0]
+def save_counted(folder):
+    patch, count = mapped_writes()
+    with patch:
+        save_every_form(folder)
+    return len(count)
+
+
+def test_columns_are_written_through_mappings_of_reserved_space(tmp_path):
+    assert min(run_on_ranks(save_counted, 2, str(tmp_path))) > 0
     assert run_on_ranks(wrong_values, 2, str(tmp_path)) == [[], []]
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL, errno.ENOSYS])
+def test_without_reserved_space_nothing_is_written_through_mappings(code, tmp_path):
+    """A write through a mapping that finds the disk full ends the process with SIGBUS; a plain write raises."""
+    assert run_on_ranks(save_refused, 2, str(tmp_path), code) == [0, 0]
+    assert run_on_ranks(wrong_values, 2, str(tmp_path)) == [[], []]
+
+
+def save_over_on_full_disk(folder):
+    c = DistCoordinator()
+    io = CheckpointFiles(c)
+    adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size)
+    with refuse_reservation(errno.ENOSPC):
+        io.save_model(adapter, Path(folder) / "sharded", shard=True)
+
+
+def test_no_space_while_reserving_is_an_error_that_keeps_the_old_checkpoint(tmp_path):
+    run_on_ranks(save_every_form, 2, str(tmp_path))
+    before = digests(tmp_path)
+    expect_on_ranks(CheckpointError, "The disk is full", save_over_on_full_disk, 2, str(tmp_path))
+    assert digests(tmp_path) == before

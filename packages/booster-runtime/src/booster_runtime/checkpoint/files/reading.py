@@ -86,9 +86,9 @@ def read_strided(
         box: The part to copy; not empty.
         out: Contiguous CPU tensor of ``box_numel(box)`` elements.
     """
-    target = _array(as_bytes(out), 0, box_shape(box), itemsize)
+    target = as_array(as_bytes(out), 0, box_shape(box), itemsize)
     if isinstance(source, memoryview):
-        np.copyto(target, _array(source, offset, shape, itemsize)[slices_of(box)])
+        np.copyto(target, as_array(source, offset, shape, itemsize)[slices_of(box)])
         return
     (first, last), row_bytes = box[0], itemsize * math.prod(shape[1:])
     step = max(_WINDOW_BYTES // row_bytes, 1)
@@ -101,7 +101,7 @@ def read_strided(
             # Not in a variable: a mapping with views cannot be closed.
             np.copyto(
                 target[start - first : stop - first],
-                _array(memoryview(mapping), begin - base, (stop - start, *shape[1:]), itemsize)[
+                as_array(memoryview(mapping), begin - base, (stop - start, *shape[1:]), itemsize)[
                     (slice(None), *slices_of(box[1:]))
                 ],
             )
@@ -109,7 +109,7 @@ def read_strided(
             mapping.close()
 
 
-def _array(memory: memoryview, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray[Any, Any]:
+def as_array(memory: memoryview, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray[Any, Any]:
     """Return memory as an array of opaque elements; unaligned memory is fine."""
     kind = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(itemsize, f"V{itemsize}")
     return np.ndarray(shape, dtype=kind, buffer=memory, offset=offset)

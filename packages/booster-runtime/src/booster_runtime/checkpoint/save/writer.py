@@ -24,7 +24,7 @@ from booster_runtime.checkpoint.files.safetensors_file import (
     METADATA,
     VALUES_PREFIX,
 )
-from booster_runtime.state.regions import as_bytes, pack, regions_of, runs_of
+from booster_runtime.state.regions import as_bytes, is_contiguous, pack, regions_of, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -141,7 +141,7 @@ def write_directly(
             buffers.append(torch.empty(bucket_bytes, dtype=torch.uint8))
         return buffers[0]
 
-    files: dict[int, tuple[int, dict[str, int]]] = {}
+    files: dict[int, tuple[Path, int, dict[str, int]]] = {}
     try:
         for ready in fill_buckets(fragments, the_buffer, copies_ready=False):
             synchronize_devices()
@@ -149,27 +149,29 @@ def write_directly(
                 index = plan.homes[fragment.part][fragment.key]
                 if index not in files:
                     path = plan.temporary(plan.files[index].name)
-                    files[index] = os.open(path, os.O_WRONLY), offsets_in(path, plan.files[index])
-                descriptor, offsets = files[index]
-                _write_fragment(descriptor, offsets[fragment.key], fragment)
+                    files[index] = path, os.open(path, os.O_WRONLY), offsets_in(path, plan.files[index])
+                path, descriptor, offsets = files[index]
+                _write_fragment(path, descriptor, offsets[fragment.key], fragment)
                 progress(fragment.numel * fragment.dtype.itemsize)
-        for descriptor, _ in files.values():
+        for _, descriptor, _ in files.values():
             os.fsync(descriptor)
     finally:
-        for descriptor, _ in files.values():
+        for _, descriptor, _ in files.values():
             os.close(descriptor)
 
 
-def _write_fragment(descriptor: int, offset: int, fragment: Fragment) -> None:
+def _write_fragment(path: Path, descriptor: int, offset: int, fragment: Fragment) -> None:
     """Write a fragment that is ready into the tensor whose values begin at an offset."""
-    itemsize = fragment.dtype.itemsize
+    itemsize, shape = fragment.dtype.itemsize, fragment.shape
     values = fragment.data.reshape(-1)
     for region in regions_of(fragment.box, fragment.flat):
         memory = as_bytes(values[region.start : region.start + region.numel])
-        starts, length = runs_of(fragment.shape, region.box)
-        for number, start in enumerate(starts):
-            run = memory[number * length * itemsize : (number + 1) * length * itemsize]
-            write_at(descriptor, run, offset + start * itemsize)
+        if is_contiguous(shape, region.box):
+            write_at(descriptor, memory, offset + span_of(shape, region.box)[0] * itemsize)
+        else:
+            from booster_runtime.checkpoint.save.strided import write_strided
+
+            write_strided(path, offset, shape, itemsize, region.box, memory)
 
 
 def write_at(descriptor: int, source: memoryview, offset: int) -> None:
