@@ -142,8 +142,8 @@ def fail_at(place, rank, code=errno.ENOSPC):
     if DistCoordinator().rank != rank:
         return mock.patch.object(writer, "__doc__", writer.__doc__)
     targets = {
-        "write": (writer.FileWriter, "write"),
-        "sync": (writer.FileWriter, "sync"),
+        "write": (writer, "_write_fragment"),
+        "sync": (writer.os, "fsync"),
         "manifest": (manifest.Manifest, "write"),
         "rename": (steps.LocalSteps, "place"),
         "latest": (steps.LocalSteps, "set_latest"),
