@@ -49,6 +49,16 @@ def test_a_folder_loads_the_weights_that_were_saved_last(first, second, tmp_path
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("first", ["divided", "divided, bin"])
+@pytest.mark.parametrize("second", ["divided", "divided, bin"])
+def test_a_folder_holds_one_form_of_a_model(first, second, tmp_path):
+    save(tmp_path, first, seed=1)
+    save(tmp_path, second, seed=2)
+    suffixes = {name.rpartition(".")[2] for name in names(tmp_path) if not name.endswith(".json")}
+    assert suffixes == {"bin" if "bin" in second else "safetensors"}
+    assert len([name for name in names(tmp_path) if ".index." in name]) == 1
+
+
 def test_transformers_reads_the_weights_that_were_saved_last(tmp_path):
     from transformers import LlamaForCausalLM
 

@@ -340,7 +340,8 @@ class Saving(ABC):
             lr_scheduler: The schedulers, in the same order.
             dataloader: The loader, over the same data set.
             ema: The averages; they need not have been made from the same values.
-            step: A step, or ``"latest"``.
+            step: A step; ``"latest"``; or ``"newest-whole"``, which goes back to the newest step that is whole where
+                later ones are damaged, and logs which. For runs that restart by themselves.
             strict: As for `load_model`.
             verify: Compare the checksum of each file that is read, once among the ranks that share a disk. It costs
                 one more read, at the speed of memory where the files fit there. Sizes are compared in any case.

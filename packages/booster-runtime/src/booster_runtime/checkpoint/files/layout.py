@@ -70,9 +70,11 @@ class FileNames:
         return mark_of(self.index)
 
     @property
-    def read_first(self) -> tuple[FileNames, ...]:
-        """The other forms of the same checkpoint that readers prefer to this one, where both are there."""
-        return (FileNames(base=MODEL, prefix=self.prefix),) if self.base == TORCH_MODEL else ()
+    def other_forms(self) -> tuple[FileNames, ...]:
+        """The other forms of the same checkpoint, one of which a reader might take in place of this one."""
+        if self.base == TORCH_MODEL:
+            return (FileNames(base=MODEL, prefix=self.prefix),)
+        return (FileNames(base=TORCH_MODEL, suffix=TORCH, prefix=self.prefix),) if self.base == MODEL else ()
 
     @property
     def groups(self) -> str:
@@ -309,8 +311,8 @@ def make_plan(
             )
             last.append(part.names.index)
     written = {file.name for file in files} | all_texts.keys()
-    # A form that readers look for first would be read in place of this one.
-    replaced = [form for part in parts if part.is_divided for form in (part.names, *part.names.read_first)]
+    # Another form would be read in place of this one by those who look for it first, or ask for it.
+    replaced = [form for part in parts if part.is_divided for form in (part.names, *part.names.other_forms)]
     in_one_file = [part.names for part in parts if part.file_name in (None, part.names.single)]
 
     def is_obsolete(name: str) -> bool:
