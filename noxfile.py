@@ -240,7 +240,9 @@ def _types(session: nox.Session, python: str) -> None:
 
 def _pytest(session: nox.Session, python: str, *arguments: str, success_codes: Iterable[int] = (0,)) -> None:
     command = (python, "-m", "pytest", *arguments)
-    session.run(*command, external=python != "python", success_codes=list(success_codes))
+    # Tests start many processes, each of which would compile our sources, and its tests, again.
+    caching = {"PYTHONDONTWRITEBYTECODE": ""}
+    session.run(*command, external=python != "python", success_codes=list(success_codes), env=caching)
 
 
 def _workers() -> tuple[str, ...]:

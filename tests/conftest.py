@@ -6,15 +6,34 @@ import contextlib
 import os
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from covering import covering
 
 from booster_testing import close_ranks
 from booster_testing.rank_pool import worker_pids
 
 # The transport of users with GPUs or several hosts. `nox -s direct` tests the other one.
 os.environ.setdefault("BOOSTER_TRANSPORT", "torch")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the cases that a test with the marker ``covering`` leaves out of the default run."""
+    matrices = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering") is not None and item.get_closest_marker("slow") is None:
+            matrices[item.nodeid.partition("[")[0]].append(item)
+    for cases in matrices.values():
+        marker = cases[0].get_closest_marker("covering")
+        # A value is the same object in all its cases, and need not be hashable.
+        values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
+        chosen = covering(values, *marker.args)
+        for position, case in enumerate(cases):
+            if position not in chosen:
+                case.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -63,14 +62,13 @@ def test_the_next_call_waits(then, tmp_path, monkeypatch):
     path = tmp_path / "m.safetensors"
     io.save_model(adapter, path, use_async=True)
     threading.Timer(0.2, gate.event.set).start()
-    start = time.monotonic()
     if then == "save":
         io.save_model(adapter, tmp_path / "n.safetensors")
     elif then == "load":
         assert io.load_model(adapter, path).is_complete
     else:
         getattr(io, then)()
-    assert time.monotonic() - start > 0.15
+    assert gate.event.is_set(), "the call came back before the write went on"
     assert path.exists()
 
 
@@ -114,6 +112,7 @@ def fail_on(rank, folder, then):
     io.wait()  # an error is raised once
 
 
+@pytest.mark.covering(1)  # every next call once; the other pairs are slow
 @pytest.mark.parametrize("then", ["wait", "save", "load"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_surfaces_on_every_rank_at_the_next_call(rank, then, tmp_path):

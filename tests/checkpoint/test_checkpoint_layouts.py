@@ -72,6 +72,7 @@ def test_loads_in_every_layout_at_another_number_of_ranks(layout, world_size, tm
             assert all(wrong == [] for wrong, _ in results)
 
 
+@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
 @pytest.mark.parametrize("suffix", ["st", "bin"])
 @pytest.mark.parametrize("use_async", [False, True])
 @pytest.mark.parametrize("shared", [None, True, False])
@@ -82,6 +83,7 @@ def test_every_route_and_container_holds_the_same(shared, use_async, suffix, tmp
             assert all(wrong == [] for wrong, _ in results)
 
 
+@pytest.mark.covering(1)  # every way in one of the containers; the other pairs are slow
 @pytest.mark.parametrize("suffix", ["st", "bin"])
 @pytest.mark.parametrize(("num_threads", "low_cpu_mem_mode"), [(3, True), (1, False), (3, False)])
 def test_threads_and_whole_files_give_the_same(num_threads, low_cpu_mem_mode, suffix, tmp_path):

@@ -41,6 +41,7 @@ def peaks(folder, suffix, shared, file_dtype):
     return saving.peak_bytes, loading.peak_bytes
 
 
+@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
 @pytest.mark.parametrize("file_dtype", [None, torch.bfloat16], ids=["same-dtype", "converted"])
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 @pytest.mark.parametrize("shared", [True, False])

@@ -107,6 +107,7 @@ def assert_from_pretrained_equals(model, folder, dtype=None):
     return loaded
 
 
+@pytest.mark.covering(1)  # every model in one of the forms; the other pairs are slow
 @pytest.mark.parametrize("use_safetensors", [True, False], ids=["safetensors", "bin"])
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_from_pretrained_reads_a_sharded_folder(factory, use_safetensors, tmp_path):
@@ -128,6 +129,7 @@ def test_from_pretrained_reads_a_variant(tmp_path):
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
+@pytest.mark.covering(1)  # every model in one of the forms; the other pairs are slow
 @pytest.mark.parametrize("use_safetensors", [True, False], ids=["safetensors", "bin"])
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_one_file_named_as_transformers_names_it(factory, use_safetensors, tmp_path):
@@ -138,6 +140,7 @@ def test_one_file_named_as_transformers_names_it(factory, use_safetensors, tmp_p
     assert_from_pretrained_equals(model, tmp_path)
 
 
+@pytest.mark.covering(1)  # every model in one of the forms; the other pairs are slow
 @pytest.mark.parametrize("max_shard_size", ["5GB", "30KB"], ids=["one-file", "sharded"])
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_we_read_what_save_pretrained_writes(factory, max_shard_size, tmp_path):

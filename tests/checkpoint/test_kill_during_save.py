@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-LIVES = 20
+LIVES = 8
 
 
 def run_script(folder, *arguments):

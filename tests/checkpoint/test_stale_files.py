@@ -39,6 +39,7 @@ def save(folder, form, seed):
     return model
 
 
+@pytest.mark.covering(1)  # every first form once; the other pairs are slow
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("second", ["divided", "divided, bin"])
 def test_a_folder_loads_the_weights_that_were_saved_last(first, second, tmp_path):

@@ -222,6 +222,7 @@ def save_failing(root, place, rank, use_async):
         run.booster.wait()
 
 
+@pytest.mark.covering(1)  # every place in one of the ways; the other pairs are slow
 @pytest.mark.parametrize("use_async", [False, True])
 @pytest.mark.parametrize(
     ("place", "rank"), [("write", 0), ("write", 1), ("sync", 1), ("manifest", 0), ("rename", 0), ("latest", 0)]

@@ -66,6 +66,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(world_size, options, save_opt
         assert all(torch.equal(tensors[name], restored[name]) for name in tensors)
 
 
+@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("before", "after", "batch"), [(4, 2, 2), (2, 3, 2), (2, 1, 4)])

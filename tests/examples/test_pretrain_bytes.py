@@ -64,6 +64,7 @@ def test_one_and_two_processes_have_the_same_losses(alone, together):
     assert together.result["losses"][0] == pytest.approx(alone.result["losses"][0], rel=1e-6)
 
 
+@pytest.mark.slow  # one more run of the demo; the conformance kit compares two runs under every plugin
 def test_two_runs_are_bitwise_equal(together, together_again):
     assert len(together.result["losses"]) == 20
     assert together.result == together_again.result

@@ -79,16 +79,16 @@ def third_parties(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def new_environment(tmp_path, third_parties):
-    """Return a function that creates an environment and installs wheels in it."""
-    made = []
+@pytest.fixture(scope="session")
+def environment_of(tmp_path_factory, third_parties):
+    """Return a function that returns an environment with only some wheels of ours; equal ones are made once."""
+    made = {}
 
     def make(*wheels):
-        environment = Environment(tmp_path / f"env{len(made)}", third_parties)
-        made.append(environment)
-        environment.install(*wheels)
-        return environment
+        if wheels not in made:
+            made[wheels] = Environment(tmp_path_factory.mktemp("environments") / f"env{len(made)}", third_parties)
+            made[wheels].install(*wheels)
+        return made[wheels]
 
     return make
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
+import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -26,34 +27,52 @@ for batch in loader:
 """
 
 
-@pytest.fixture
-def core_alone(build_wheel, new_environment):
-    return new_environment(build_wheel(ROOT / "packages" / "booster-core"))
+CALLS = {
+    "booster.save_model(model, 'out')": "CheckpointError",
+    "booster.load_checkpoint('out', model=model)": "CheckpointError",
+    "booster.ema(model)": "CheckpointError",
+    "booster.prepare_dataloader([1, 2])": "ConfigError",
+    "booster.gather_for_metrics(torch.ones(4), loader)": "ConfigError",
+    "booster.enable_lora(torch.nn.Linear(2, 2), lora_config=None)": "ConfigError",
+    "from booster_core import LazyInitContext": "ImportError",
+    "from booster_core import enable_activation_checkpointing": "ImportError",
+}
+"""Uses of the toolkit's features, and the error that each raises."""
 
 
-def test_one_device_trains(core_alone):
-    core_alone.run("-c", TRAIN + "print('trained')")
+class Outcome(NamedTuple):
+    """What the process printed, and the files that it left."""
+
+    errors: dict[str, str]
+    files: list[Path]
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        ("booster.save_model(model, 'out')", "CheckpointError"),
-        ("booster.load_checkpoint('out', model=model)", "CheckpointError"),
-        ("booster.ema(model)", "CheckpointError"),
-        ("booster.prepare_dataloader([1, 2])", "ConfigError"),
-        ("booster.gather_for_metrics(torch.ones(4), loader)", "ConfigError"),
-        ("booster.enable_lora(torch.nn.Linear(2, 2), lora_config=None)", "ConfigError"),
-        ("from booster_core import LazyInitContext", "ImportError"),
-        ("from booster_core import enable_activation_checkpointing", "ImportError"),
-    ],
-)
-def test_features_of_the_toolkit_name_its_distribution(core_alone, tmp_path, call, error):
-    script = f"{TRAIN}\ntry:\n    {call}\nexcept Exception as caught:\n    print(type(caught).__name__, caught)\n"
-    folder = tmp_path / "run"
-    folder.mkdir()
-    printed = core_alone.run("-c", textwrap.dedent(script), cwd=folder).stdout
-    assert printed.startswith(error)
-    assert "pip install" in printed
-    assert "booster-runtime" in printed
-    assert list(folder.iterdir()) == []
+@pytest.fixture(scope="module")
+def outcome(build_wheel, environment_of, tmp_path_factory):
+    """Train in one process that has only core, and make all calls."""
+    environment = environment_of(build_wheel(ROOT / "packages" / "booster-core"))
+    script = f"""{TRAIN}
+import json
+errors = {{}}
+for call in {[*CALLS]!r}:
+    try:
+        exec(call)
+    except Exception as caught:
+        errors[call] = f"{{type(caught).__name__}} {{caught}}"
+print(json.dumps(errors))
+"""
+    folder = tmp_path_factory.mktemp("run")
+    return Outcome(json.loads(environment.run("-c", script, cwd=folder).stdout), list(folder.iterdir()))
+
+
+def test_one_device_trains(outcome):
+    assert outcome.errors.keys() == CALLS.keys()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_features_of_the_toolkit_name_its_distribution(outcome, call):
+    error = outcome.errors[call]
+    assert error.startswith(CALLS[call])
+    assert "pip install" in error
+    assert "booster-runtime" in error
+    assert outcome.files == []

@@ -6,9 +6,9 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "minimal_plugin"
 
 
-def test_third_party_plugin_passes_the_conformance_kit_from_its_wheel(build_wheel, new_environment):
+def test_third_party_plugin_passes_the_conformance_kit_from_its_wheel(build_wheel, environment_of):
     ours = [build_wheel(ROOT / "packages" / name) for name in ("booster-core", "booster-runtime", "booster-testing")]
-    environment = new_environment(*ours, build_wheel(EXAMPLE))
+    environment = environment_of(*ours, build_wheel(EXAMPLE))
     assert "LocalSGDPlugin" in environment.booster("plugins", "--load").stdout
     done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLE / "tests"), cwd=ROOT)
     assert " passed" in done.stdout

@@ -1,7 +1,8 @@
-"""Run the Python examples in READMEs and docs, each as a script."""
+"""Run the Python examples in READMEs and docs, each as a script, and check their types."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -27,20 +28,49 @@ def _examples():
             yield pytest.param(text, id=f"{page.relative_to(ROOT)}-{index}")
 
 
+@pytest.fixture(scope="module")
+def runs(request, tmp_path_factory):
+    """Run the selected examples one after another, each in forks of one process; return folder and outcome by id."""
+    home = tmp_path_factory.mktemp("examples")
+    texts = {
+        item.callspec.id: item.callspec.params["text"]
+        for item in request.session.items
+        if item.path == Path(__file__) and item.originalname == "test_example_runs"
+    }
+    jobs = {}
+    for number, (name, text) in enumerate(texts.items()):
+        folder = home / str(number)
+        folder.mkdir()
+        script = folder / "train.py"
+        script.write_text(text)
+        path = [str(ROOT / "examples/minimal_plugin/src")] if "booster_local_sgd" in text else []
+        ranks = 2 if "launch_from" in text else 1
+        jobs[name] = {"script": str(script), "folder": str(folder), "ranks": ranks, "path": path}
+    (home / "jobs.json").write_text(json.dumps([*jobs.values()]))
+    command = [sys.executable, str(ROOT / "tests/shared/forked_scripts.py"), "jobs.json", "results.json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, cwd=home, stdin=subprocess.DEVNULL, timeout=600, env=environment)
+    results = json.loads((home / "results.json").read_text())
+    return {name: (Path(job["folder"]), result) for (name, job), result in zip(jobs.items(), results, strict=True)}
+
+
 @pytest.mark.parametrize("text", list(_examples()))
-def test_example_runs(text, tmp_path):
-    if "booster_local_sgd" in text:
-        text = f"import sys; sys.path.insert(0, {str(ROOT / 'examples/minimal_plugin/src')!r})\n{text}"
+def test_example_runs(text, runs, request):
+    folder, result = runs[request.node.callspec.id]
+    assert set(result["codes"]) == {0}, result["output"]
+    if "save_model" in text:
+        assert any(folder.glob("out*"))
+
+
+def test_the_first_example_runs_as_a_user_starts_it(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(text)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if "launch_from" in text else []
+    script.write_text(next(_examples()).values[0])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [sys.executable, *launcher, str(script)],
         check=False, capture_output=True, text=True, timeout=120, cwd=tmp_path, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    if "save_model" in text:
-        assert any(tmp_path.glob("out*"))
 
 
 TYPED = """
@@ -80,8 +110,10 @@ def test_user_scripts_type_check(tmp_path):
         (tmp_path / f"script_{index}.py").write_text(text)
     sources = [str(path) for path in (*ROOT.glob("packages/*/src"), ROOT / "examples/minimal_plugin/src")]
     scripts = sorted(map(str, tmp_path.glob("*.py")))
+    # The types of torch take a minute, and the check of our sources has just cached them.
+    cache = ROOT / ".mypy_cache"
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file=", "--strict", "--cache-dir=cache", *scripts],
+        [sys.executable, "-m", "mypy", "--config-file=", "--strict", f"--cache-dir={cache}", *scripts],
         check=False, capture_output=True, text=True, timeout=600, cwd=tmp_path,
         env={**os.environ, "MYPYPATH": os.pathsep.join(sources)},
     )  # fmt: skip

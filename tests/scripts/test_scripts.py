@@ -73,6 +73,7 @@ def _leave_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
 
 
+@pytest.mark.covering(1)  # every plugin and every script once; the other pairs are slow
 @pytest.mark.parametrize("plugin", TWO_RANKS)
 @pytest.mark.parametrize("script", [*OWN_SAMPLES, *SAME_SAMPLES])
 def test_two_ranks_equal_plain_torch(script, plugin, tmp_path):
@@ -95,6 +96,7 @@ def test_pipeline_equals_plain_torch(tmp_path):
     assert_trained(out, 2)
 
 
+@pytest.mark.covering(1)  # every plugin with one of the scripts; the other pairs are slow
 @pytest.mark.parametrize("plugin", ["single", *TWO_RANKS])
 @pytest.mark.parametrize("script", RAISING)
 def test_objects_from_before_boost_raise(script, plugin, tmp_path):

@@ -120,6 +120,7 @@ def boost_both(name: str, plugin: str) -> list[str]:
     return [key for key in eager.keys() | lazy.keys() if not torch.equal(lazy[key], eager[key])]
 
 
+@pytest.mark.covering(1)  # every model under one of the plugins; the other pairs are slow
 @pytest.mark.parametrize("plugin", ["fsdp", "zero", "gemini"])
 @pytest.mark.parametrize("name", BOOSTED)
 def test_boosted_lazy_weights_equal_eager_ones(name, plugin):

@@ -141,15 +141,15 @@ def plain_runs():
 
 
 def _cases() -> list[Any]:
-    """Return all pairs of models and plugins; slow ones are marked."""
+    """Return all pairs of models and plugins."""
     return [
         pytest.param(
             name,
             plugin,
             id=f"{name}-{plugin}",
-            marks=[pytest.mark.slow] if model.slow or _is_rest(name, plugin) else [],
+            marks=_marks(name, plugin),
         )
-        for name, model in ZOO.items()
+        for name in ZOO
         for plugin in PLUGINS
         if plugin != "hybrid" or _has_policy(name)
     ]
@@ -160,9 +160,13 @@ def _has_policy(name: str) -> bool:
     return library == "transformers" and not family.startswith(WITHOUT_POLICY)
 
 
-def _is_rest(name: str, plugin: str) -> bool:
-    """Return whether a model is left out of the default run under a plugin; the hard ones run under each stage."""
-    return plugin in ("zero-1", "hybrid") and name not in HARD
+def _marks(name: str, plugin: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a pair: by default, hard models train under both ZeRO stages, and each under some plugin."""
+    if ZOO[name].slow:
+        return [pytest.mark.slow]
+    if name in HARD and plugin in ("zero-1", "zero-2"):
+        return []
+    return [pytest.mark.covering(1)]
 
 
 @pytest.mark.parametrize(("name", "plugin"), _cases())

@@ -157,7 +157,7 @@ def test_a_missing_rank_is_named_and_later_calls_are_not_disturbed():
         "MissingRanksError: `save_model` waited 1 s for rank 1 of 2, which did not call it. Rank 1 is waiting in "
         "`afterwards`. It is a collective call: call it on every rank, not under `if rank == 0`."
     )
-    assert 0.9 < seconds < 10
+    assert 0.9 < seconds < 30, "its own time limit, not that of the group"
 
 
 def test_ranks_in_different_calls_are_told_of_each_other():
@@ -172,7 +172,7 @@ def test_who_comes_late_raises_at_once_and_the_next_call_meets():
     (first, _), (second, seconds) = run_on_ranks(_come_late, 2)
     assert "`step` waited 0.5 s for rank 1 of 2" in first
     assert "`step` has failed before rank 1 came: rank 0 waited 0.5 s for rank 1 of 2" in second
-    assert seconds < 10
+    assert seconds < 30, "at once, not at its own time limit"
 
 
 def test_all_who_came_raise_when_the_first_gives_up():

@@ -61,7 +61,7 @@ def free_port():
     [
         (1, "0"),  # the other node's rank does not fail, so that only one agent counts a restart
         pytest.param(0, "0", marks=pytest.mark.slow),
-        (0, "1"),
+        pytest.param(0, "1", marks=pytest.mark.slow),  # one agent's restarts, below, have the monitor
         pytest.param(1, "1", marks=pytest.mark.slow),
     ],
 )

@@ -135,6 +135,7 @@ def hosts(tmp_path):
         two.remove()
 
 
+@pytest.mark.slow  # the tests below train on two hosts, without the demo's start
 def test_the_demo_runs_on_two_hosts(hosts, tmp_path):
     size = ["--steps", 3, "--batch-size", 4, "--hidden", 64, "--layers", 2, "--corpus-bytes", 300000]
     hosts.torchrun(EXAMPLE, *size, "--out", "out")
@@ -225,7 +226,7 @@ def _start_training(hosts, tmp_path, *, timeout_seconds, collectives_until=10**6
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_when_the_processes_of_a_host_die_the_other_ends(hosts, tmp_path, victim):
     _start_training(hosts, tmp_path, timeout_seconds=600)
     hosts.kill(victim)

@@ -97,6 +97,7 @@ def test_broadcast_buffers_false_keeps_buffers_rank_local(options):
     assert_equal(run_on_ranks(train, 2, ignored=[], broadcast_buffers=False, **options), expected)
 
 
+@pytest.mark.covering(1)  # every option and every way once; the other pairs are slow
 @pytest.mark.parametrize("how", [{}, {"compiled": True}, {"accumulated": True}], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_ignored_parameters_and_buffers_stay_rank_local(options, how):

@@ -47,6 +47,7 @@ def values_and_first_step(name, lazily, precision):
     return before, buffers, whole_model(booster, model)
 
 
+@pytest.mark.covering(1)  # every model in one precision; the other pairs are slow
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_lazy_model_equals_eager_model_after_boost_and_a_step(name, precision):

@@ -57,6 +57,7 @@ def backward_after_step(name, direct, recomputed):
     loss.backward() if direct else optimizer.backward(loss)
 
 
+@pytest.mark.covering(1)  # every unit in one of the ways; the other pairs are slow
 @pytest.mark.parametrize("direct", [False, True], ids=["backward of the optimizer", "backward of the loss"])
 @pytest.mark.parametrize("name", UNITS)
 def test_backward_of_a_graph_older_than_the_step_raises(name, direct):

@@ -134,6 +134,7 @@ def assert_parity(name, options, world_size):
         assert_same_tensors({key: parameters[key] for key in named}, named, tolerance_for(torch.float32))
 
 
+@pytest.mark.covering(1)  # every model in one of the units; the other pairs are slow
 @pytest.mark.parametrize("options", ["layers", "small units"])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_norm_and_step_equal_one_process(name, options):

@@ -68,6 +68,7 @@ def averages(options, precision):
     return (output.float() - wanted).abs().max().item()
 
 
+@pytest.mark.covering(1)  # every variant, precision and number of ranks once; the others are slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("size", [1, 2])

@@ -243,6 +243,7 @@ def change(folder, how, is_inside):
     step(*run)
 
 
+@pytest.mark.covering(1)  # every way on one rank or two; the other pairs are slow
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("how", "is_inside"), [*((how, True) for how in INSIDE), *((how, False) for how in OUTSIDE)])
 def test_a_parameter_changed_by_hand_is_named_in_debugging(how, is_inside, size):
@@ -281,6 +282,7 @@ def change_lawfully(folder, options, saved):
     return losses
 
 
+@pytest.mark.covering(1)  # every place on one rank or two; the other pairs are slow
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"shard_param_frac": 0.0}, DISK], ids=["here", "whole", "disk"])
 def test_what_may_change_parameters_is_no_false_alarm(options, size, tmp_path):

@@ -129,6 +129,7 @@ def compare(precision, name, folder):
     return {role.value for _, role in moved[2].rebinds}
 
 
+@pytest.mark.covering(1)  # every precision on one rank or two; the other pairs are slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 def test_blocks_that_come_and_go_change_no_bit(world_size, precision):

@@ -60,6 +60,7 @@ def values_and_first_step(name, lazily, precision, options):
     return before, buffers, after
 
 
+@pytest.mark.covering(1)  # every model, place and precision once; the others are slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("name", MODELS)

@@ -50,6 +50,7 @@ def train(training):
     return trained
 
 
+@pytest.mark.covering(1)  # every optimizer in one precision; the other pairs are slow
 @pytest.mark.parametrize("precision", [None, "fp16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_bits_do_not_depend_on_the_placement(optimizer, precision, tmp_path):

@@ -40,6 +40,7 @@ def train(precision, options, steps=4, min_chunk_bytes=40_000):
     return seen, state, peak
 
 
+@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("name", list(OPTIONS))
@@ -51,6 +52,7 @@ def test_bits_do_not_depend_on_the_placement(name, precision, world_size, tmp_pa
         assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())
 
 
+@pytest.mark.covering(1)  # either number of ranks, either precision; the other pairs are slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_a_third_of_the_state_is_enough(precision, world_size, tmp_path):

@@ -65,6 +65,7 @@ def trained(library, options, precision):
     return norms, state
 
 
+@pytest.mark.covering(1)  # every place, precision and number of ranks once; the others are slow
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", PLACES)

@@ -279,6 +279,7 @@ def boosted(name, steps):
     return gradients, sum(gathered), len(gathered)
 
 
+@pytest.mark.covering(1)  # every model on one rank or two; the other pairs are slow
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_gradients_equal_one_process(name, size):

@@ -472,6 +472,7 @@ def copied(options, inside):
     copy.deepcopy(model.unwrap() if inside else model)
 
 
+@pytest.mark.covering(1)  # every mesh once; the other pairs are slow
 @pytest.mark.parametrize("inside", [False, True], ids=["boosted", "inside"])
 @pytest.mark.parametrize("mesh", ["tp2", "split_gather", "ring_attn"])
 def test_a_copy_is_refused(mesh, inside):

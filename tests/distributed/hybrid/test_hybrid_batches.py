@@ -39,6 +39,7 @@ def by_booster(plugin):
     return Booster(plugin=plugin).prepare_dataloader
 
 
+@pytest.mark.covering(1)  # every mesh once; the other pairs are slow
 @pytest.mark.parametrize("make", [by_plugin, by_booster])
 @pytest.mark.parametrize(
     ("options", "replicas"),

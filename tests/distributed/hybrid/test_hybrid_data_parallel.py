@@ -101,6 +101,7 @@ def test_the_order_says_which_ranks_share_a_layer():
     assert other == [([0, 2], 0), ([1, 3], 1), ([0, 2], 0), ([1, 3], 1)]
 
 
+@pytest.mark.covering(1)  # every option along one of the axes; the other pairs are slow
 @pytest.mark.parametrize(
     "ddp",
     [

@@ -30,6 +30,7 @@ DEEP = "transformers/t5_generation"
 """Has layers for four stages."""
 WITHOUT_STAGES = ("heads/t5_token_classification",)
 CUT = ({"tp_size": 2, "pp_size": 2}, {"pp_size": 2, "zero_stage": 1}, {"tp_size": 2, "zero_stage": 2})
+CUT_IDS = ("tp2pp2", "pp2dp2zero1", "tp2dp2zero2")
 
 
 def make(zoo, *, lazily):
@@ -92,10 +93,13 @@ def cases(names):
     return [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in names]
 
 
+@pytest.mark.covering(1)  # every model of the default run on one of the meshes; the other pairs are slow
+@pytest.mark.parametrize("options", CUT, ids=CUT_IDS)
 @pytest.mark.parametrize("name", cases(NAMES))
-def test_values_are_those_of_an_eager_model(name):
-    meshes = [options for options in CUT if "pp_size" not in options or name not in WITHOUT_STAGES]
-    run_on_ranks(compare, 4, name, meshes)
+def test_values_are_those_of_an_eager_model(name, options):
+    if "pp_size" in options and name in WITHOUT_STAGES:
+        pytest.skip("the model can't be cut into stages")
+    run_on_ranks(compare, 4, name, [options])
 
 
 @pytest.mark.parametrize(
@@ -212,37 +216,37 @@ def test_frozen_parameters_get_their_values(options):
 PRETRAINED = ("llama_tied", "gpt2_lm", "t5_generation", "mixtral")
 
 
-def write_folders(folder):
-    for name in PRETRAINED:
-        MODELS[f"transformers/{name}"].seeded().save_pretrained(folder / name)
+def write_folder(folder, name):
+    MODELS[f"transformers/{name}"].seeded().save_pretrained(folder)
 
 
-def pretrained(folder, dtype, precision):
-    for name in PRETRAINED:
-        zoo = MODELS[f"transformers/{name}"]
-        for options in CUT:
-            found = []
-            for lazily in (False, True):
-                booster = Booster("cpu", precision, HybridParallelPlugin(**options, **example(zoo, options)))
-                with LazyInitContext() if lazily else contextlib.nullcontext():
-                    model = type(zoo.seeded()).from_pretrained(folder / name, dtype=dtype)
-                model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-                found.append((held(model.unwrap()), whole_model(booster, model)))
-            for lazy, eager in zip(found[1], found[0], strict=True):
-                assert_same(lazy, eager)
+def pretrained(folder, name, options, dtype, precision):
+    zoo = MODELS[f"transformers/{name}"]
+    found = []
+    for lazily in (False, True):
+        booster = Booster("cpu", precision, HybridParallelPlugin(**options, **example(zoo, options)))
+        with LazyInitContext() if lazily else contextlib.nullcontext():
+            model = type(zoo.seeded()).from_pretrained(folder, dtype=dtype)
+        model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+        found.append((held(model.unwrap()), whole_model(booster, model)))
+    for lazy, eager in zip(found[1], found[0], strict=True):
+        assert_same(lazy, eager)
 
 
+@pytest.mark.covering(1)  # every model on one of the meshes; the other pairs are slow
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [
-        pytest.param("float32", None, marks=SLOW),
+        pytest.param("float32", None, marks=SLOW),  # no masters: the values of the parts alone
         ("float32", "bf16"),
-        pytest.param("bfloat16", "bf16", marks=SLOW),
+        pytest.param("bfloat16", "bf16", marks=SLOW),  # as above, from rounded values
     ],
 )
-def test_folders_go_straight_into_parts_and_masters(dtype, precision, tmp_path):
-    run_on_ranks(write_folders, 1, tmp_path)
-    run_on_ranks(pretrained, 4, tmp_path, dtype, precision, timeout_seconds=120)
+@pytest.mark.parametrize("options", CUT, ids=CUT_IDS)
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_folders_go_straight_into_parts_and_masters(name, options, dtype, precision, tmp_path):
+    run_on_ranks(write_folder, 1, tmp_path, name)
+    run_on_ranks(pretrained, 4, tmp_path, name, options, dtype, precision, timeout_seconds=120)
 
 
 def with_adapters(options, *, inside):

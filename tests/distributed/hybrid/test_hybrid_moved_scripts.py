@@ -113,6 +113,7 @@ def compare(options, *, is_lazy):
     return printed and (printed == pytest.approx(losses, rel=1e-5))
 
 
+@pytest.mark.covering(1)  # either script, eager or lazy; the other pairs are slow
 @pytest.mark.parametrize("is_lazy", [False, True], ids=["eager", "lazy"])
 @pytest.mark.parametrize(
     ("options", "printing"),

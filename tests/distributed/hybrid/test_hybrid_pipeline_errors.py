@@ -61,6 +61,7 @@ def broken(outputs, _):
     raise KeyError(outputs.loss.dim())
 
 
+@pytest.mark.covering(1)  # every error under one of the schedules; the other pairs are slow
 @pytest.mark.parametrize("options", [{}, {"zero_stage": 2}, {"pp_style": "zbv"}], ids=["1f1b", "zero2", "zbv"])
 @pytest.mark.parametrize(
     ("criterion", "kind", "message"),
@@ -248,6 +249,7 @@ def unfreeze(part, style):
     booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
 
 
+@pytest.mark.covering(1)  # either schedule, either part; the other pairs are slow
 @pytest.mark.parametrize("style", ["1f1b", "zbv"])
 @pytest.mark.parametrize("part", ["model.layers.0.mlp", "model.layers.3.self_attn"])
 def test_unfreezing_after_boost_raises_on_every_rank(part, style):

@@ -103,6 +103,7 @@ MESHES = {
 }
 
 
+@pytest.mark.covering(1)  # every mesh with one of the models; the other pairs are slow
 @pytest.mark.parametrize("name", ["transformers/llama", "transformers/llama_tied", "transformers/gpt2_lm"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_gradients_norms_and_parameters_are_those_of_one_process(name, mesh):
@@ -110,6 +111,7 @@ def test_gradients_norms_and_parameters_are_those_of_one_process(name, mesh):
     run_on_ranks(compare, num_ranks, name, options)
 
 
+@pytest.mark.covering(1)  # every schedule with one of the models; the other pairs are slow
 @pytest.mark.parametrize("style", ["gpipe", "interleaved", "zbv"])
 @pytest.mark.parametrize("name", ["t5_generation", "whisper_generation"])
 def test_every_schedule_trains(name, style):
@@ -179,6 +181,7 @@ def test_gradients_are_added_to_by_later_calls(zero_stage):
         torch.testing.assert_close(found[key], gradient, **TOLERANCE, msg=key)
 
 
+@pytest.mark.covering(1)  # every mesh in one of the formats; the other pairs are slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "options",
@@ -312,6 +315,7 @@ def checkpointed(options, how):
         torch.testing.assert_close(found[1][key], gradient, msg=key)
 
 
+@pytest.mark.covering(1)  # every way on one of the meshes; the other pairs are slow
 @pytest.mark.parametrize("how", ["before boost", "after boost", "by the model"])
 @pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}], ids=["pp2", "tp2pp2"])
 def test_layers_may_be_recomputed(options, how):

@@ -79,6 +79,7 @@ def compare(name, options, folder):
             torch.testing.assert_close(loaded.get_parameter(key), parameter, **TOLERANCE, msg=key)
 
 
+@pytest.mark.covering(1)  # every mesh with one of the models; the other pairs are slow
 @pytest.mark.parametrize("name", ["transformers/llama", "transformers/llama_tied", "transformers/gpt2_lm"])
 @pytest.mark.parametrize(
     ("num_ranks", "options"),

@@ -350,6 +350,7 @@ class ReadOfBatch(Base):
 SENT = (Detached, DetachedOutputs, EarlyIndices, Read, ResultObject, ResultInDict)
 
 
+@pytest.mark.covering(1)  # every kind over two stages or four; the other pairs are slow
 @pytest.mark.parametrize("pp_size", [2, 4])
 @pytest.mark.parametrize("kind", [MaskOfBatch, ReadOfBatch, Indices, MaskOfEntry, MaskFromLayer, PassedMask, *SENT])
 def test_values_without_gradients_train_as_one_process(kind, pp_size):

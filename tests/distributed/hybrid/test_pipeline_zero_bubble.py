@@ -157,7 +157,13 @@ def test_layers_split_over_ranks_train_as_one_process(name):
     )
 
 
-@pytest.mark.parametrize("options", [{"sequence_parallelism_mode": "split_gather"}, {"zero_stage": 2, "num_ranks": 8}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sequence_parallelism_mode": "split_gather"},
+        pytest.param({"zero_stage": 2, "num_ranks": 8}, marks=pytest.mark.slow),  # eight ranks
+    ],
+)
 def test_split_layers_train_with_split_sequences_and_state(options):
     options = {"pp_size": 2, "tp_size": 2, "num_microbatches": 3, **options}
     run_on_ranks(compare_with_one_process, options.pop("num_ranks", 4), "transformers/llama", options)

@@ -87,6 +87,7 @@ def attends_in_all_ways(mode, heads, key_heads, length):
         attends(mode, heads, key_heads, length, kind)
 
 
+@pytest.mark.covering(1)  # every shape in one of the modes; the other pairs are slow
 @pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
 @pytest.mark.parametrize(
     ("num_ranks", "heads", "key_heads", "length"),
@@ -195,6 +196,7 @@ def attends_across_in_all_ways(mode):
             attends_across(mode, lengths, what)
 
 
+@pytest.mark.covering(1)  # every number of ranks in one of the modes; the other pairs are slow
 @pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_parts_of_a_sequence_attend_to_parts_of_another(mode, num_ranks):

@@ -141,6 +141,7 @@ def boost(name, options):
     Booster("cpu", plugin=HybridParallelPlugin(**options)).boost(model, make_optimizer(model))
 
 
+@pytest.mark.covering(1)  # every model in one of the modes; the other pairs are slow
 @pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
 @pytest.mark.parametrize("name", ["transformers/bloom", "transformers/falcon_alibi", "transformers/gptj"])
 def test_custom_attention_is_refused(mode, name):

@@ -94,6 +94,7 @@ def compare_lengths(options):
         compare("transformers/llama", options, length, padding)
 
 
+@pytest.mark.covering(1)  # every mode once; the other pairs are slow
 @MODES
 @pytest.mark.parametrize("parallel_output", [False, True])
 def test_sequences_of_any_length_padded_or_not_train_as_on_one_process(options, parallel_output):

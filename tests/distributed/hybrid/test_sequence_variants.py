@@ -125,6 +125,7 @@ def compare(variant, options):
         assert_same(booster, model, optimizer, expected, [batch_of(length, padding, across)])
 
 
+@pytest.mark.covering(1)  # every variant in one of the modes; the other pairs are slow
 @SEQUENCES
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_attention_variants_work_on_split_sequences(variant, options):
@@ -150,6 +151,7 @@ def computed_again(options, switch):
     assert_same(booster, model, optimizer, expected, [batch_of(7, "left", 4), batch_of(8, None, -1)])
 
 
+@pytest.mark.covering(1)  # every mode once; the other pairs are slow
 @MODES
 @pytest.mark.parametrize("switch", ["booster", "transformers"])
 def test_layers_between_two_sequences_are_computed_again(options, switch):

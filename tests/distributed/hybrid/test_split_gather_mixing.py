@@ -149,6 +149,7 @@ def test_layers_that_mix_positions_are_refused_at_boost(kind):
     expect_on_ranks(ConfigError, r"'split_gather'.*layer 'layers\.0'", boosted, 2, kind)
 
 
+@pytest.mark.covering(1)  # every kind at one of the lengths; the other pairs are slow
 @pytest.mark.parametrize("length", [3, 6], ids=["one-position-on-a-rank", "even"])
 @pytest.mark.parametrize(("kind", "name"), [(Convolution, "Conv1d"), (LeafAttention, "Attention"), (LeafCore, "Core")])
 def test_leaf_modules_that_mix_positions_are_refused_at_the_first_forward(kind, name, length):

@@ -62,6 +62,7 @@ def compare(options, name):
         torch.testing.assert_close(booster.full_gradient(model, key), parameter.grad, rtol=1e-4, atol=2e-6, msg=key)
 
 
+@pytest.mark.covering(1)  # every loss in one of the modes; the other pairs are slow
 @MODES
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_all_kinds_are_those_of_one_process(options, name):

@@ -99,7 +99,7 @@ SIZES = (512, 24)
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_the_peak_is_a_share_of_that_of_one_process(axis):
-    check(axis, 4, SIZES)
+    check(axis, 2, SIZES)
 
 
 @pytest.mark.slow

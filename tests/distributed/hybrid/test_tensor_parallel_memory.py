@@ -103,6 +103,7 @@ def same_loss(dtype, size):
     torch.testing.assert_close(part.grad, whole.grad[:, cuts[group.rank] : cuts[group.rank + 1]])
 
 
+@pytest.mark.covering(1)  # every type on two ranks or three; the other pairs are slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_loss_of_split_logits_is_that_of_whole_ones(dtype, size):

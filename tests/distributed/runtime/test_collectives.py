@@ -41,6 +41,7 @@ BOUNDS = {1: (0, 12), 2: (0, 6, 12), 3: (0, 4, 8, 12)}
 UNEVEN = {2: (0, 0, 11), 3: (0, 5, 5, 17)}
 
 
+@pytest.mark.covering(1)  # every split and every pair of types once; the others are slow
 @pytest.mark.parametrize("bounds", [*BOUNDS.values(), *UNEVEN.values()], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "out_dtype"),
@@ -58,6 +59,7 @@ def test_a_reduction_gives_each_rank_its_slice_of_the_sum(bounds, dtype, out_dty
     run_on_ranks(reduces, len(bounds) - 1, bounds, dtype, out_dtype, 0.5, accumulate)
 
 
+@pytest.mark.covering(1)  # every split and every type once; the other pairs are slow
 @pytest.mark.parametrize("bounds", [*BOUNDS.values(), *UNEVEN.values()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_gather_fills_the_buffer_in_place(bounds, dtype):

@@ -141,6 +141,7 @@ def load_and_go_on(name, folder):
     return whole_values(model, optimizer)
 
 
+@pytest.mark.covering(1)  # every mesh saved once and loaded once; the other pairs are slow
 @pytest.mark.parametrize("loaded", MESHES)
 @pytest.mark.parametrize("saved", MESHES)
 def test_an_optimizer_over_dtensors_goes_on_over_another_mesh(saved, loaded, tmp_path):

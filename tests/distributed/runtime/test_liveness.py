@@ -195,6 +195,7 @@ def run_by_torchrun(script, num_ranks, what, victim, where):
     return _run([[*command, script, what, str(victim), where]], script.parent)
 
 
+@pytest.mark.covering(1)  # every place of the others, and either victim; the other pairs are slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("where", ["collective", "sleep", "rendezvous", "loop"])
 def test_an_exception_ends_all_and_is_named_once(script, victim, where):
@@ -212,6 +213,7 @@ def test_the_last_place_of_each_rank_is_printed(script):
     assert "Last calls: rank 0 entered `step` #1; rank 1 last finished `launch` #1.\n" in run.output, run.output
 
 
+@pytest.mark.covering(1)  # as above
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("where", ["collective", "sleep"])
 def test_torchruns_report_ends_with_the_original_traceback(script, victim, where):
@@ -224,6 +226,7 @@ def test_torchruns_report_ends_with_the_original_traceback(script, victim, where
     assert report.rstrip().rstrip("=").rstrip().endswith("ZeroDivisionError: the original error"), run.output
 
 
+@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("where", ["collective", "sleep"])
 @pytest.mark.parametrize(("what", "code"), [("kill", -9), ("exit", 3)])
@@ -244,6 +247,7 @@ def test_children_that_live_on_do_not_hide_a_death(script, victim):
     assert "died without a traceback" in run.output
 
 
+@pytest.mark.covering(1)  # every way to leave, place and victim once; the others are slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("where", ["collective", "rendezvous"])
 @pytest.mark.parametrize(

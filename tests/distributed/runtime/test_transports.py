@@ -38,6 +38,7 @@ def in_rank_order(size, numel, dtype, op_name):
     return (total * (1.0 / size) if op_name == "AVG" else total).to(dtype)
 
 
+@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("op_name", ["SUM", "AVG"])

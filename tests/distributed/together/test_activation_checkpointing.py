@@ -104,6 +104,7 @@ def gradients_of_a_llama(plugin_class, options, how):
     return results, sorted({shard.name for shard in booster.state_adapter(model).model_shards()})
 
 
+@pytest.mark.covering(1)  # every plugin in one of the ways; the other pairs are slow
 @pytest.mark.parametrize("how", ["before", "after", "own"])
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients_and_names_equal_those_without(run, how):

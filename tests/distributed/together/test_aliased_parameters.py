@@ -33,6 +33,7 @@ def boost(name, lazily):
     Booster("cpu", plugin=PLUGINS[name]()).boost(net, torch.optim.AdamW(trained))
 
 
+@pytest.mark.covering(1)  # every plugin, eager or lazy; the other pairs are slow
 @pytest.mark.parametrize("name", PLUGINS)
 @pytest.mark.parametrize("lazily", [False, True], ids=["eager", "lazy"])
 def test_parameters_over_one_memory_are_refused(name, lazily):

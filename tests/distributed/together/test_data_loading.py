@@ -50,6 +50,7 @@ def evaluate(plugin, is_stream, how):
     return {name: torch.cat([each[name] for each in gathered]) for name in ("indices", "scores")}
 
 
+@pytest.mark.covering(1)  # every way to load, maps and streams; the other pairs are slow
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     ("plugin", "world_size", "how"),
@@ -123,6 +124,7 @@ def buckets():
     return DataLoader(range(24), batch_sampler=[[0, 1, 2], [3], [4, 5, 6, 7, 8], list(range(9, 24))])
 
 
+@pytest.mark.covering(1)  # every seed with one of the loaders; the other pairs are slow
 @pytest.mark.parametrize("seeds", ["apart", "default", "large"])
 @pytest.mark.parametrize("make_loader", [shuffled, buckets])
 def test_each_sample_is_dealt_to_one_rank_under_any_seed(make_loader, seeds):

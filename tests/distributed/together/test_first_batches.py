@@ -63,6 +63,7 @@ def train(plugin, feed, steps=4, accumulate=1, before=None):
     return records.texts
 
 
+@pytest.mark.covering(1)  # every plugin with one of the feeds; the other pairs are slow
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "gemini"])
 @pytest.mark.parametrize("feed", ["equal seeds", "plain loader"])
 def test_equal_batches_are_told_once_on_rank_0(plugin, feed):

@@ -44,6 +44,7 @@ def train_with_a_late_optimizer(name, *, frozen):
     optimizer.step()
 
 
+@pytest.mark.covering(1)  # every plugin in one of the ways; the other pairs are slow
 @every_plugin
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "unfrozen after boost"])
 def test_a_model_boosted_without_an_optimizer_does_not_train(name, frozen):
@@ -120,6 +121,7 @@ def unfreeze(name, how, precision=None):
     return {key: parameter.detach().clone() for key, parameter in net.named_parameters()}
 
 
+@pytest.mark.covering(1)  # every plugin in one of the ways; the other pairs are slow
 @every_plugin
 @pytest.mark.parametrize("how", ["held", "added"])
 def test_a_parameter_that_the_optimizer_holds_trains_once_it_is_unfrozen(name, how):
@@ -128,6 +130,7 @@ def test_a_parameter_that_the_optimizer_holds_trains_once_it_is_unfrozen(name, h
         assert_same_tensors(actual, expected, CLOSE)
 
 
+@pytest.mark.covering(1)  # every plugin in one precision; the other pairs are slow
 @every_plugin
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_parameter_that_no_group_holds_raises_once_it_is_unfrozen(name, precision):

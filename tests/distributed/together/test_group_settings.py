@@ -82,6 +82,7 @@ def boosted(name, folder, *, adds=False, **options):
     booster.save_model(model, f"{folder}/model.safetensors")
 
 
+@pytest.mark.covering(1)  # every plugin in one of the ways; the other pairs are slow
 @every_plugin
 @pytest.mark.parametrize(("adds", "options"), [(False, {}), (True, {"partition": "parameter"})], ids=["boost", "added"])
 def test_groups_of_two_kinds_step_as_in_one_process(name, adds, options, tmp_path):

@@ -82,6 +82,7 @@ def train_late(name, kind):
     return whole_model(booster, model)
 
 
+@pytest.mark.covering(1)  # every plugin with one of the optimizers; the other pairs are slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", PLUGINS)
 def test_training_equals_that_of_one_process(name, kind):

@@ -77,6 +77,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.covering(1)  # every source and every plugin once; the other pairs are slow
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("plugin", LAZY)
 def test_other_constants_on_other_ranks_raise_and_name_the_parameter(plugin, source) -> None:

@@ -111,6 +111,7 @@ def gradients_on_ranks(plugin_class, options, changes, config):
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
+@pytest.mark.covering(1)  # every plugin with one of the configurations; the other pairs are slow
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
     ("changes", "config"),
@@ -170,6 +171,7 @@ def save_adapters(plugin_class, options, folder, config, use_safetensors):
     return logits, whole_model(booster, model)
 
 
+@pytest.mark.covering(1)  # every plugin with one of the configurations; the other pairs are slow
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
     ("config", "use_safetensors"),

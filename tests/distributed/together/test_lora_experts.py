@@ -95,6 +95,7 @@ def train_and_save(kind, plugin_class, options, folder):
     return gradients, logits, whole_model(booster, model)
 
 
+@pytest.mark.covering(1)  # every plugin with one of the models; the other pairs are slow
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
 def test_adapters_of_fused_experts_train_and_are_all_saved(run, kind, tmp_path):

@@ -92,6 +92,7 @@ def save(number, plugin_class, options, folder):
     booster.save_lora_as_pretrained(model, folder)
 
 
+@pytest.mark.covering(1)  # every plugin with one of the widths; the other pairs are slow
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("number", [4, 8])
 def test_adapters_over_a_packed_base_train_as_in_one_process(run, number):

@@ -81,6 +81,7 @@ def train_and_save(kind, plugin_class, options, folder):
     return gradients, logits
 
 
+@pytest.mark.covering(1)  # every kind and every plugin once; the other pairs are slow
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_gradients_equal_one_process_and_files_load_in_peft(kind, run, tmp_path):

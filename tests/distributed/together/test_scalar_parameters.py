@@ -108,6 +108,7 @@ def train(name, kind, folder):
     return gradients
 
 
+@pytest.mark.covering(1)  # every plugin with one of the models; the other pairs are slow
 @pytest.mark.parametrize("kind", [Contrasting, Expanded])
 @pytest.mark.parametrize("name", PLUGINS)
 def test_scalar_parameters_train_as_in_one_process(name, kind, tmp_path):

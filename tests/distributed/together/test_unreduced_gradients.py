@@ -226,12 +226,14 @@ def assert_parity(name, loop, world_size, precision=None, tolerance=None):
                     assert torch.equal(tensor, by_rank[rank][-1][3][key]), (key, rank, len(own))
 
 
+@pytest.mark.covering(1)  # every loop under DDP or FSDP; the other pairs are slow
 @pytest.mark.parametrize("loop", sorted(LOOPS.keys() - {"no_sync_then_other_branch"}))
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_steps_equal_those_of_one_process(name, loop):
     assert_parity(name, loop, 2)
 
 
+@pytest.mark.covering(1)  # every option with one of the loops; the other pairs are slow
 @pytest.mark.parametrize("name", ["ddp, views", "ddp, unused", "ddp, small buckets", "fsdp, replicas", "fsdp, whole"])
 @pytest.mark.parametrize("loop", ["accumulate_2_of_5", "graph_twice"])
 def test_options_leave_nothing_unreduced(name, loop):

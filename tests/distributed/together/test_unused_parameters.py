@@ -113,6 +113,7 @@ def net_loss(model, net, case, step, rank):
     return model(batch(step, rank)).square().mean()
 
 
+@pytest.mark.covering(1)  # every case and every plugin once; the other pairs are slow
 @pytest.mark.parametrize(
     ("name", "case"),
     # Gemini's ranks gather a parameter together, so that all must use the same.

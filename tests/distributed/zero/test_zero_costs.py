@@ -75,6 +75,7 @@ def bytes_moved(micro_batches, stage):
     return sent
 
 
+@pytest.mark.covering(1)  # either stage, either number of ranks; the other pairs are slow
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_moves_as_many_bytes_as_an_all_reduce(world_size, stage):
@@ -115,6 +116,7 @@ def bytes_handed_to_torch(stage):
     return {name: list(by_tag.values()) for name, by_tag in handed.items()}
 
 
+@pytest.mark.covering(1)  # either stage, either number of ranks; the other pairs are slow
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_between_hosts_a_step_sends_as_many_bytes_as_an_all_reduce(world_size, stage):

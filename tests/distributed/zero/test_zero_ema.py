@@ -66,6 +66,7 @@ def averages(options, precision):
     return {name: (found[name], value.detach()) for name, value in expected.items()}
 
 
+@pytest.mark.covering(1)  # every variant in one precision; the other pairs are slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_averages_are_torch_s_of_the_values_that_forward_reads(variant, precision):
@@ -121,6 +122,7 @@ def applies_and_goes_on(options, precision):
     return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
+@pytest.mark.covering(1)  # either variant, either precision; the other pairs are slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("variant", ["stage 2", "overlap"])
 def test_applying_averages_leaves_no_trace_in_training(variant, precision):

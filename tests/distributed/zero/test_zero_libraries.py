@@ -67,6 +67,7 @@ def boosted(name, options, changes=None):
     return {n: p.detach().clone() for n, p in net.named_parameters()}, owned
 
 
+@pytest.mark.covering(1)  # every optimizer in one of the stages; the other pairs are slow
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize(("world_size", "options"), [(2, {"stage": 1}), (3, {"stage": 2})])
 def test_parameters_equal_one_process(name, world_size, options):

@@ -78,6 +78,7 @@ def trained(options, name, precision, steps=5):
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
+@pytest.mark.covering(1)  # every precision at one of the places; the other pairs are slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_offload_changes_no_bit_under_any_precision(where, precision, tmp_path):
@@ -86,6 +87,7 @@ def test_offload_changes_no_bit_under_any_precision(where, precision, tmp_path):
     assert all(torch.equal(plain[name], tensor) for name, tensor in offloaded.items())
 
 
+@pytest.mark.covering(1)  # every optimizer in one of the stages; the other pairs are slow
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("stage", [1, 2])
 def test_disk_offload_changes_no_bit_of_any_optimizer(name, stage, tmp_path):
@@ -120,6 +122,7 @@ def _is_in_file(tensor, options):
     return False
 
 
+@pytest.mark.covering(1)  # every optimizer in one precision; the other pairs are slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["adamw", "muon", "other"])
 def test_elementwise_state_and_masters_are_in_files(name, precision, tmp_path):

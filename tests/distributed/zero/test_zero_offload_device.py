@@ -47,6 +47,7 @@ def trained(library, options, precision, name):
     return {key: value.cpu().clone() for key, value in run[1].state_dict().items()}
 
 
+@pytest.mark.covering(1)  # every precision at one of the places; the other pairs are slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_offload_from_a_device_changes_no_bit(where, precision, simulated_device, tmp_path):
@@ -79,6 +80,7 @@ def costs(library, options, precision):
     return torch.simulated.memory_allocated() - before, peak, moved, files
 
 
+@pytest.mark.covering(1)  # either precision, either place; the other pairs are slow
 @pytest.mark.parametrize(("precision", "working"), [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_the_device_keeps_working_values_alone(where, precision, working, simulated_device, tmp_path):

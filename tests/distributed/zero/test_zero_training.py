@@ -108,6 +108,7 @@ def boosted(optimizer_name, options, steps=5):
     return gradients, norms, {n: p.detach().clone() for n, p in model.unwrap().named_parameters()}
 
 
+@pytest.mark.covering(1)  # every optimizer in one of the stages; the other pairs are slow
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_gradients_norm_and_parameters_equal_one_process(name, stage):
@@ -126,6 +127,7 @@ def assert_same_run(actual, expected, name):
     assert_same_tensors(actual[2], expected[2], CLOSE)
 
 
+@pytest.mark.covering(1)  # either number of ranks, either partition; the other pairs are slow
 @pytest.mark.parametrize("world_size", [3, 4])
 @pytest.mark.parametrize("options", [{"stage": 2}, {"partition": "parameter"}], ids=["flat", "parameter"])
 def test_any_number_of_ranks_equals_one_process(world_size, options):

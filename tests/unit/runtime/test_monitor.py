@@ -7,10 +7,10 @@ import json
 import selectors
 import socket
 import threading
-import time
 
 import pytest
 import torch.distributed as dist
+from patience import unhindered_seconds
 
 from booster_core.errors import CheckpointError, RankFailedError
 from booster_core.ranks import PROGRESS, World
@@ -103,10 +103,10 @@ def test_an_exception_is_told_to_all_and_said_once_per_host(clients):
 
 
 def test_news_do_not_wait_for_ranks_that_do_not_answer(clients):
-    start = time.monotonic()
+    start = unhindered_seconds()
     clients[0].send(type="failed", text="ValueError: bad", record=at("step", 3))
     assert [clients[1].receive()["type"] for _ in range(2)] == ["where", "failure"]
-    assert time.monotonic() - start < 5
+    assert unhindered_seconds() - start < 5
 
 
 def test_a_goodbye_is_told_to_nobody(clients):
@@ -173,7 +173,7 @@ def test_1024_ranks_that_ask_at_once_are_answered_within_5_seconds():
     num_welcomes = 0
     while num_welcomes < world_size:
         num_welcomes += sum(message["type"] == "welcome" for _, message in crowd.messages())
-    start = time.monotonic()
+    start = unhindered_seconds()
     for rank, client in enumerate(crowd.clients):
         if rank != missing:
             client.where(at("step", 12, backward=12), ["step", 12])
@@ -186,7 +186,7 @@ def test_1024_ranks_that_ask_at_once_are_answered_within_5_seconds():
                 crowd.clients[rank].here(at("backward", 12, step=11))
             else:
                 crowd.clients[rank].here(at("step", 12, backward=12))
-        assert time.monotonic() - start < limit_seconds, f"{len(answers)} answers"
+        assert unhindered_seconds() - start < limit_seconds, f"{len(answers)} answers"
     assert {text.partition(". ")[0] for text in answers.values()} == {
         "rank 513 has not reached it; it entered `backward` #12"
     }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from booster_core._lazy import public_names
 
 if TYPE_CHECKING:
+    from booster_core.batches import Evaluation
     from booster_core.booster import Booster
     from booster_core.checkpoint_io import CheckpointIO
     from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin, hookimpl
@@ -32,6 +33,7 @@ __all__ = [
     "Capability",
     "CheckpointIO",
     "DistCoordinator",
+    "Evaluation",
     "LazyInitContext",
     "LossScaleConfig",
     "PipelinePlugin",
@@ -50,6 +52,7 @@ __all__ = [
 _import, _names = public_names(
     __name__,
     {
+        ".batches": ["Evaluation"],
         ".booster": ["Booster"],
         ".checkpoint_io": ["CheckpointIO"],
         ".plugin": ["BoostContext", "Boosted", "Capability", "PipelinePlugin", "Plugin", "hookimpl"],

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import (
+    SYNCHRONOUS_TRAINING,
     Boosted,
     Capability,
     ModelWrapper,
@@ -67,18 +68,7 @@ class TorchDDPPlugin(Plugin):
 
     name: ClassVar[str] = "ddp"
     api_version: ClassVar[int] = 1
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.CPU,
-            Capability.CUDA,
-            Capability.FP32,
-            Capability.BF16,
-            Capability.FP16,
-            Capability.LORA,
-            Capability.DATA_PARALLEL,
-            Capability.SYNCHRONOUS,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, Capability, Plugin, place_model, unwrap_model
+from booster_core.plugin import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin, place_model, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_core.state import NamedTensors
 from booster_fsdp.config import FSDPConfig
@@ -75,18 +75,7 @@ class TorchFSDPPlugin(Plugin):
     name: ClassVar[str] = "fsdp"
     api_version: ClassVar[int] = 1
     handles_lazy: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.CPU,
-            Capability.CUDA,
-            Capability.FP32,
-            Capability.BF16,
-            Capability.FP16,
-            Capability.LORA,
-            Capability.DATA_PARALLEL,
-            Capability.SYNCHRONOUS,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,

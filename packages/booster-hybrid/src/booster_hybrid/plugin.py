@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import (
+    SYNCHRONOUS_TRAINING,
     Boosted,
     Capability,
     PipelinePlugin,
@@ -21,9 +22,9 @@ from booster_core.plugin import (
     unwrap_model,
 )
 from booster_core.precision import PrecisionPolicy
-from booster_core.ranks import Axis, make_axes
 from booster_core.state import NamedTensors
 from booster_hybrid.agreement import check_same_settings
+from booster_hybrid.axes import Axis, make_axes
 from booster_hybrid.boosting import HybridSetup, SetupOptions
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
@@ -98,19 +99,10 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
     name: ClassVar[str] = "hybrid"
     api_version: ClassVar[int] = 1
     handles_lazy: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.CPU,
-            Capability.CUDA,
-            Capability.FP32,
-            Capability.BF16,
-            Capability.FP16,
-            Capability.LORA,
-            Capability.PIPELINE,
-            Capability.DATA_PARALLEL,
-            Capability.SYNCHRONOUS,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {
+        Capability.DATA_PARALLEL,
+        Capability.PIPELINE,
+    }
 
     def __init__(
         self,
@@ -219,6 +211,10 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             adapter = self.state_adapter(hybrid, boosted.optimizer, context)
             fill_model(objects.model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
         return boosted
+
+    def has_pipeline(self, model: nn.Module) -> bool:
+        """Return whether the model is cut into stages."""
+        return getattr(boosted_inside(model), "engine", None) is not None
 
     def execute_pipeline(
         self,

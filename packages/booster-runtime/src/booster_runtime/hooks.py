@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from booster_core.plugin import ModelWrapper, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
     from peft import LoraConfig, PeftModel
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
-    from booster_core import Booster
+    from booster_core import Booster, Evaluation
     from booster_core.plugin import BoostContext, Boosted, Plugin
     from booster_core.ranks import DistCoordinator, Monitor, World
     from booster_core.state import StateAdapter
@@ -99,6 +99,39 @@ def gather_samples(
     from booster_runtime.data.metrics import gather_samples as gather
 
     return gather(values, loader, index=index, coordinator=coordinator, device=device)
+
+
+@hookimpl
+def train_batch(
+    booster: Booster,
+    data_iter: Iterator[Any],
+    model: nn.Module,
+    criterion: Callable[[Any, Any], Tensor] | None,
+    optimizer: Optimizer,
+    accumulation: int,
+    max_norm: float | None,
+    weight: Callable[[Any], float | Tensor] | None,
+) -> Tensor:
+    """Take an optimizer step on the next batches."""
+    from booster_runtime.whole_batches import train_batch as train
+
+    return train(
+        booster, data_iter, model, criterion, optimizer, accumulation=accumulation, max_norm=max_norm, weight=weight
+    )
+
+
+@hookimpl
+def evaluate_batch(
+    booster: Booster,
+    data_iter: Iterator[Any],
+    model: nn.Module,
+    criterion: Callable[[Any, Any], Tensor] | None,
+    weight: Callable[[Any], float | Tensor] | None,
+) -> Evaluation:
+    """Compute loss and outputs of the next batch."""
+    from booster_runtime.whole_batches import evaluate_batch as evaluate
+
+    return evaluate(booster, data_iter, model, criterion, weight=weight)
 
 
 @hookimpl

@@ -19,6 +19,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from booster_testing.rank_forks import ForkedProcess, Forks, can_fork
+
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
@@ -54,7 +56,7 @@ class RankDiedError(RankError):
 class Worker:
     """A worker process, the parent's end of its pipe, and the file for its stack dumps."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     connection: Connection
     stack_file: Path
 
@@ -82,6 +84,13 @@ class Worker:
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
+
+    def queued_seconds(self) -> float:
+        """Return for how long the worker's main thread has waited for a processor; 0 where the kernel does not tell."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            text = Path(f"/proc/{self.process.pid}/schedstat").read_text(encoding="ascii")
+            return int(text.split()[1]) * 1e-9
+        return 0.0
 
     def dump_stack(self) -> str:
         """Return the stacks of the worker's threads."""
@@ -173,25 +182,27 @@ class Pool:
         self._num_started += 1
         stack_file = Path(self._folder.name) / f"stack{self._num_started}"
         stack_file.touch()
-        process = subprocess.Popen(  # noqa: S603 - our own worker
-            [
-                sys.executable,
-                "-c",
-                "from booster_testing.rank_worker import main; main()",
-                str(theirs.fileno()),
-                str(self._life_read),
-                str(stack_file),
-            ],
-            pass_fds=(theirs.fileno(), self._life_read),
+        process: subprocess.Popen[bytes] | ForkedProcess
+        if can_fork():
+            process = the_forks().fork(theirs.fileno(), stack_file, START_SECONDS)
+        else:
+            process = self._spawn(theirs, stack_file)
+        theirs.close()
+        return Worker(process, ours, stack_file)
+
+    def _spawn(self, connection: Connection, stack_file: Path) -> subprocess.Popen[bytes]:
+        command = "from booster_testing.rank_worker import main; main()"
+        return subprocess.Popen(  # noqa: S603 - our own worker
+            [sys.executable, "-c", command, str(connection.fileno()), str(self._life_read), str(stack_file)],
+            pass_fds=(connection.fileno(), self._life_read),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C goes to the test process only; killpg reaches the children
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        theirs.close()
-        return Worker(process, ours, stack_file)
 
 
 _pool: Pool | None = None
+_forks: Forks | None = None
 
 
 def the_pool() -> Pool:
@@ -201,6 +212,15 @@ def the_pool() -> Pool:
         _pool = Pool()
         atexit.register(close_ranks)
     return _pool
+
+
+def the_forks() -> Forks:
+    """Return the process that forks this process's workers; it ends when the interpreter exits."""
+    global _forks  # noqa: PLW0603 - shared by the pools of a process
+    if _forks is None:
+        _forks = Forks()
+        atexit.register(_forks.close)
+    return _forks
 
 
 def close_ranks() -> None:
@@ -213,5 +233,5 @@ def close_ranks() -> None:
 
 
 def worker_pids() -> list[int]:
-    """Return the process ids of the running workers."""
-    return [] if _pool is None else _pool.pids
+    """Return the process ids of the running workers, and of the process that forks them."""
+    return [*([] if _forks is None else [_forks.pid]), *([] if _pool is None else _pool.pids)]

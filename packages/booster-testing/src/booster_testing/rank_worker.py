@@ -91,8 +91,18 @@ class Failure:
 
 
 def main() -> None:
-    """Serve calls until the parent sends the end, or exits."""
-    connection_fd, life_fd, stack_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    """Serve calls, as a new interpreter: see `serve`."""
+    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+
+
+def serve(connection_fd: int, life_fd: int, stack_file: str) -> None:
+    """Serve calls until the parent sends the end, or exits.
+
+    Args:
+        connection_fd: This worker's end of the pipe to its parent.
+        life_fd: A pipe that closes when the parent ends.
+        stack_file: File that gets the stacks of all threads on ``SIGUSR1``.
+    """
     threading.Thread(target=_die_with_parent, args=(life_fd,), name="parent watch", daemon=True).start()
     with Path(stack_file).open("w") as stacks:
         faulthandler.enable()
@@ -343,7 +353,8 @@ class _State:
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(False)  # noqa: FBT003 - torch's only form
+        if torch.are_deterministic_algorithms_enabled():  # else the call only imports torch's compiler
+            torch.use_deterministic_algorithms(False)  # noqa: FBT003 - torch's only form
         torch.autograd.set_detect_anomaly(False)
         _collect_garbage()
         return [

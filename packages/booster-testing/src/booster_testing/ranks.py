@@ -72,7 +72,8 @@ def run_on_ranks(
         fn: A function at a module's top level. The default process group is initialized, as by `launch`.
         world_size: Number of ranks, 1 to 8.
         *args: Picklable arguments; the same on every rank.
-        timeout_seconds: Time limit of the call, starting when all ranks have loaded the function.
+        timeout_seconds: Time limit of the call, starting when all ranks have loaded the function. What a rank waits
+            for a processor, on a loaded machine, does not count.
         group_timeout_seconds: Time limit of the group's collectives and rendezvous.
         backend: As for ``init_process_group``.
         **kwargs: Picklable keyword arguments.
@@ -226,7 +227,8 @@ def _collect(workers: list[Worker], timeout_seconds: float, grace_seconds: float
     outcomes: dict[int, _Outcome] = {}
     loading = set(range(len(workers)))
     deadline = time.monotonic() + START_SECONDS
-    while len(outcomes) < len(workers) and time.monotonic() < deadline:
+    queued = [worker.queued_seconds() for worker in workers]
+    while len(outcomes) < len(workers) and _is_before(deadline, workers, queued):
         running = {workers[rank].connection: rank for rank in range(len(workers)) if rank not in outcomes}
         was_loading, num_bad = bool(loading), _num_bad(outcomes)
         ready = {running[connection] for connection in wait(list(running), _POLL_SECONDS)}  # type: ignore[index]
@@ -242,6 +244,12 @@ def _collect(workers: list[Worker], timeout_seconds: float, grace_seconds: float
         if rank not in outcomes:
             outcomes[rank] = _Outcome(stack=worker.dump_stack())
     return [outcomes[rank] for rank in range(len(workers))]
+
+
+def _is_before(deadline: float, workers: list[Worker], queued: list[float]) -> bool:
+    """Return whether a call's time limit is ahead. The time in which ranks waited for a processor does not count."""
+    late = time.monotonic() - deadline
+    return late < 0 or late < max(worker.queued_seconds() - at for worker, at in zip(workers, queued, strict=True))
 
 
 def _num_bad(outcomes: dict[int, _Outcome]) -> int:

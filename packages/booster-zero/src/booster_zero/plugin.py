@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, Capability, Plugin, place_model, unscaled_gradient, unwrap_model
+from booster_core.plugin import (
+    SYNCHRONOUS_TRAINING,
+    Boosted,
+    Capability,
+    Plugin,
+    place_model,
+    unscaled_gradient,
+    unwrap_model,
+)
 from booster_core.precision import PrecisionPolicy
 from booster_runtime import collectives
 from booster_runtime.memory import MappedFolder
@@ -64,18 +72,7 @@ class LowLevelZeroPlugin(Plugin):
 
     name: ClassVar[str] = "zero"
     api_version: ClassVar[int] = 1
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.CPU,
-            Capability.CUDA,
-            Capability.FP32,
-            Capability.BF16,
-            Capability.FP16,
-            Capability.LORA,
-            Capability.DATA_PARALLEL,
-            Capability.SYNCHRONOUS,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
+    from booster_core.batches import Evaluation
     from booster_core.booster import Booster
     from booster_core.plugin.interface import BoostContext, Boosted, Plugin
     from booster_core.ranks.coordinator import DistCoordinator
@@ -98,6 +99,31 @@ def gather_samples(
 
     ``index`` is this rank's among the ranks that see different samples. Collective: every rank.
     """
+
+
+@hookspec(firstresult=True)
+def train_batch(
+    booster: Booster,
+    data_iter: Iterator[Any],
+    model: nn.Module,
+    criterion: Callable[[Any, Any], Tensor] | None,
+    optimizer: Optimizer,
+    accumulation: int,
+    max_norm: float | None,
+    weight: Callable[[Any], float | Tensor] | None,
+) -> Tensor | None:
+    """Take an optimizer step on the next batches; see `Booster.train_batch`. Collective: every rank."""
+
+
+@hookspec(firstresult=True)
+def evaluate_batch(
+    booster: Booster,
+    data_iter: Iterator[Any],
+    model: nn.Module,
+    criterion: Callable[[Any, Any], Tensor] | None,
+    weight: Callable[[Any], float | Tensor] | None,
+) -> Evaluation | None:
+    """Compute loss and outputs of the next batch; see `Booster.evaluate_batch`. Collective: every rank."""
 
 
 @hookspec(firstresult=True)

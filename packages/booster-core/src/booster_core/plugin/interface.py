@@ -69,6 +69,19 @@ class Capability(enum.Enum):
     """Every step equals that of one process with the global batch, up to rounding."""
 
 
+SYNCHRONOUS_TRAINING = frozenset(
+    {
+        Capability.CPU,
+        Capability.CUDA,
+        Capability.FP32,
+        Capability.BF16,
+        Capability.FP16,
+        Capability.LORA,
+        Capability.SYNCHRONOUS,
+    }
+)
+"""What a plugin can do that trains as one process does, on every device and in every precision."""
+
 if TYPE_CHECKING:
     # Generic for type checkers, so that a script that unpacks the five things gets their types.
     class Boosted(NamedTuple, Generic[_ModelT_co, _OptimizerT_co, _CriterionT_co, _DataLoaderT_co, _LRSchedulerT_co]):
@@ -310,6 +323,14 @@ class Plugin(ABC):
 
 class PipelinePlugin(Plugin):
     """A plugin whose forward and backward are interleaved over stages, so that it drives the step itself."""
+
+    def has_pipeline(self, model: nn.Module) -> bool:
+        """Return whether a boosted model runs through `execute_pipeline`, as opposed to being called.
+
+        Collective: none.
+        """
+        del model
+        return True
 
     @abstractmethod
     def execute_pipeline(

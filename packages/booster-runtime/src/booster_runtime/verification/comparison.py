@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import PipelinePlugin
+from booster_runtime.data.batches import call_with
 from booster_runtime.lazy import is_lazy, materialize
 from booster_runtime.state.regions import slices_of
 from booster_runtime.verification.reference import (
     Reference,
-    call_with,
     floating_leaves,
     loss_of_outputs,
     share_of,

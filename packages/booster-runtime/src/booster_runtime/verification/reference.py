@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_runtime.data.batches import call_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,15 +89,6 @@ def train_reference(
         optimizer.zero_grad()
     reference.final = copies(model)
     return reference
-
-
-def call_with(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch: a mapping as keyword arguments, a list or tuple as positional ones."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (list, tuple)):
-        return model(*batch)
-    return model(batch)
 
 
 def loss_of_outputs(outputs: Any, batch: Any) -> Tensor:
