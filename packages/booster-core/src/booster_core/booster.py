@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
-class Booster(Batches, Saving):
+class Booster(Saving, Batches):
     """Makes a training script distributed by the strategy of a plugin.
 
     Args:
