@@ -82,11 +82,6 @@ class BackgroundWriter:
         self._followers: list[Callable[[], object]] = []
         self._is_over = True
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job is running."""
-        return self._thread is not None and self._thread.is_alive()
-
     def start(self, name: str, work: Callable[[], object]) -> None:
         """Run ``work`` in a thread. The job before it has been waited for.
 
