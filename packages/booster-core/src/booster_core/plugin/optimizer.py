@@ -16,7 +16,7 @@ from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import check_norm_arguments
 from booster_core.plugin.originals import guard_step, share_zero_grad, zero_grad_inside
 from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
-from booster_core.ranks.progress import naming_missing_ranks
+from booster_core.ranks.rendezvous import naming_missing_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.state.adapted import without_adapters
-from booster_core.state.names import compiled_module, own_class
+from booster_core.state.names import compiled_module, own_class, without_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
