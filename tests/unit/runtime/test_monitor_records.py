@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from booster_runtime.liveness.records import Record
@@ -61,6 +63,16 @@ def test_ranks_that_take_no_part_in_a_call_are_not_missing_in_it():
     assert run.ended(0, ("step", 12), (0, 1)).startswith("rank 1 ended normally while rank 0 waits in `step` #12")
     assert run.ended(0, ("step", 12), None).startswith("ranks 1 and 2 ended normally while rank 0 waits in `step` #12")
     assert run_at([HERE, "died"]).ended(0, ("step", 12), None) is None
+
+
+def test_all_ranks_in_a_call_are_named_when_one_of_them_has_waited_long_enough():
+    run = run_at([Record()] * 3)
+    save, reduction = at("save", 1, finished=False), at("reduction", 3, finished=False)
+    for rank, record, idle in ((0, save, 6.0), (1, reduction, 0.0), (2, reduction, 6.0)):
+        run.here(rank, replace(record, call=record.last), idle, now=10.0)
+    run.tick(10.0)
+    (message, *_) = run.news(()).values()
+    assert "rank 0 waits in `save` #1, and ranks 1 and 2 wait in `reduction` #3" in message["text"]
 
 
 def test_a_rank_that_did_not_answer_is_said_not_to_have():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from booster_core._lazy import public_names
 
 if TYPE_CHECKING:
+    from booster_core.batches import Evaluation
     from booster_core.booster import Booster
     from booster_core.checkpoint_io import CheckpointIO
     from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin, hookimpl
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         enable_activation_checkpointing,
     )
     from booster_runtime.lazy import LazyInitContext
+    from booster_runtime.stop_signal import StopSignal
     from booster_runtime.verification import verify
 
     __version__: str
@@ -32,11 +34,13 @@ __all__ = [
     "Capability",
     "CheckpointIO",
     "DistCoordinator",
+    "Evaluation",
     "LazyInitContext",
     "LossScaleConfig",
     "PipelinePlugin",
     "Plugin",
     "PrecisionPolicy",
+    "StopSignal",
     "disable_activation_checkpointing",
     "enable_activation_checkpointing",
     "hookimpl",
@@ -50,6 +54,7 @@ __all__ = [
 _import, _names = public_names(
     __name__,
     {
+        ".batches": ["Evaluation"],
         ".booster": ["Booster"],
         ".checkpoint_io": ["CheckpointIO"],
         ".plugin": ["BoostContext", "Boosted", "Capability", "PipelinePlugin", "Plugin", "hookimpl"],
@@ -61,6 +66,7 @@ _import, _names = public_names(
             "enable_activation_checkpointing",
         ],
         "booster_runtime.lazy": ["LazyInitContext"],
+        "booster_runtime.stop_signal": ["StopSignal"],
         "booster_runtime.verification": ["verify"],
     },
 )

@@ -23,6 +23,7 @@ from booster_core.checkpoint_io import (
 from booster_core.plugin.interface import Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
+from booster_core.ranks.progress import naming_missing_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -107,6 +108,7 @@ class Saving(ABC):
         """
         self._check_module(model, "save_model")
         with self._announced("save", "model", checkpoint, use_async=use_async):
+            self._prepare_save(model)
             self.checkpoint_io.save_model(
                 self.state_adapter(model),
                 checkpoint,
@@ -180,6 +182,7 @@ class Saving(ABC):
         """
         self._check_module(model, "save_lora_as_pretrained")
         with self._announced("save", "lora", checkpoint):
+            self._prepare_save(model)
             self.checkpoint_io.save_adapters(
                 self.state_adapter(model),
                 checkpoint,
@@ -207,6 +210,7 @@ class Saving(ABC):
         """
         adapter = self._adapter_of(optimizer, "save_optimizer")
         with self._announced("save", "optimizer", checkpoint, use_async=use_async):
+            self._prepare_save(None, optimizer)
             self.checkpoint_io.save_optimizer(
                 adapter, checkpoint, shard, gather_dtensor, prefix or None, size_per_shard, use_async
             )
@@ -296,6 +300,7 @@ class Saving(ABC):
         Collective: every rank of the world.
         """
         with self._announced("save", "checkpoint", root, use_async=use_async):
+            self._prepare_save(model)
             self.checkpoint_io.save_training_state(
                 lambda: self._training_state("save_checkpoint", model, optimizer, lr_scheduler, dataloader, ema),
                 root,
@@ -404,6 +409,16 @@ class Saving(ABC):
             if isinstance(boosted, ModelWrapper) and (boosted is model or boosted.unwrap() is model):
                 return boosted
         return None
+
+    def _prepare_save(self, model: nn.Module | None, optimizer: Optimizer | None = None) -> None:
+        """Let the plugin synchronize the boosted model that is, or whose optimizer is, about to be saved."""
+        if type(self.plugin).prepare_save is Plugin.prepare_save:
+            return
+        wanted = None if model is None else self._boosted_model(model)
+        for boosted, own in self._optimizers.items():
+            if boosted is wanted or (isinstance(own, OptimizerWrapper) and optimizer in (own, own.unwrap())):
+                with naming_missing_ranks("save"):
+                    self.plugin.prepare_save(boosted, own, self.context)
 
     def _save_dtype(self, model: nn.Module) -> torch.dtype | None:
         """Return the format in which a model's floating tensors are written; ``None`` where each keeps its own."""

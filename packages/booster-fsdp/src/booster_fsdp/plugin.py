@@ -17,7 +17,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, Capability, Plugin, place_model, unwrap_model
+from booster_core.plugin import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin, place_model, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_core.state import NamedTensors
 from booster_fsdp.config import FSDPConfig
@@ -29,6 +29,7 @@ from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, shard_m
 from booster_fsdp.state import FSDPStateAdapter
 from booster_runtime.lazy import is_lazy
 from booster_runtime.sharding import agree_on_values
+from booster_runtime.state import mark_as_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,18 +76,7 @@ class TorchFSDPPlugin(Plugin):
     name: ClassVar[str] = "fsdp"
     api_version: ClassVar[int] = 1
     handles_lazy: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.CPU,
-            Capability.CUDA,
-            Capability.FP32,
-            Capability.BF16,
-            Capability.FP16,
-            Capability.LORA,
-            Capability.DATA_PARALLEL,
-            Capability.SYNCHRONOUS,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,
@@ -173,6 +163,7 @@ class TorchFSDPPlugin(Plugin):
             )
         for method in methods:
             register_fsdp_forward_method(model, method)
+        mark_as_local(model)
         wrapped = FSDPModel(model, units=units, precision=context.precision, forward_methods=methods)
         settlement = Settlement(model, units, context.device, broadcast_buffers=self.config.broadcast_buffers)
         optimizer = None

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from booster_core.plugin import place_model
-from booster_core.ranks import make_axes
 from booster_core.state import named_modules, without_adapters
+from booster_hybrid.axes import make_axes
 from booster_hybrid.local_model import LocalModel
 from booster_hybrid.pipeline.engine import PipelineEngine
-from booster_hybrid.pipeline.example import check_entries, example_batch, to_device
+from booster_hybrid.pipeline.example import check_entries, example_batch
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.skipped_layers import check_no_layer_is_skipped, kept_generators
@@ -24,8 +24,14 @@ from booster_hybrid.policy.registry import given_policy, policy_for
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
+from booster_runtime.data import to_device
 from booster_runtime.lazy import hollow_objects, is_lazy
-from booster_runtime.sharding import ShardingRanks, agree_on_values, check_distinct_memory, working_dtypes
+from booster_runtime.sharding import (
+    ShardingRanks,
+    agree_on_values,
+    check_distinct_memory,
+    working_dtypes,
+)
 
 if TYPE_CHECKING:
     import os
@@ -34,7 +40,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.plugin import BoostContext, Boosted
-    from booster_core.ranks import Axis, MeshShape
+    from booster_hybrid.axes import Axis, MeshShape
     from booster_hybrid.config import HybridConfig
     from booster_hybrid.model import HybridModel
     from booster_hybrid.pipeline.cut import StagedModel

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
-from booster_core.ranks import MeshShape, fill_axis
+from booster_hybrid.axes import MeshShape, fill_axis
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

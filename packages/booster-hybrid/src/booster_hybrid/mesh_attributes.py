@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from booster_core.ranks import Axis, MeshShape
+    from booster_hybrid.axes import Axis, MeshShape
     from booster_hybrid.config import HybridConfig
 
 

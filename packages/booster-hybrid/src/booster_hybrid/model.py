@@ -14,7 +14,7 @@ from booster_hybrid.tensor_parallel.group import refuse_copy
 from booster_zero import ZeroModel
 
 if TYPE_CHECKING:
-    from booster_core.ranks import Axis
+    from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
     from booster_hybrid.pipeline.engine import PipelineEngine
     from booster_hybrid.pipeline.stages import StageMap

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import (
+    SYNCHRONOUS_TRAINING,
     Boosted,
     Capability,
     PipelinePlugin,
@@ -21,9 +22,9 @@ from booster_core.plugin import (
     unwrap_model,
 )
 from booster_core.precision import PrecisionPolicy
-from booster_core.ranks import Axis, make_axes
 from booster_core.state import NamedTensors
 from booster_hybrid.agreement import check_same_settings
+from booster_hybrid.axes import Axis, make_axes
 from booster_hybrid.boosting import HybridSetup, SetupOptions
 from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
@@ -35,7 +36,8 @@ from booster_hybrid.optimizer import HybridOptimizer
 from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
-from booster_runtime.state import Replica
+from booster_runtime.sharding import refuse_renormalized
+from booster_runtime.state import Replica, mark_as_local
 from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter
 
 if TYPE_CHECKING:
@@ -98,19 +100,10 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
     name: ClassVar[str] = "hybrid"
     api_version: ClassVar[int] = 1
     handles_lazy: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.CPU,
-            Capability.CUDA,
-            Capability.FP32,
-            Capability.BF16,
-            Capability.FP16,
-            Capability.LORA,
-            Capability.PIPELINE,
-            Capability.DATA_PARALLEL,
-            Capability.SYNCHRONOUS,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {
+        Capability.DATA_PARALLEL,
+        Capability.PIPELINE,
+    }
 
     def __init__(
         self,
@@ -193,11 +186,14 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
 
         Raises:
             ConfigError: If ranks have different settings, the sizes do not divide the world, the model has no policy,
-                its sizes can't be split, or the optimizer needs whole matrices and layers are split.
+                its sizes can't be split, an embedding changes its table in forward, or the optimizer needs whole
+                matrices and layers are split.
 
         Collective: every rank of the world.
         """
         check_same_settings(self._settings(context), context.coordinator)
+        if context.coordinator.world_size > 1:
+            refuse_renormalized(objects.model)  # before groups are made: ranks that wait there would get another error
         axes = self._axes_of_world()
         setup = HybridSetup(self._options(), objects, context, axes, self._shape(dist.get_world_size()))
         recording = setup.place_values()
@@ -213,12 +209,18 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         hybrid.local, hybrid.replica = local, axes["pp", "sp", "tp"]
         if isinstance(boosted.optimizer, HybridOptimizer):
             boosted.optimizer.local = local
+        if self.config.tensor.size > 1 or plan is not None:
+            mark_as_local(hybrid.unwrap())
         if plan is not None and cut is not None:
             hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
         if recording is not None:
             adapter = self.state_adapter(hybrid, boosted.optimizer, context)
             fill_model(objects.model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
         return boosted
+
+    def has_pipeline(self, model: nn.Module) -> bool:
+        """Return whether the model is cut into stages."""
+        return getattr(boosted_inside(model), "engine", None) is not None
 
     def execute_pipeline(
         self,

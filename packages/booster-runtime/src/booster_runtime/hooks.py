@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 from booster_core.plugin import ModelWrapper, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
     from peft import LoraConfig, PeftModel
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
-    from booster_core import Booster
+    from booster_core import Booster, Evaluation
     from booster_core.plugin import BoostContext, Boosted, Plugin
     from booster_core.ranks import DistCoordinator, Monitor, World
     from booster_core.state import StateAdapter
+    from booster_runtime.data.uneven import UnevenBatches
     from booster_runtime.replicas import ReplicaCheck
 
 
@@ -92,6 +93,16 @@ def prepare_dataloader(
 
 
 @hookimpl
+def join_batches(booster: Booster, batches: Iterable[Any]) -> UnevenBatches:
+    """Let ranks with uneven numbers of batches end together."""
+    from booster_runtime.data.uneven import UnevenBatches as Joined
+
+    coordinator = booster.context.coordinator
+    _, size = booster.plugin.data_parallel_coordinates(coordinator)
+    return Joined(batches, size=size, coordinator=coordinator, device=booster.device)
+
+
+@hookimpl
 def gather_samples(
     values: Any, loader: DataLoader[Any], index: int, coordinator: DistCoordinator, device: torch.device
 ) -> Any:
@@ -99,6 +110,39 @@ def gather_samples(
     from booster_runtime.data.metrics import gather_samples as gather
 
     return gather(values, loader, index=index, coordinator=coordinator, device=device)
+
+
+@hookimpl
+def train_batch(
+    booster: Booster,
+    data_iter: Iterator[Any],
+    model: nn.Module,
+    criterion: Callable[[Any, Any], Tensor] | None,
+    optimizer: Optimizer,
+    accumulation: int,
+    max_norm: float | None,
+    weight: Callable[[Any], float | Tensor] | None,
+) -> Tensor:
+    """Take an optimizer step on the next batches."""
+    from booster_runtime.whole_batches import train_batch as train
+
+    return train(
+        booster, data_iter, model, criterion, optimizer, accumulation=accumulation, max_norm=max_norm, weight=weight
+    )
+
+
+@hookimpl
+def evaluate_batch(
+    booster: Booster,
+    data_iter: Iterator[Any],
+    model: nn.Module,
+    criterion: Callable[[Any, Any], Tensor] | None,
+    weight: Callable[[Any], float | Tensor] | None,
+) -> Evaluation:
+    """Compute loss and outputs of the next batch."""
+    from booster_runtime.whole_batches import evaluate_batch as evaluate
+
+    return evaluate(booster, data_iter, model, criterion, weight=weight)
 
 
 @hookimpl
@@ -119,6 +163,14 @@ def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context:
     index, size = plugin.data_parallel_coordinates(context.coordinator)
     watch_first_batch(boosted.model, index=index, size=size)
     take_over(boosted.model, booster)
+
+
+@hookimpl
+def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
+    """Compare the training of copies under the plugin with that of one process."""
+    from booster_runtime.verification.at_boost import verify_boost as verify
+
+    verify(booster, objects, loss)
 
 
 @hookimpl

@@ -8,6 +8,7 @@ name their rank: exceptions with tracebacks, hangs with stacks, and process deat
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import re
@@ -17,6 +18,7 @@ import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from booster_testing.rank_pool import (
@@ -176,11 +178,13 @@ def _make_call(
             f"{fn!r} cannot be called on other processes: pass a function defined at the top level of a module's file."
         )
         raise TypeError(msg)
+    arguments, modules = _pickle((args, kwargs))
     return Call(
         module=fn.__module__,
         file=file,
         qualname=qualname,
-        arguments=pickle.dumps((args, kwargs)),
+        arguments=arguments,
+        modules=modules,
         rank=0,
         world_size=world_size,
         store_file="",
@@ -190,6 +194,29 @@ def _make_call(
         path=list(sys.path),
         warning_filters=[_portable(*entry) for entry in warnings.filters],
     )
+
+
+class _Pickler(pickle.Pickler):
+    """Notes the files of the classes and functions that it pickles by name."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules: dict[str, str] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, FunctionType)):
+            file = getattr(sys.modules.get(obj.__module__), "__file__", None)
+            if file is not None:
+                self.modules[obj.__module__] = file
+        return NotImplemented
+
+
+def _pickle(value: Any) -> tuple[bytes, tuple[tuple[str, str], ...]]:
+    """Return a pickled value, and the modules that it takes to unpickle it, with their files."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(value)
+    return buffer.getvalue(), tuple(pickler.modules.items())
 
 
 def _portable(action: str, message: Any, category: Any, module: Any, line: int) -> tuple[str, str, str, str, int]:

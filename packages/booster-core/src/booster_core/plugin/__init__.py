@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from booster_core.plugin.discovery import PluginListing, installed, load
     from booster_core.plugin.hooks import hook_relay, register_hooks, unregister_hooks
     from booster_core.plugin.hookspecs import hookimpl
-    from booster_core.plugin.interface import API_VERSION, BoostContext, Boosted, Capability, PipelinePlugin, Plugin
+    from booster_core.plugin.interface import (
+        API_VERSION,
+        SYNCHRONOUS_TRAINING,
+        BoostContext,
+        Boosted,
+        Capability,
+        PipelinePlugin,
+        Plugin,
+    )
     from booster_core.plugin.optimizer import OptimizerWrapper, check_loss, unscaled_gradient
     from booster_core.plugin.originals import through_door
     from booster_core.plugin.replicated import check_no_masters, place_model, rebind
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "API_VERSION",
+    "SYNCHRONOUS_TRAINING",
     "BoostContext",
     "Boosted",
     "Capability",
@@ -64,7 +73,15 @@ _import, __dir__ = public_names(
         ".discovery": ["PluginListing", "installed", "load"],
         ".hooks": ["hook_relay", "register_hooks", "unregister_hooks"],
         ".hookspecs": ["hookimpl"],
-        ".interface": ["API_VERSION", "BoostContext", "Boosted", "Capability", "PipelinePlugin", "Plugin"],
+        ".interface": [
+            "API_VERSION",
+            "SYNCHRONOUS_TRAINING",
+            "BoostContext",
+            "Boosted",
+            "Capability",
+            "PipelinePlugin",
+            "Plugin",
+        ],
         ".originals": ["through_door"],
         ".replicated": ["check_no_masters", "place_model", "rebind"],
         ".single": ["SingleDevicePlugin"],

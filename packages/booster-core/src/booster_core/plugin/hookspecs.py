@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
+    from booster_core.batches import Evaluation
     from booster_core.booster import Booster
     from booster_core.plugin.interface import BoostContext, Boosted, Plugin
     from booster_core.ranks.coordinator import DistCoordinator
@@ -91,6 +92,14 @@ def prepare_dataloader(
 
 
 @hookspec(firstresult=True)
+def join_batches(booster: Booster, batches: Iterable[Any]) -> Any:
+    """Return an iterator over a rank's batches that ends on all ranks together; see `Booster.join`.
+
+    Its ``weigh`` and ``weighing`` weigh the loss of the batch handed out last. Collective: every rank, at each batch.
+    """
+
+
+@hookspec(firstresult=True)
 def gather_samples(
     values: Any, loader: DataLoader[Any], index: int, coordinator: DistCoordinator, device: torch.device
 ) -> Any:
@@ -98,6 +107,31 @@ def gather_samples(
 
     ``index`` is this rank's among the ranks that see different samples. Collective: every rank.
     """
+
+
+@hookspec(firstresult=True)
+def train_batch(
+    booster: Booster,
+    data_iter: Iterator[Any],
+    model: nn.Module,
+    criterion: Callable[[Any, Any], Tensor] | None,
+    optimizer: Optimizer,
+    accumulation: int,
+    max_norm: float | None,
+    weight: Callable[[Any], float | Tensor] | None,
+) -> Tensor | None:
+    """Take an optimizer step on the next batches; see `Booster.train_batch`. Collective: every rank."""
+
+
+@hookspec(firstresult=True)
+def evaluate_batch(
+    booster: Booster,
+    data_iter: Iterator[Any],
+    model: nn.Module,
+    criterion: Callable[[Any, Any], Tensor] | None,
+    weight: Callable[[Any], float | Tensor] | None,
+) -> Evaluation | None:
+    """Compute loss and outputs of the next batch; see `Booster.evaluate_batch`. Collective: every rank."""
 
 
 @hookspec(firstresult=True)
@@ -118,6 +152,14 @@ def add_adapters(
     quantize: bool,  # noqa: FBT001 - hooks' arguments are passed by name
 ) -> nn.Module | None:
     """Return the model with low-rank adapters, or ``None`` to pass; see `Booster.enable_lora`."""
+
+
+@hookspec
+def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
+    """Raise if the plugin does not train copies of the objects as one process does; see `Booster`'s ``verify``.
+
+    ``booster`` has the run's plugin and settings, and may boost. Collective: every rank.
+    """
 
 
 @hookspec(firstresult=True)

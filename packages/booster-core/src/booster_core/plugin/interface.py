@@ -69,6 +69,19 @@ class Capability(enum.Enum):
     """Every step equals that of one process with the global batch, up to rounding."""
 
 
+SYNCHRONOUS_TRAINING = frozenset(
+    {
+        Capability.CPU,
+        Capability.CUDA,
+        Capability.FP32,
+        Capability.BF16,
+        Capability.FP16,
+        Capability.LORA,
+        Capability.SYNCHRONOUS,
+    }
+)
+"""What a plugin can do that trains as one process does, on every device and in every precision."""
+
 if TYPE_CHECKING:
     # Generic for type checkers, so that a script that unpacks the five things gets their types.
     class Boosted(NamedTuple, Generic[_ModelT_co, _OptimizerT_co, _CriterionT_co, _DataLoaderT_co, _LRSchedulerT_co]):
@@ -189,6 +202,8 @@ class Plugin(ABC):
 
         Raises:
             CheckpointError: If the default is used without booster-runtime, which brings it.
+
+        Collective: none; what ranks must agree on before a save belongs into `prepare_save`.
         """
         found: StateAdapter | None = context.hooks.replicated_state(
             model=model, optimizer=optimizer, coordinator=context.coordinator
@@ -196,6 +211,15 @@ class Plugin(ABC):
         if found is None:
             raise CheckpointError(needs_runtime("Models are saved"))
         return found
+
+    def prepare_save(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> None:
+        """Synchronize what ranks hold before it is saved; the default is for plugins whose replicas are always equal.
+
+        Called before each save of a model, its adapters, its optimizer or a training state.
+
+        Collective: every rank of the world.
+        """
+        del model, optimizer, context
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
         """Return a context in which ``backward`` accumulates without communication, where that saves any.
@@ -310,6 +334,14 @@ class Plugin(ABC):
 
 class PipelinePlugin(Plugin):
     """A plugin whose forward and backward are interleaved over stages, so that it drives the step itself."""
+
+    def has_pipeline(self, model: nn.Module) -> bool:
+        """Return whether a boosted model runs through `execute_pipeline`, as opposed to being called.
+
+        Collective: none.
+        """
+        del model
+        return True
 
     @abstractmethod
     def execute_pipeline(

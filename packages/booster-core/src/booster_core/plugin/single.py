@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.plugin.interface import Boosted, Capability, Plugin
+from booster_core.plugin.interface import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.replicated import place_model
 from booster_core.plugin.wrappers import ModelWrapper
@@ -29,17 +29,7 @@ class SingleDevicePlugin(Plugin):
 
     name: ClassVar[str] = "single"
     api_version: ClassVar[int] = 1
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.CPU,
-            Capability.CUDA,
-            Capability.FP32,
-            Capability.BF16,
-            Capability.FP16,
-            Capability.LORA,
-            Capability.SYNCHRONOUS,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING
 
     def __init__(self, *, precision: PrecisionPolicy | str | None = None) -> None:
         self.precision = precision

@@ -1,4 +1,4 @@
-"""Ranks and what they share: launching them, the default process group, meshes, and who waits where."""
+"""Ranks and what they share: launching them, the default process group, and who waits where."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.ranks.environments import Environment
     from booster_core.ranks.host import Host, this_host
-    from booster_core.ranks.mesh import Axis, MeshShape, fill_axis, make_axes
     from booster_core.ranks.progress import LOST_PEER, PROGRESS, naming_missing_ranks
     from booster_core.ranks.rendezvous import name_ranks
     from booster_core.ranks.world import Monitor, World, close_world, current_world, open_world, opened_world
@@ -18,17 +17,13 @@ if TYPE_CHECKING:
 __all__ = [
     "LOST_PEER",
     "PROGRESS",
-    "Axis",
     "DistCoordinator",
     "Environment",
     "Host",
-    "MeshShape",
     "Monitor",
     "World",
     "close_world",
     "current_world",
-    "fill_axis",
-    "make_axes",
     "name_ranks",
     "naming_missing_ranks",
     "open_world",
@@ -42,7 +37,6 @@ __getattr__, __dir__ = public_names(
         ".coordinator": ["DistCoordinator"],
         ".environments": ["Environment"],
         ".host": ["Host", "this_host"],
-        ".mesh": ["Axis", "MeshShape", "fill_axis", "make_axes"],
         ".progress": ["LOST_PEER", "PROGRESS", "naming_missing_ranks"],
         ".rendezvous": ["name_ranks"],
         ".world": ["Monitor", "World", "close_world", "current_world", "open_world", "opened_world"],

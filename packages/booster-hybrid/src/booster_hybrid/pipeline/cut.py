@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.p2p import check_sendable
-from booster_hybrid.pipeline.trace import call_with, is_carried, named_arguments, named_forward, taken_by
+from booster_hybrid.pipeline.trace import is_carried, named_arguments
+from booster_runtime.data import call_with, named_forward, taken_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -264,7 +265,7 @@ class StagedModel:
         """Run the active stage.
 
         Args:
-            batch: As the data loader yields it; see `call_with` and `taken_by` in `booster_hybrid.pipeline.trace`.
+            batch: As the data loader yields it; see `call_with` and `taken_by` in `booster_runtime.data`.
 
         Returns:
             The model's outputs on the last stage, else ``None``; and what the next stage has to get, by name.

@@ -9,20 +9,21 @@ import torch
 import torch.distributed as dist
 
 from booster_core.ranks import naming_missing_ranks
-from booster_hybrid.pipeline.example import to_device
-from booster_hybrid.pipeline.microbatches import join_outputs, num_samples, share_samples, split_batch
+from booster_hybrid.pipeline.microbatches import count_samples, join_outputs, share_samples, split_batch
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import Work, make_schedule
 from booster_hybrid.random_streams import pipeline_stream
 from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
 from booster_runtime import collectives
+from booster_runtime.data import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    from booster_core.ranks import Axis, DistCoordinator
+    from booster_core.ranks import DistCoordinator
+    from booster_hybrid.axes import Axis
     from booster_hybrid.config import PipelineConfig
     from booster_hybrid.optimizer import HybridOptimizer
     from booster_hybrid.pipeline.cut import StagedModel
@@ -143,7 +144,7 @@ class PipelineEngine:
             count = config.num_microbatches if config.microbatch_size is None else None
             if config.microbatch_size is None and count is None:
                 count = config.size
-            sizes = share_samples(num_samples(batch), count, config.microbatch_size)
+            sizes = share_samples(count_samples(batch), count, config.microbatch_size)
             parts = split_batch(batch, sizes)
         except Exception as caught:  # noqa: BLE001 - carried to every rank below
             error = caught

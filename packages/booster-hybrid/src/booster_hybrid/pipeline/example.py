@@ -108,11 +108,3 @@ def _dummy_image(model: nn.Module) -> dict[str, torch.Tensor] | None:
         return None
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return {"pixel_values": torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), height, width)}
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device.
-
-    Collective: none.
-    """
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -9,44 +9,26 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.containers import fields_of, hides_tensors, with_fields
+from booster_runtime.data import num_samples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def num_samples(batch: Any) -> int:
-    """Return how many samples a batch has: the first dimension of its tensors.
-
-    Args:
-        batch: Tensors in any nest of dicts, lists and tuples. Tensors without dimensions, and whatever is no tensor,
-            belong to all samples; so do tensors whose first dimension is 1.
+def count_samples(batch: Any) -> int:
+    """Return how many samples a batch has; see `booster_runtime.data.num_samples`.
 
     Raises:
         ConfigError: If it has no tensors, they are of different lengths, or an object hides some.
     """
-    leaves = pytree.tree_flatten_with_path(batch)[0]
-    for path, leaf in leaves:
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if hides_tensors(leaf):
             msg = (
                 f"The batch can't be split into microbatches: {pytree.keystr(path) or 'it'} is a "
                 f"`{type(leaf).__name__}` that holds tensors. Pass tensors in dicts, lists and tuples."
             )
             raise ConfigError(msg)
-    shapes = {
-        pytree.keystr(path): tuple(leaf.shape) for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()
-    }
-    lengths = {shape[0] for shape in shapes.values()}
-    if len(lengths) > 1:
-        lengths.discard(1)
-    if len(lengths) != 1:
-        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or f"`{type(batch).__name__}`"
-        msg = (
-            f"The batch can't be split into microbatches: its tensors must have one entry per sample in their first "
-            f"dimension, all of them the same number; got {found}. What is for all samples, such as class weights, "
-            "belongs into the criterion, or needs a first dimension of 1."
-        )
-        raise ConfigError(msg)
-    return lengths.pop()
+    return num_samples(batch)
 
 
 def share_samples(count: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
@@ -77,7 +59,7 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Return the microbatches of a batch, as views of its tensors.
 
     Args:
-        batch: As for `num_samples`.
+        batch: As for `count_samples`.
         sizes: Samples of each microbatch.
     """
     count, start, parts = sum(sizes), 0, []

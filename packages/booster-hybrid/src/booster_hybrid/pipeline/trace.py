@@ -11,7 +11,6 @@ import functools
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_core.state import compiled_module
 from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.tensor_parallel.split import is_repeated
+from booster_runtime.data import call_with, named_forward, taken_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -63,18 +62,6 @@ class Trace:
     uncalled: tuple[str, ...] = ()
 
 
-def named_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward whose arguments have names: a module's, or its class's where something general replaced it.
-
-    Activation checkpointing and the compiler do so.
-    """
-    module = compiled_module(module) or module
-    kinds = {each.kind for each in inspect.signature(module.forward).parameters.values()}
-    if kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        return functools.partial(type(module).forward, module)
-    return module.forward
-
-
 def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by their names; those that ``**kwargs`` takes are among the others."""
     signature = inspect.signature(function)
@@ -88,37 +75,6 @@ def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: M
         else:
             named[name] = value
     return named
-
-
-def call_with(function: Callable[..., Any], batch: Any) -> Any:
-    """Call a model with a batch as its data loader yields it.
-
-    Args:
-        function: The model, or its forward.
-        batch: A mapping becomes keyword arguments, a list or tuple positional ones; anything else is the one argument.
-
-    Collective: as the function.
-    """
-    if isinstance(batch, Mapping):
-        return function(**batch)
-    if isinstance(batch, (list, tuple)):
-        return function(*batch)
-    return function(batch)
-
-
-def taken_by(model: nn.Module, batch: Any) -> Any:
-    """Return a batch without the entries that a model's forward does not take: those are for the criterion alone.
-
-    Args:
-        model: The user's model.
-        batch: A batch; only mappings have entries that may be left out.
-    """
-    if not isinstance(batch, Mapping):
-        return batch
-    parameters = inspect.signature(model.forward).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-        return batch
-    return {name: value for name, value in batch.items() if name in parameters}
 
 
 def is_carried(value: Any) -> bool:

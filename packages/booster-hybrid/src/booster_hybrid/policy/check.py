@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module, named_modules, without_adapters
-from booster_hybrid.pipeline.trace import call_with, named_forward, taken_by
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.rehearsal import RehearsedRank, rehearse
 from booster_hybrid.tensor_parallel.split import is_repeated
+from booster_runtime.data import call_with, named_forward, taken_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

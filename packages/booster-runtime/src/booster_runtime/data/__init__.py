@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from booster_runtime.data.batches import call_with, named_forward, num_samples, taken_by, to_device
 from booster_runtime.data.first_batch import show_first_batch
 from booster_runtime.data.loader import DistributedDataLoader
 
-__all__ = ["DistributedDataLoader", "show_first_batch"]
+__all__ = [
+    "DistributedDataLoader",
+    "call_with",
+    "named_forward",
+    "num_samples",
+    "show_first_batch",
+    "taken_by",
+    "to_device",
+]

@@ -162,7 +162,9 @@ class Verdicts:
                 calls[wait.call].append(wait)
         for some, others in combinations(calls.values(), 2):
             if any(a.needs(b.rank, b.record) and b.needs(a.rank, a.record) for a in some for b in others):
-                places = {call: [wait.rank for wait in group] for call, group in calls.items()}
+                # Ranks that came to one of these calls later, or were busy until now, are named with it too.
+                in_call = {rank: call for rank, (call, _) in sorted(self._in_call.items()) if rank in present}
+                places = {call: [rank for rank, other in in_call.items() if other == call] for call in calls}
                 self._fail(None, f"Booster: {describe_mismatch(places)}")
                 return
 

@@ -1,0 +1,141 @@
+"""Batches as data loaders yield them: calling a model with one, moving it to a device, counting its samples."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from booster_core.errors import ConfigError
+from booster_core.state import compiled_module, without_adapters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def call_with(function: Callable[..., Any], batch: Any) -> Any:
+    """Call a model with a batch.
+
+    Args:
+        function: The model, or its forward.
+        batch: A mapping becomes keyword arguments, a list or tuple positional ones; anything else is the one argument.
+
+    Collective: as the function.
+    """
+    if isinstance(batch, Mapping):
+        return function(**batch)
+    if isinstance(batch, (list, tuple)):
+        return function(*batch)
+    return function(batch)
+
+
+def taken_by(model: nn.Module, batch: Any) -> Any:
+    """Return a batch without the entries that a model's forward does not take: those are for the criterion alone.
+
+    Args:
+        model: The user's model.
+        batch: Of a mapping, entries whose names are not among the arguments are left out. Of a list or tuple, such as
+            ``inputs, targets``, those beyond the arguments are.
+
+    Collective: none.
+    """
+    if not isinstance(batch, (Mapping, list, tuple)):
+        return batch
+    parameters = inspect.signature(named_forward(without_adapters(model))).parameters.values()
+    kinds = {each.kind for each in parameters}
+    if isinstance(batch, Mapping):
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            return batch
+        names = {each.name for each in parameters}
+        return {name: value for name, value in batch.items() if name in names}
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return batch
+    return batch[: sum(each.kind in _POSITIONAL for each in parameters)]
+
+
+def check_targets(model: nn.Module, batch: Any) -> None:
+    """Raise if it can't be told which entries of a batch are the model's arguments and which the criterion's targets.
+
+    Args:
+        model: The user's model.
+        batch: A list or tuple with more entries than the model's forward requires; entries of mappings have names.
+
+    Raises:
+        ConfigError: If further entries may be optional arguments.
+
+    Collective: none.
+    """
+    if not isinstance(batch, (list, tuple)):
+        return
+    parameters = inspect.signature(named_forward(without_adapters(model))).parameters.values()
+    positional = [each for each in parameters if each.kind in _POSITIONAL]
+    optional = [f"`{each.name}`" for each in positional if each.default is not each.empty]
+    num_required = len(positional) - len(optional)
+    if len(batch) > num_required and optional:
+        msg = (
+            f"The batch has {len(batch)} entries, of which the forward of {type(model).__name__} requires "
+            f"{num_required}: the others may be for {', '.join(optional)} or for the criterion. Let the data loader "
+            "yield mappings, whose entries have names."
+        )
+        raise ConfigError(msg)
+
+
+def num_samples(batch: Any) -> int:
+    """Return how many samples a batch has: the first dimension of its tensors.
+
+    Args:
+        batch: Tensors in any nest of dicts, lists and tuples. Tensors without dimensions, and whatever is no tensor,
+            belong to all samples; so do tensors whose first dimension is 1.
+
+    Raises:
+        ConfigError: If it has no tensors, or they are of different lengths.
+
+    Collective: none.
+    """
+    shapes = {
+        pytree.keystr(path): tuple(leaf.shape)
+        for path, leaf in pytree.tree_flatten_with_path(batch)[0]
+        if isinstance(leaf, torch.Tensor) and leaf.dim()
+    }
+    lengths = {shape[0] for shape in shapes.values()}
+    if len(lengths) > 1:
+        lengths.discard(1)
+    if len(lengths) != 1:
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or f"`{type(batch).__name__}`"
+        msg = (
+            f"The batch can't be split into microbatches: its tensors must have one entry per sample in their first "
+            f"dimension, all of them the same number; got {found}. What is for all samples, such as class weights, "
+            "belongs into the criterion, or needs a first dimension of 1."
+        )
+        raise ConfigError(msg)
+    return lengths.pop()
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device.
+
+    Collective: none.
+    """
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def named_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward whose arguments have names: a module's, or its class's where something general replaced it.
+
+    Activation checkpointing and the compiler do so.
+
+    Collective: none.
+    """
+    module = compiled_module(module) or module
+    kinds = {each.kind for each in inspect.signature(module.forward).parameters.values()}
+    if kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        return functools.partial(type(module).forward, module)
+    return module.forward

@@ -1,0 +1,230 @@
+"""A training step and an evaluation of one batch, the same under every plugin, with a pipeline or without.
+
+Losses are weighted over all micro-batches and ranks before backward, so that the gradients are those of one large
+batch, also where micro-batches count differently many tokens (huggingface/transformers#34191 tells what becomes of a
+mean of means).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core import Evaluation
+from booster_core.errors import ConfigError
+from booster_core.plugin import OptimizerWrapper, PipelinePlugin, unwrap_model
+from booster_core.ranks import naming_missing_ranks
+from booster_runtime import collectives
+from booster_runtime.data.batches import call_with, check_targets, num_samples, taken_by, to_device
+from booster_runtime.data.uneven import UnevenBatches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from booster_core import Booster
+
+    Criterion = Callable[[Any, Any], Tensor]
+    Weight = Callable[[Any], "float | Tensor"]
+
+
+def train_batch(
+    booster: Booster,
+    data_iter: Iterator[Any],
+    model: nn.Module,
+    criterion: Criterion | None,
+    optimizer: Optimizer,
+    *,
+    accumulation: int,
+    max_norm: float | None,
+    weight: Weight | None,
+) -> Tensor:
+    """Take one optimizer step on the next batches; see `Booster.train_batch`."""
+    if not isinstance(optimizer, OptimizerWrapper):
+        got = type(optimizer).__name__
+        msg = f"`Booster.train_batch` needs the optimizer returned by `Booster.boost`; got `{got}`."
+        raise TypeError(msg)
+    if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
+        msg = f"`accumulation={accumulation!r}` is no number of batches. Pass an integer of at least 1."
+        raise ConfigError(msg)
+    _refuse_joined(data_iter, "train_batch")
+    batches = list(islice(data_iter, accumulation))
+    if not batches:
+        raise StopIteration
+    run = _Run(booster, model, criterion, weight)
+    share = run.share_of(batches)
+    for index, batch in enumerate(batches):
+        is_last = index == len(batches) - 1
+        with contextlib.nullcontext() if is_last else booster.no_sync(model, optimizer):
+            run.forward(batch, share, optimizer)
+    loss = run.mean_loss()
+    if max_norm is not None:
+        optimizer.clip_grad_by_norm(max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _refuse_joined(data_iter: Iterator[Any], call: str) -> None:
+    """Raise where batches have weights that whole batches don't know of.
+
+    Raises:
+        ConfigError: If so, on every rank.
+    """
+    if isinstance(data_iter, UnevenBatches):
+        msg = (
+            f"`Booster.{call}` does not know which batches of `Booster.join` are repeated. Call the model and "
+            "`booster.backward`, or give all ranks equally many batches."
+        )
+        raise ConfigError(msg)
+
+
+def evaluate_batch(
+    booster: Booster, data_iter: Iterator[Any], model: nn.Module, criterion: Criterion | None, *, weight: Weight | None
+) -> Evaluation:
+    """Compute loss and outputs of the next batch; see `Booster.evaluate_batch`."""
+    _refuse_joined(data_iter, "evaluate_batch")
+    batch = next(data_iter)
+    run = _Run(booster, model, criterion, weight)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            share = run.share_of([batch])
+            outputs = run.forward(batch, share, None)
+    finally:
+        model.train(was_training)
+    return Evaluation(run.mean_loss(), outputs, run.total_weight)
+
+
+class _Run:
+    """Forward, and backward, of the batches of one step.
+
+    Args:
+        booster: Which boosted the model.
+        model: The boosted model.
+        criterion: The user's; ``None`` where the model's outputs have a loss.
+        weight: Counts what a batch's loss is a mean of; ``None`` where all batches weigh the same.
+    """
+
+    def __init__(self, booster: Booster, model: nn.Module, criterion: Criterion | None, weight: Weight | None) -> None:
+        self._booster, self._model, self._weight = booster, model, weight
+        self._criterion = _own_loss if criterion is None else criterion
+        self._has_targets = criterion is not None
+        _, self._num_replicas = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+        self._losses: list[Tensor] = []
+        self.total_weight = 0.0
+        """Of the batches, over all ranks."""
+
+    def share_of(self, batches: Sequence[Any]) -> float:
+        """Return by what a batch's loss, times its weight, is multiplied, and set the total weight.
+
+        Strategies average gradients over the data parallel ranks.
+
+        Raises:
+            ConfigError: If the weights do not sum up to a positive number.
+
+        Collective: every rank of the world, if there is a ``weight``.
+        """
+        if self._weight is None:
+            self.total_weight = float(len(batches) * self._num_replicas)
+            return 1.0 / len(batches)
+        own = sum(float(self._weight(batch)) for batch in batches)
+        total = torch.tensor([own, 1.0], dtype=torch.float64 if self._device.type == "cpu" else torch.float32)
+        total = self._summed(total)
+        # Ranks that work on a batch together count it each.
+        self.total_weight = float(total[0]) * self._num_replicas / float(total[1])
+        if not self.total_weight > 0:
+            msg = (
+                f"The weights of the batches sum up to {self.total_weight:g} over all ranks, so that there is no mean "
+                "loss. `weight(batch)` counts what the criterion averages over, such as labels that are not -100."
+            )
+            raise ConfigError(msg)
+        return self._num_replicas / self.total_weight
+
+    def forward(self, batch: Any, share: float, optimizer: OptimizerWrapper | None) -> Any:
+        """Run a batch forward and, with an optimizer, backward; return the outputs where there is no optimizer.
+
+        Collective: every rank of the plugin's mesh.
+        """
+        plugin = self._booster.plugin
+        if isinstance(plugin, PipelinePlugin) and plugin.has_pipeline(self._model):
+            result = plugin.execute_pipeline(
+                iter([batch]),
+                self._model,
+                self._pipeline_criterion(batch, share),
+                optimizer,
+                return_loss=True,
+                return_outputs=optimizer is None,
+            )
+            if result["loss"] is not None:
+                self._losses.append(result["loss"].detach())
+            return result.get("outputs")
+        batch = to_device(batch, self._device)
+        module = unwrap_model(self._model)
+        if self._has_targets:
+            check_targets(module, batch)
+        outputs = call_with(self._model, taken_by(module, batch))
+        loss = self._criterion(outputs, batch)
+        loss = loss * (share if self._weight is None else share * self._weight(batch))
+        if optimizer is not None:
+            self._booster.backward(loss, optimizer)
+            outputs = None
+        self._losses.append(loss.detach())
+        return outputs
+
+    def mean_loss(self) -> Tensor:
+        """Return the weighted mean loss of all batches and ranks, the same on each.
+
+        Collective: every rank of the world.
+        """
+        own = torch.stack(self._losses).sum().float() if self._losses else torch.zeros((), device=self._device)
+        counted = torch.stack([own.to(self._device), own.new_tensor(float(bool(self._losses))).to(self._device)])
+        counted = self._summed(counted)
+        return counted[0] / counted[1]
+
+    @property
+    def _device(self) -> torch.device:
+        return self._booster.device
+
+    def _summed(self, values: Tensor) -> Tensor:
+        values = values.to(self._device)
+        if self._booster.context.coordinator.world_size > 1:
+            with naming_missing_ranks("mean loss"):
+                collectives.all_reduce(values).wait()
+        return values
+
+    def _pipeline_criterion(self, batch: Any, share: float) -> Criterion:
+        """Return a criterion for microbatches, whose losses the pipeline averages by their numbers of samples."""
+        criterion, weight = self._criterion, self._weight
+        count = num_samples(batch) if weight is not None else 1
+
+        def weighted(outputs: Any, microbatch: Any) -> Tensor:
+            loss = criterion(outputs, microbatch)
+            if weight is None:
+                return loss * share
+            return loss * (share * weight(microbatch) * count / num_samples(microbatch))
+
+        return weighted
+
+
+def _own_loss(outputs: Any, batch: Any) -> Tensor:
+    """Return the loss that a model of transformers computes itself.
+
+    Raises:
+        ConfigError: If the outputs have none.
+    """
+    del batch
+    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        msg = (
+            f"The model's outputs (`{type(outputs).__name__}`) have no loss. Pass a criterion, which is called as "
+            "`criterion(outputs, batch)`, or batches with labels to a model that computes its own loss."
+        )
+        raise ConfigError(msg)
+    return loss
