@@ -22,6 +22,7 @@ RUN_EAGERLY: dict[str, dict[str, int]] = {}
 
 pytestmark = pytest.mark.usefixtures("new_interpreters")
 
+
 def build_both(name: str) -> dict[str, Any]:
     """Build a model eagerly and lazily from one seed, and return the differences."""
     zoo = get_model(name)

@@ -16,7 +16,6 @@ from model_zoo import MATRIX
 from zoo_cells import COLUMNS, measure, measure_plain
 from zoo_results import read_cell, write_cell
 
-
 HARD = (
     "timm/convit_base",
     "timm/convit_tiny",
