@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -154,6 +156,22 @@ def test_workers_are_reused_and_added():
 
 def test_classes_of_the_test_file_can_be_arguments_and_results():
     assert run_on_ranks(_echo, 2, Point(3), scale=2) == [Point(6), Point(6)]
+
+
+def _call(function):
+    return function()
+
+
+def test_functions_of_a_file_that_is_not_importable_can_be_arguments(tmp_path, monkeypatch):
+    file = tmp_path / "apart.py"
+    file.write_text("def answer():\n    return 42\n")
+    name = "not_importable.apart"  # as pytest names a file below a folder
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "not_importable", types.ModuleType("not_importable"))
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    assert run_on_ranks(_call, 2, module.answer) == [42, 42]
 
 
 def test_exception_has_its_rank_and_traceback():

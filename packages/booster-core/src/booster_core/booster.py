@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from booster_core.batches import Batches
-from booster_core.elsewhere import Remedies
 from booster_core.errors import ConfigError, needs_runtime
 from booster_core.plugin.arguments import check_boost_arguments, check_boosted
 from booster_core.plugin.discovery import check_api_version, load
@@ -23,6 +22,7 @@ from booster_core.plugin.frozen import FrozenParameters, untrained_names
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
+from booster_core.plugin.other_libraries import Remedies
 from booster_core.plugin.settings import check_device, own_device, resolve_precision
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
-class Booster(Batches, Saving, Remedies):
+class Booster(Saving, Batches, Remedies):
     """Makes a training script distributed by the strategy of a plugin.
 
     Args:
@@ -105,7 +105,6 @@ class Booster(Batches, Saving, Remedies):
         if self._asked_device is None and not torch.cuda.is_available():
             self._device = own_device(None, plugin)  # known before the launch
         self._timeout_seconds = timeout_seconds
-        self._context: BoostContext | None = None
         # What users passed to `boost`.
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -122,28 +121,24 @@ class Booster(Batches, Saving, Remedies):
             self._device = own_device(self._asked_device, self.plugin)
         return self._device
 
-    @property
-    def context(self) -> BoostContext:
-        """Device, ranks, precision and hooks of this run, fixed at the first use."""
-        if self._context is None:
-            if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
-                ensure_process_group()
-            relay = hook_relay()
+    def _make_context(self) -> BoostContext:
+        if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
+            ensure_process_group()
+        relay = hook_relay()
 
-            def after_step(optimizer: Optimizer, metrics: dict[str, Any]) -> None:
-                if relay.after_step.get_hookimpls():  # asked at each step: hooks may be registered late
-                    relay.after_step(optimizer=optimizer, metrics=metrics)
+        def after_step(optimizer: Optimizer, metrics: dict[str, Any]) -> None:
+            if relay.after_step.get_hookimpls():  # asked at each step: hooks may be registered late
+                relay.after_step(optimizer=optimizer, metrics=metrics)
 
-            coordinator = DistCoordinator()
-            self._context = BoostContext(
-                device=self.device,
-                coordinator=coordinator,
-                precision=self.precision,
-                timeout_seconds=self._timeout_seconds or coordinator.timeout_seconds,
-                hooks=relay,
-                after_step=after_step,
-            )
-        return self._context
+        coordinator = DistCoordinator()
+        return BoostContext(
+            device=self.device,
+            coordinator=coordinator,
+            precision=self.precision,
+            timeout_seconds=self._timeout_seconds or coordinator.timeout_seconds,
+            hooks=relay,
+            after_step=after_step,
+        )
 
     @overload
     def boost(

@@ -46,8 +46,8 @@ class FSDPModel(ModelWrapper):
             ConfigError: Always.
         """
         msg = (
-            "A model that FSDP shards can't be copied. Copy it before `boost`, and boost the copy as well; for a "
-            "running mean of the parameters, use `booster.ema(model, decay)`."
+            "A model whose parameters are split over the ranks can't be copied. For a running mean of the parameters "
+            "use `booster.ema(model)`; or copy the model before `boost`, and boost the copy as well."
         )
         raise ConfigError(msg)
 

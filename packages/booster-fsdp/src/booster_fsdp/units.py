@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import Variable
 
+from booster_core.errors import ConfigError
 from booster_fsdp.outputs import refuse_stale_backward
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Units:
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self.modules = list(modules)
         self.used: set[int] = set()
+        self._filled: set[int] = set()  # ids of those whose gradient on this rank is only the zeros of `_complete`
         self.num_reductions = 0
         self._unreduced: set[Any] = set()
         self._num_updates = 0
@@ -142,6 +144,7 @@ class Units:
             yield from _groups_of(module)
 
     def _post_forward(self, group: Any, run: Any, *args: Any) -> Any:
+        _check_unwritten(group)
         output = run(*args)
         refuse_stale_backward(output, lambda: (self._num_updates, _version_of(group)))
         return output
@@ -161,7 +164,9 @@ class Units:
             self._unreduced.add(group)
         if self._settle is not None:
             self._await_end()
-        reduce(*unused)
+        # A unit that never ran has nothing to accumulate, and torch fails where it would convert that.
+        if group.reduce_grads or any(hasattr(inner, "_unsharded_param") for inner in group.fsdp_params):
+            reduce(*unused)
 
     def _await_end(self, parameter: torch.Tensor | None = None) -> None:
         """Complete gradients at the end of this backward, after torch has finished it."""
@@ -182,8 +187,12 @@ class Units:
         )
         for inner, whole in gathered:
             gradient = _gradient_of(inner, whole)
-            if gradient is not None or inner.sharded_param.grad is not None:
-                self.used.add(id(inner.sharded_param))
+            key = id(inner.sharded_param)
+            if gradient is not None or (inner.sharded_param.grad is not None and key not in self._filled):
+                self.used.add(key)
+                self._filled.discard(key)
+            else:
+                self._filled.add(key)
             if gradient is None:
                 whole.grad = torch.zeros_like(whole)
             # Under `no_sync` torch accumulates in the reduction's dtype; all gradients of a unit need the same dtype.
@@ -203,6 +212,23 @@ def _groups_of(module: FSDPModule) -> Iterator[Any]:
 def _version_of(group: Any) -> int:
     """Return a number that changes with a unit's shards, except by our optimizer, which updates views of their rows."""
     return sum(inner.sharded_param._version for inner in group.fsdp_params)  # noqa: SLF001 - as autograd notices it
+
+
+def _check_unwritten(group: Any) -> None:
+    """Check that forward has not written to gathered parameters: the values are dropped with them.
+
+    Raises:
+        ConfigError: If it has; torch's gathers leave the version counters at zero.
+    """
+    for inner in group.fsdp_params:
+        whole = getattr(inner, "_unsharded_param", None)
+        if whole is not None and not whole.is_inference() and whole._version:  # noqa: SLF001 - as autograd notices it
+            msg = (
+                f"Parameter '{inner._param_fqn}' was changed in place during forward. FSDP drops that change, because "  # noqa: SLF001
+                "it keeps only shards. Change parameters after `optimizer.step()`, or keep the module whole by "
+                "`ignored_modules`."
+            )
+            raise ConfigError(msg)
 
 
 def _call_after_backward(function: Any) -> None:

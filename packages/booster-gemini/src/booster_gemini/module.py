@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -11,10 +11,10 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper
 from booster_core.precision import NARROW, cast_floating
 from booster_core.ranks import naming_missing_ranks
-from booster_gemini.param_hooks import ParameterHooks
+from booster_gemini.param_hooks import ParameterHooks, copy_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -32,6 +32,7 @@ class GeminiModel(ModelWrapper):
         precision: Precision of the run. Compute in a narrow format runs under autocast, although the parameters
             have that format: inputs and buffers may then be wider.
         optimizer: The optimizer that steps on the chunks; ``None`` where nothing is trained.
+        leaves: As for `ParameterHooks`.
 
     ``state_dict`` and `whole_parameters` gather; every rank must call them.
     """
@@ -43,12 +44,21 @@ class GeminiModel(ModelWrapper):
         *,
         precision: PrecisionPolicy,
         optimizer: GeminiOptimizer | None,
+        leaves: Mapping[nn.Module, Sequence[nn.Module]],
     ) -> None:
         super().__init__(module, precision=precision)
         module.register_state_dict_pre_hook(_refuse_placeholders)  # type: ignore[no-untyped-call]
         self.manager = manager
         self._optimizer = optimizer
-        self.hooks = ParameterHooks(module, manager, self._before_forward)
+        self.hooks = ParameterHooks(module, manager, self._before_forward, leaves)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse a copy, whose parameters would have no values.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise copy_error()
 
     def _before_forward(self) -> None:
         if self._optimizer is not None:

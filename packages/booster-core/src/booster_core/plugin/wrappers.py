@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_core.elsewhere import OF_ENGINES, no_attribute
 from booster_core.plugin.originals import guard_forward, through_door
+from booster_core.plugin.other_libraries import OF_ENGINES, no_attribute
 from booster_core.precision.casting import cast_floating
-from booster_core.ranks.progress import naming_missing_ranks
+from booster_core.ranks.rendezvous import naming_missing_ranks
 from booster_core.state.names import compiled_module
 
 if TYPE_CHECKING:
