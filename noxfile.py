@@ -81,8 +81,23 @@ def slow(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def zoo(session: nox.Session) -> None:
-    """Train every model of the zoo under every plugin, including those that the default run leaves out."""
-    _pytest(session, _checkout(session), "tests/zoo", *session.posargs)
+    """Measure every model of the zoo under every plugin, and write docs/compatibility.md.
+
+    ``-- --resume`` keeps the results of an interrupted run. Other arguments go to pytest, and leave the page as it is.
+    """
+    python = _checkout(session)
+    arguments = [*session.posargs]
+    results = ROOT / "build" / "zoo"
+    if "--resume" in arguments:
+        arguments.remove("--resume")
+    else:
+        shutil.rmtree(results, ignore_errors=True)
+    session.env["BOOSTER_ZOO_RESULTS"] = str(results)
+    try:
+        _pytest(session, python, "tests/zoo", *arguments)
+    finally:
+        if not arguments:
+            _run(session, python, "tests/shared/zoo_results.py", str(results), "docs/compatibility.md")
 
 
 @nox.session(venv_backend="none")

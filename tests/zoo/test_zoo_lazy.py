@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,10 +10,9 @@ import torch
 from isolated_libraries import FOLDER, missing_libraries
 from model_zoo import ZOO, get_model
 
-from booster_core import Booster, LazyInitContext
+from booster_core import LazyInitContext
 from booster_runtime.lazy import is_lazy, materialize
-from booster_testing import close_ranks, run_on_ranks
-from booster_testing.training import whole_model
+from booster_testing import run_on_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,13 +20,7 @@ if TYPE_CHECKING:
 RUN_EAGERLY: dict[str, dict[str, int]] = {}
 """Operations that ran eagerly because they can't be recorded, by model: none in the zoo."""
 
-BOOSTED = (
-    "transformers/vit_classification",
-    "transformers/blip2",
-    "transformers/wav2vec2_ctc",
-    "transformers/hubert_ctc",
-)
-"""Models on which Colossal-AI's lazy initialization fails."""
+pytestmark = pytest.mark.usefixtures("new_interpreters")
 
 
 def build_both(name: str) -> dict[str, Any]:
@@ -77,12 +69,6 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _close_workers():
-    yield
-    close_ranks()  # these workers have imported modules that other tests must not see
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if zoo.slow else []) for name, zoo in ZOO.items()]
 )
@@ -99,31 +85,3 @@ def test_lazy_weights_equal_eager_ones(name):
         "generator": True,
         "run_eagerly": RUN_EAGERLY.get(name, {}),
     }
-
-
-def boost_both(name: str, plugin: str) -> list[str]:
-    """Boost a model built eagerly, and one built lazily from the same seed; return the names of differing tensors."""
-    zoo = get_model(name)
-    wholes = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for context in (nullcontext(), LazyInitContext()):
-            torch.manual_seed(0)
-            with context:
-                model = zoo.build()
-            assert is_lazy(model) == isinstance(context, LazyInitContext)
-            booster = Booster("cpu", plugin=plugin)
-            boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            buffers = dict(boosted.unwrap().named_buffers())
-            wholes.append({**whole_model(booster, boosted), **{key: value.clone() for key, value in buffers.items()}})
-    eager, lazy = wholes
-    return [key for key in eager.keys() | lazy.keys() if not torch.equal(lazy[key], eager[key])]
-
-
-@pytest.mark.covering(1)  # every model under one of the plugins; the other pairs are slow
-@pytest.mark.parametrize("plugin", ["fsdp", "zero", "gemini"])
-@pytest.mark.parametrize("name", BOOSTED)
-def test_boosted_lazy_weights_equal_eager_ones(name, plugin):
-    if missing := missing_libraries(ZOO[name].needs):
-        pytest.skip(f"{', '.join(missing)} not installed, neither in the environment nor in {FOLDER}")
-    assert run_on_ranks(boost_both, 2, name, plugin, timeout_seconds=120) == [[], []]

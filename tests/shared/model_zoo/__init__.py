@@ -6,15 +6,24 @@ torchvision) become importable then.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from isolated_libraries import import_quietly, use_isolated_libraries
 
 from model_zoo.diffusers_models import MODELS as _DIFFUSERS
+from model_zoo.own_structures import MODELS as _STRUCTURES
+from model_zoo.own_tensors import MODELS as _TENSORS
+from model_zoo.own_test_models import MODELS as _TEST_MODELS
+from model_zoo.own_uses import MODELS as _USES
 from model_zoo.registry import Batch, ZooModel
+from model_zoo.timm_families import MODELS as _TIMM_FAMILIES
 from model_zoo.timm_models import MODELS as _TIMM
 from model_zoo.torchrec_models import MODELS as _TORCHREC
 from model_zoo.torchvision_models import MODELS as _TORCHVISION
 from model_zoo.transformers_audio import MODELS as _AUDIO
 from model_zoo.transformers_encoders import MODELS as _ENCODERS
+from model_zoo.transformers_families import MODELS as _FAMILIES
+from model_zoo.transformers_heads import MODELS as _HEADS
 from model_zoo.transformers_language import MODELS as _LANGUAGE
 from model_zoo.transformers_vision import MODELS as _VISION
 
@@ -23,6 +32,34 @@ ZOO: dict[str, ZooModel] = {
     for model in (*_LANGUAGE, *_ENCODERS, *_VISION, *_AUDIO, *_TIMM, *_DIFFUSERS, *_TORCHREC, *_TORCHVISION)
 }
 
+_TWICE = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "gemma",
+    "phi",
+    "deepseek_v3",
+    "cohere",
+    "glm",
+    "gptj",
+    "opt",
+    "bloom",
+)
+"""Families whose language model is in both tables."""
+
+MATRIX: dict[str, ZooModel] = {
+    **ZOO,
+    **{
+        model.name: model
+        for model in (replace(each, name=each.name.replace("heads/", "transformers/"), slow=True) for each in _HEADS)
+        if model.name not in {f"transformers/{family}_lm" for family in (*_TWICE, "falcon")}
+    },
+    **{model.name: model for model in (*_TENSORS, *_USES, *_FAMILIES, *_TIMM_FAMILIES)},
+    **{model.name: replace(model, slow=True) for model in (*_STRUCTURES, *_TEST_MODELS)},
+}
+"""Every model, by name: those of ``ZOO``, which other tests use too, and those of the compatibility matrix alone."""
+
 
 def get_model(name: str) -> ZooModel:
     """Return a model of the zoo by name; import its library without warnings.
@@ -30,11 +67,11 @@ def get_model(name: str) -> ZooModel:
     Raises:
         KeyError: If there is no model of that name.
     """
-    model = ZOO[name]
-    if model.needs != ("transformers",):
+    model = MATRIX[name]
+    if model.needs not in {(), ("transformers",)}:
         use_isolated_libraries()
     import_quietly(model.needs)
     return model
 
 
-__all__ = ["ZOO", "Batch", "ZooModel", "get_model"]
+__all__ = ["MATRIX", "ZOO", "Batch", "ZooModel", "get_model"]

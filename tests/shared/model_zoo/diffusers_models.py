@@ -31,6 +31,37 @@ _UNET: dict[str, Any] = {
     "norm_num_groups": 4,
     "attention_head_dim": 4,
 }
+_KL: dict[str, Any] = {
+    "block_out_channels": (8, 16),
+    "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
+    "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+}
+_CONDITIONED: dict[str, Any] = {
+    "sample_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": (8, 16),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "attention_head_dim": 4,
+    "cross_attention_dim": 16,
+}
+_DIT: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "sample_size": 8,
+    "patch_size": 2,
+    "num_embeds_ada_norm": 10,
+    "norm_num_groups": 4,
+    "dropout": 0.0,
+}
 
 
 def _build(name: str, settings: dict[str, Any]) -> nn.Module:
@@ -43,6 +74,10 @@ def _build(name: str, settings: dict[str, Any]) -> nn.Module:
 def _reconstruction(output: Any, batch: Batch) -> Tensor:
     loss: Tensor = mse_loss(output.sample, batch["sample"]) + output.commit_loss.mean()
     return loss
+
+
+def _image(output: Any, batch: Batch) -> Tensor:
+    return mse_loss(output.sample, batch["sample"])
 
 
 def _noise(output: Any, batch: Batch) -> Tensor:
@@ -66,5 +101,39 @@ MODELS = (
         loss_only=("noise",),
         needs=("diffusers",),
         no_effect=("*to_k.bias",),
+    ),
+    ZooModel(
+        name="diffusers/autoencoder_kl",
+        build=partial(_build, "AutoencoderKL", _KL),
+        batch=batch_of(sample=normal(3, 8, 8)),
+        loss=_image,
+        needs=("diffusers",),
+        no_effect=("*to_k.bias",),
+        slow=True,
+    ),
+    ZooModel(
+        name="diffusers/unet2d_conditioned",
+        build=partial(_build, "UNet2DConditionModel", _CONDITIONED),
+        batch=batch_of(
+            sample=normal(4, 8, 8),
+            timestep=numbers(100),
+            encoder_hidden_states=normal(5, 16),
+            noise=normal(4, 8, 8),
+        ),
+        loss=_noise,
+        loss_only=("noise",),
+        needs=("diffusers",),
+        slow=True,
+    ),
+    ZooModel(
+        name="diffusers/dit",
+        build=partial(_build, "DiTTransformer2DModel", _DIT),
+        batch=batch_of(
+            hidden_states=normal(4, 8, 8), timestep=numbers(100), class_labels=numbers(9), noise=normal(4, 8, 8)
+        ),
+        loss=_noise,
+        loss_only=("noise",),
+        needs=("diffusers",),
+        slow=True,
     ),
 )

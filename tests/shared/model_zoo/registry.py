@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,8 @@ def weighted_outputs(output: Any, _batch: Batch) -> Tensor:
     total = torch.zeros(())
     for tensor in _floats(output):
         weights = torch.sin(torch.arange(tensor[0].numel(), dtype=torch.float32) + 1.0).view(tensor.shape[1:])
-        total = total + (tensor.float() * weights).mean()
+        wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+        total = total + (wide * weights).mean()
     return total
 
 
@@ -56,6 +57,9 @@ class ZooModel:
         no_effect: Patterns of parameters without effect on the loss, whose gradients are zero except for rounding:
             attention's softmax does not depend on a bias of the keys.
         slow: Whether its tests are marked as slow.
+        double: Whether it is trained in fp64, because its gradients are ill-conditioned: batch norm over few values.
+        sparse_gradients: Whether it is trained with SGD, because AdamW refuses sparse gradients.
+        refused: Patterns of the documented errors under plugins that refuse the model, by plugin.
     """
 
     name: str
@@ -68,6 +72,9 @@ class ZooModel:
     couples_samples: bool = False
     no_effect: tuple[str, ...] = ()
     slow: bool = False
+    double: bool = False
+    sparse_gradients: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def seeded(self) -> nn.Module:
         """Return the model in training mode, equal in every process, with dropout probability 0."""
@@ -77,10 +84,12 @@ class ZooModel:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        return model
+        return model.double() if self.double else model
 
     def loss_of(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """Run forward of the plain or boosted model and return the loss."""
+        if self.double:
+            batch = in_double(batch)
         output = model(**{name: value for name, value in batch.items() if name not in self.loss_only})
         return self.loss(output, batch)
 
@@ -91,6 +100,14 @@ class ZooModel:
     def whole(self, step: int, world_size: int, samples: int) -> Batch:
         """Return the samples of all ranks of a step."""
         return self.join([self.share(step, rank, samples) for rank in range(world_size)])
+
+
+def in_double(batch: Batch) -> Batch:
+    """Return a batch with its floating-point tensors in fp64."""
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
 
 
 def _floats(output: Any) -> list[Tensor]:

@@ -11,17 +11,19 @@ from model_zoo.fields import batch_of, normal, numbers
 from model_zoo.registry import ZooModel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
 
     from model_zoo.registry import Batch
 
-_CLASSES = 10
+CLASSES = 10
 
 
 def _build(name: str, settings: dict[str, Any]) -> nn.Module:
     import timm
 
-    model: nn.Module = timm.create_model(name, num_classes=_CLASSES, **settings)
+    model: nn.Module = timm.create_model(name, num_classes=CLASSES, **settings)
     return model
 
 
@@ -29,11 +31,21 @@ def _classified(output: Tensor, batch: Batch) -> Tensor:
     return cross_entropy(output, batch["labels"])
 
 
-def _timm(name: str, original: str, size: int, settings: dict[str, Any], **more: Any) -> ZooModel:
+def timm_model(
+    name: str, original: str | Callable[[], nn.Module], settings: dict[str, Any] | None = None, **more: Any
+) -> ZooModel:
+    """Return the entry of an image classifier for images of 32 x 32.
+
+    Args:
+        name: The model's name in the zoo.
+        original: The model's name in timm, or a function that returns the model.
+        settings: Changes of the named model's settings.
+        **more: As for `ZooModel`.
+    """
     return ZooModel(
         name=f"timm/{name}",
-        build=partial(_build, original, settings),
-        batch=batch_of(x=normal(3, size, size), labels=numbers(_CLASSES)),
+        build=partial(_build, original, settings or {}) if isinstance(original, str) else original,
+        batch=batch_of(x=normal(3, 32, 32), labels=numbers(CLASSES)),
         loss=_classified,
         loss_only=("labels",),
         needs=("timm",),
@@ -43,19 +55,17 @@ def _timm(name: str, original: str, size: int, settings: dict[str, Any], **more:
 
 
 MODELS = (
-    _timm(
+    timm_model(
         "convit_base",
         "convit_base",
-        32,
         {"img_size": 32, "patch_size": 8, "embed_dim": 4, "depth": 3, "local_up_to_layer": 2},
     ),
-    _timm(
+    timm_model(
         "convit_tiny",
         "convit_tiny",
-        32,
         {"img_size": 32, "patch_size": 8, "depth": 3, "local_up_to_layer": 2},
     ),
-    _timm("convit_base_whole", "convit_base", 32, {"img_size": 32}, slow=True),
-    _timm("resnet", "test_resnet", 32, {"zero_init_last": False}, couples_samples=True, slow=True),
-    _timm("vit", "test_vit", 32, {"img_size": 32, "patch_size": 8}),
+    timm_model("convit_base_whole", "convit_base", {"img_size": 32}, slow=True),
+    timm_model("resnet", "test_resnet", {"zero_init_last": False}, couples_samples=True, slow=True),
+    timm_model("vit", "test_vit", {"img_size": 32, "patch_size": 8}),
 )

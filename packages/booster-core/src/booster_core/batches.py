@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from booster_core.errors import ConfigError, needs_runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -33,6 +34,9 @@ class Evaluation(NamedTuple):
 
 class Batches(ABC):
     """Trains and evaluates on whole batches."""
+
+    # The batches that `join` handed out last; nobody else keeps them where a loop over them is left.
+    _joined_batches: weakref.ref[Any] | None = None
 
     @property
     @abstractmethod
@@ -128,6 +132,30 @@ class Batches(ABC):
             weight=weight,
         )
         return evaluation
+
+    def join(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Return an iterator that ends on all ranks together, where some have fewer batches of their own than others.
+
+        Loaders that `boost` or `prepare_dataloader` returned have equally many batches on every rank and don't need it.
+        A rank that has run out gets its last batch again. `backward` and `execute_pipeline` count that as nothing:
+        a step follows the mean loss of the ranks that still have batches. Each batch costs a collective call.
+
+        Args:
+            batches: This rank's batches.
+
+        Raises:
+            ConfigError: While iterating, if a rank has no batch at all and others do, or an optimizer steps at the end
+                after a backward that was not `Booster.backward`.
+
+        Collective: every rank of the world, at each batch.
+        """
+        joined: Iterator[Any] = self._hook("join_batches")(booster=self, batches=batches)
+        self._joined_batches = weakref.ref(joined)
+        return joined
+
+    def _joined(self) -> Any:
+        """Return the batches that are being joined, which weigh losses; ``None`` where there are none."""
+        return None if self._joined_batches is None else self._joined_batches()
 
     def _hook(self, call: str) -> Any:
         hook = getattr(self.context.hooks, call)

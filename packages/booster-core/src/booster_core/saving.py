@@ -46,11 +46,18 @@ class Saving(ABC):
         # The optimizer of each boosted model.
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
         self._io: CheckpointIO | None = None
+        self._context: BoostContext | None = None
 
     @property
-    @abstractmethod
     def context(self) -> BoostContext:
-        """Device, ranks, precision and hooks of this run."""
+        """Device, ranks, precision and hooks of this run, fixed at the first use."""
+        if self._context is None:
+            self._context = self._make_context()
+        return self._context
+
+    @abstractmethod
+    def _make_context(self) -> BoostContext:
+        """Return the context of this run."""
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -338,7 +345,8 @@ class Saving(ABC):
             lr_scheduler: The schedulers, in the same order.
             dataloader: The loader, over the same data set.
             ema: The averages; they need not have been made from the same values.
-            step: A step, or ``"latest"``.
+            step: A step; ``"latest"``; or ``"newest-whole"``, which goes back to the newest step that is whole where
+                later ones are damaged, and logs which. For runs that restart by themselves.
             strict: As for `load_model`.
             verify: Compare the checksum of each file that is read, once among the ranks that share a disk. It costs
                 one more read, at the speed of memory where the files fit there. Sizes are compared in any case.

@@ -28,18 +28,40 @@ def average_gradients(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> 
 
     Collective: every rank of the world.
     """
-    num_users = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    users = [[p.grad is not None, p.grad is not None and p.grad.is_sparse] for p in parameters]
+    num_users = torch.tensor(users, dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(num_users)
-    counts: list[int] = num_users.tolist()
     gradients = []
-    for parameter, count in zip(parameters, counts, strict=True):
-        if count and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad is not None:
-            gradients.append(parameter.grad)
     with torch.no_grad():
+        for parameter, (count, num_sparse) in zip(parameters, num_users.tolist(), strict=True):
+            if not count:
+                continue
+            if num_sparse == count:
+                parameter.grad = _averaged_sparse(parameter)
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:  # another rank has a dense one
+                parameter.grad = parameter.grad.to_dense()
+            gradients.append(parameter.grad)
         _average(gradients, bucket_bytes)
+    counts: list[int] = num_users[:, 0].tolist()
     return counts
+
+
+def _averaged_sparse(parameter: nn.Parameter) -> Tensor:
+    """Return the average over all ranks of a gradient that is sparse on each rank that has one.
+
+    It is reduced by itself, as in DDP's reducer.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty(0, *parameter.shape[1:])
+        gradient = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
+    averaged = (gradient / dist.get_world_size()).coalesce()
+    dist.all_reduce(averaged)
+    return averaged
 
 
 def _average(gradients: Sequence[Tensor], bucket_bytes: int) -> None:

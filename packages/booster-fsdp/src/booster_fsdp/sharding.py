@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,17 +16,25 @@ from booster_fsdp.communication import use_runtime_collectives
 from booster_fsdp.outputs import return_no_views
 from booster_fsdp.units import Units
 from booster_fsdp.wrapping import choose_units, find_ignored, parameters_by_unit
-from booster_runtime.sharding import ShardingRanks, check_distinct_memory, kept_as_they_are, sharding_groups
+from booster_runtime.sharding import (
+    ShardingRanks,
+    check_distinct_memory,
+    kept_as_they_are,
+    refuse_renormalized,
+    sharding_groups,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import torch
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from booster_core.precision import PrecisionPolicy
     from booster_fsdp.config import FSDPConfig
+
+_GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes in which torch keeps the hooks of a parameter."""
 
 
 def make_mesh(world_size: int, device_type: str, config: FSDPConfig) -> DeviceMesh:
@@ -71,7 +80,7 @@ def check_parameters(model: nn.Module) -> None:
     """Check that each parameter can be sharded or replicated.
 
     Raises:
-        ConfigError: If one is sharded already, or two parameters share memory.
+        ConfigError: If one is sharded already, has hooks or sparse gradients, or two parameters share memory.
 
     Collective: none.
     """
@@ -86,7 +95,21 @@ def check_parameters(model: nn.Module) -> None:
         if id(parameter) not in name_of:
             msg = f"Parameter '{name}' is registered under a name that `state_dict` does not list."
             raise ConfigError(msg)
+        if any(getattr(parameter, hooks, None) for hooks in _GRADIENT_HOOKS):
+            msg = (
+                f"Parameter '{name}' has hooks on its gradient, which FSDP drops: it replaces parameters. Scale the "
+                "loss or the gradients after backward instead, or use plugin='zero'."
+            )
+            raise ConfigError(msg)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            msg = (
+                f"The gradients of '{name}' are sparse, and FSDP shards dense ones. Build it with `sparse=False`, or "
+                "use plugin='ddp', which keeps them sparse."
+            )
+            raise ConfigError(msg)
     check_distinct_memory(model)
+    refuse_renormalized(model)
 
 
 def shard_model(
@@ -94,10 +117,10 @@ def shard_model(
 ) -> Units:
     """Shard a model in place, and return its units; some parameters are replicated.
 
-    Replicated are: parameters that the options name; scalars, which have no rows; parameters that are not floating,
-    such as quantized ones, whose class stores further data for each tensor; BatchNorm's under a narrow dtype, because
-    its kernels need fp32; and, in a unit with several dtypes, parameters of any but the most frequent one, because
-    torch reduces a unit's gradients in one buffer.
+    Replicated are: parameters that the options name; scalars, which have no rows; empty ones; parameters that are not
+    floating, such as quantized ones, whose class stores further data for each tensor; BatchNorm's under a narrow
+    dtype, because its kernels need fp32; and, in a unit with several dtypes, parameters of any but the most frequent
+    one, because torch reduces a unit's gradients in one buffer.
 
     Args:
         model: The user's model, on the device of the mesh or on meta.
@@ -113,7 +136,7 @@ def shard_model(
     """
     chosen = choose_units(model, config)
     whole = find_ignored(model, config)
-    whole |= {parameter for parameter in model.parameters() if not parameter.dim() or not parameter.is_floating_point()}
+    whole |= {parameter for parameter in model.parameters() if _is_kept_whole(parameter)}
     if policy.uses_autocast and policy.compute_dtype in NARROW:
         kept = kept_as_they_are(model)
         whole |= {parameter for parameter in model.parameters() if id(parameter) in kept}
@@ -154,6 +177,11 @@ def shard_model(
             use_runtime_collectives(cast("FSDPModule", unit))
     _prefetch(cast("FSDPModule", model), sharded, config)
     return Units([cast("FSDPModule", model), *sharded])
+
+
+def _is_kept_whole(parameter: nn.Parameter) -> bool:
+    """Return whether there is nothing to shard, or nothing that torch can shard."""
+    return not parameter.dim() or not parameter.numel() or not parameter.is_floating_point()
 
 
 def _dtypes(parameters: Iterable[nn.Parameter]) -> tuple[torch.dtype | None, set[nn.Parameter]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import Variable
 
+from booster_core.errors import ConfigError
 from booster_fsdp.outputs import refuse_stale_backward
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ class Units:
             yield from _groups_of(module)
 
     def _post_forward(self, group: Any, run: Any, *args: Any) -> Any:
+        _check_unwritten(group)
         output = run(*args)
         refuse_stale_backward(output, lambda: (self._num_updates, _version_of(group)))
         return output
@@ -210,6 +212,23 @@ def _groups_of(module: FSDPModule) -> Iterator[Any]:
 def _version_of(group: Any) -> int:
     """Return a number that changes with a unit's shards, except by our optimizer, which updates views of their rows."""
     return sum(inner.sharded_param._version for inner in group.fsdp_params)  # noqa: SLF001 - as autograd notices it
+
+
+def _check_unwritten(group: Any) -> None:
+    """Check that forward has not written to gathered parameters: the values are dropped with them.
+
+    Raises:
+        ConfigError: If it has; torch's gathers leave the version counters at zero.
+    """
+    for inner in group.fsdp_params:
+        whole = getattr(inner, "_unsharded_param", None)
+        if whole is not None and not whole.is_inference() and whole._version:  # noqa: SLF001 - as autograd notices it
+            msg = (
+                f"Parameter '{inner._param_fqn}' was changed in place during forward. FSDP drops that change, because "  # noqa: SLF001
+                "it keeps only shards. Change parameters after `optimizer.step()`, or keep the module whole by "
+                "`ignored_modules`."
+            )
+            raise ConfigError(msg)
 
 
 def _call_after_backward(function: Any) -> None:

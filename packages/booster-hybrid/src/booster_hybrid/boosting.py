@@ -26,7 +26,12 @@ from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime.data import to_device
 from booster_runtime.lazy import hollow_objects, is_lazy
-from booster_runtime.sharding import ShardingRanks, agree_on_values, check_distinct_memory, working_dtypes
+from booster_runtime.sharding import (
+    ShardingRanks,
+    agree_on_values,
+    check_distinct_memory,
+    working_dtypes,
+)
 
 if TYPE_CHECKING:
     import os

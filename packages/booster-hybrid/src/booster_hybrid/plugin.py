@@ -36,7 +36,8 @@ from booster_hybrid.optimizer import HybridOptimizer
 from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
-from booster_runtime.state import Replica
+from booster_runtime.sharding import refuse_renormalized
+from booster_runtime.state import Replica, mark_as_local
 from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter
 
 if TYPE_CHECKING:
@@ -185,11 +186,14 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
 
         Raises:
             ConfigError: If ranks have different settings, the sizes do not divide the world, the model has no policy,
-                its sizes can't be split, or the optimizer needs whole matrices and layers are split.
+                its sizes can't be split, an embedding changes its table in forward, or the optimizer needs whole
+                matrices and layers are split.
 
         Collective: every rank of the world.
         """
         check_same_settings(self._settings(context), context.coordinator)
+        if context.coordinator.world_size > 1:
+            refuse_renormalized(objects.model)  # before groups are made: ranks that wait there would get another error
         axes = self._axes_of_world()
         setup = HybridSetup(self._options(), objects, context, axes, self._shape(dist.get_world_size()))
         recording = setup.place_values()
@@ -205,6 +209,8 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         hybrid.local, hybrid.replica = local, axes["pp", "sp", "tp"]
         if isinstance(boosted.optimizer, HybridOptimizer):
             boosted.optimizer.local = local
+        if self.config.tensor.size > 1 or plan is not None:
+            mark_as_local(hybrid.unwrap())
         if plan is not None and cut is not None:
             hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
         if recording is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.plugin import ModelWrapper, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted, Plugin
     from booster_core.ranks import DistCoordinator, Monitor, World
     from booster_core.state import StateAdapter
+    from booster_runtime.data.uneven import UnevenBatches
     from booster_runtime.replicas import ReplicaCheck
 
 
@@ -92,6 +93,16 @@ def prepare_dataloader(
 
 
 @hookimpl
+def join_batches(booster: Booster, batches: Iterable[Any]) -> UnevenBatches:
+    """Let ranks with uneven numbers of batches end together."""
+    from booster_runtime.data.uneven import UnevenBatches as Joined
+
+    coordinator = booster.context.coordinator
+    _, size = booster.plugin.data_parallel_coordinates(coordinator)
+    return Joined(batches, size=size, coordinator=coordinator, device=booster.device)
+
+
+@hookimpl
 def gather_samples(
     values: Any, loader: DataLoader[Any], index: int, coordinator: DistCoordinator, device: torch.device
 ) -> Any:
@@ -152,6 +163,14 @@ def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context:
     index, size = plugin.data_parallel_coordinates(context.coordinator)
     watch_first_batch(boosted.model, index=index, size=size)
     take_over(boosted.model, booster)
+
+
+@hookimpl
+def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
+    """Compare the training of copies under the plugin with that of one process."""
+    from booster_runtime.verification.at_boost import verify_boost as verify
+
+    verify(booster, objects, loss)
 
 
 @hookimpl

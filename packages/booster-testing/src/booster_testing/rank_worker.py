@@ -146,6 +146,9 @@ def _serve(connection: Connection, call: Call) -> None:
             _load_module(name, file)
         args, kwargs = pickle.loads(call.arguments)  # noqa: S301 - from our own parent
         connection.send_bytes(pickle.dumps(("loaded", None)))
+        if connection.recv_bytes() != b"open":
+            msg = "another rank could not load the function"
+            raise RuntimeError(msg)
         _seed()
         _open_group(call)
         with _as_in_parent(call):

@@ -44,7 +44,8 @@ _POLL_SECONDS = 0.2
 _MAX_GLOO_THREADS = 100
 """A worker with more threads is replaced: DDP and DeviceMesh keep groups alive after they are destroyed."""
 _SECONDARY = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|remote end|timed out waiting|\[.*gloo.*\].*(closed|reset)",
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote end|timed out waiting|\[.*gloo.*\].*(closed|reset)|"
+    r"another rank could not load",
     re.IGNORECASE,
 )
 
@@ -265,6 +266,11 @@ def _collect(workers: list[Worker], timeout_seconds: float, grace_seconds: float
             _take_message(rank, workers[rank], loading, outcomes)
         if was_loading and not loading:
             deadline = time.monotonic() + timeout_seconds
+            # A rank that opened the group while others still import would use up the group's time limit.
+            _send(
+                b"stop" if outcomes else b"open",
+                [workers[rank] for rank in range(len(workers)) if rank not in outcomes],
+            )
         if not num_bad and _num_bad(outcomes):
             deadline = min(deadline, time.monotonic() + grace_seconds)
     for rank, worker in enumerate(workers):
@@ -277,6 +283,12 @@ def _is_before(deadline: float, workers: list[Worker], queued: list[float]) -> b
     """Return whether a call's time limit is ahead. The time in which ranks waited for a processor does not count."""
     late = time.monotonic() - deadline
     return late < 0 or late < max(worker.queued_seconds() - at for worker, at in zip(workers, queued, strict=True))
+
+
+def _send(word: bytes, workers: list[Worker]) -> None:
+    for worker in workers:
+        with contextlib.suppress(OSError):  # its death is detected elsewhere
+            worker.connection.send_bytes(word)
 
 
 def _num_bad(outcomes: dict[int, _Outcome]) -> int:
@@ -306,9 +318,7 @@ def _finish(pool: Pool, workers: list[Worker], outcomes: list[_Outcome]) -> dict
     for rank in range(len(workers)):
         if rank not in alive:
             pool.retire(rank)
-    for rank in alive:
-        with contextlib.suppress(OSError):
-            workers[rank].connection.send_bytes(b"finish")
+    _send(b"finish", [workers[rank] for rank in alive])
     leaks = {}
     deadline = time.monotonic() + _CLEAN_SECONDS
     for rank in alive:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -92,6 +92,14 @@ def prepare_dataloader(
 
 
 @hookspec(firstresult=True)
+def join_batches(booster: Booster, batches: Iterable[Any]) -> Any:
+    """Return an iterator over a rank's batches that ends on all ranks together; see `Booster.join`.
+
+    Its ``weigh`` and ``weighing`` weigh the loss of the batch handed out last. Collective: every rank, at each batch.
+    """
+
+
+@hookspec(firstresult=True)
 def gather_samples(
     values: Any, loader: DataLoader[Any], index: int, coordinator: DistCoordinator, device: torch.device
 ) -> Any:
@@ -144,6 +152,14 @@ def add_adapters(
     quantize: bool,  # noqa: FBT001 - hooks' arguments are passed by name
 ) -> nn.Module | None:
     """Return the model with low-rank adapters, or ``None`` to pass; see `Booster.enable_lora`."""
+
+
+@hookspec
+def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
+    """Raise if the plugin does not train copies of the objects as one process does; see `Booster`'s ``verify``.
+
+    ``booster`` has the run's plugin and settings, and may boost. Collective: every rank.
+    """
 
 
 @hookspec(firstresult=True)

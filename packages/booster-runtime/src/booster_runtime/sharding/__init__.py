@@ -24,6 +24,7 @@ from booster_runtime.sharding.hosting import (
 )
 from booster_runtime.sharding.narrow import kept_as_they_are, working_dtypes
 from booster_runtime.sharding.ranks import RanksOfWorld, ShardingRanks, make_ranks, sharding_groups
+from booster_runtime.sharding.renormalized import refuse_renormalized
 from booster_runtime.sharding.unreduced import raise_for_unused, refuse_all_gradients, refuse_gradient
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "raise_for_unused",
     "refuse_all_gradients",
     "refuse_gradient",
+    "refuse_renormalized",
     "send_first",
     "sharding_groups",
     "whole_shard",

@@ -1,0 +1,89 @@
+"""One tiny model of each of timm's families."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from model_zoo.timm_models import CLASSES, timm_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from model_zoo.registry import ZooModel
+
+_VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "beit": ("beit_base_patch16_224", _VIT),
+    "beitv2": ("beitv2_base_patch16_224", _VIT),
+    "cait": ("cait_xxs24_224", _VIT),
+    "deit_distilled": ("deit_tiny_distilled_patch16_224", _VIT),
+    "deit3": ("deit3_small_patch16_224", _VIT),
+    "coat_lite": (
+        "coat_lite_tiny",
+        {"img_size": 32, "embed_dims": (32, 32, 32, 32), "serial_depths": (1, 1, 1, 1)},
+    ),
+    "convnext": ("convnext_atto", {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)}),
+    "swin": (
+        "swin_tiny_patch4_window7_224",
+        {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4)},
+    ),
+    "swinv2": (
+        "swinv2_tiny_window8_256",
+        {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4)},
+    ),
+    "twins_svt": (
+        "twins_svt_small",
+        {
+            "img_size": 32,
+            "embed_dims": (8, 16, 16, 32),
+            "num_heads": (1, 2, 2, 4),
+            "depths": (1, 1, 1, 1),
+            "wss": (1, 1, 1, 1),
+        },
+    ),
+    "mambaout": ("test_mambaout", {}),
+    "nfnet": ("test_nfnet", {}),
+}
+_WITH_BATCH_NORM: dict[str, tuple[str, dict[str, Any]]] = {
+    "densenet": ("densenet121", {"growth_rate": 4, "block_config": (2, 2)}),
+    "dla": ("dla34", {"channels": [4, 4, 8, 8, 16, 16], "levels": [1, 1, 1, 1, 1, 1]}),
+    "efficientnet": ("test_efficientnet", {}),
+    "rexnet": ("rexnet_100", {"width_mult": 0.2, "depth_mult": 0.2}),
+    "resnest": ("resnest14d", {"channels": (8, 8, 16, 16), "zero_init_last": False}),
+    "skresnet": ("skresnet18", {"layers": (1, 1, 1, 1), "channels": (16, 16, 32, 32), "zero_init_last": False}),
+    "wide_resnet": ("wide_resnet50_2", {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16), "zero_init_last": False}),
+    "xcit": ("xcit_nano_12_p16_224", _VIT),
+}
+
+
+def _mixer(kind: str) -> nn.Module:
+    from timm import layers
+    from timm.models import mlp_mixer
+
+    settings: dict[str, dict[str, Any]] = {
+        "mixer": {},
+        "resmlp": {"mlp_ratio": 4, "block_layer": mlp_mixer.ResBlock, "norm_layer": mlp_mixer.Affine},
+        "gmlp": {"mlp_ratio": 2, "block_layer": mlp_mixer.SpatialGatingBlock, "mlp_layer": layers.GatedMlp},
+    }
+    sizes = {"img_size": 32, "patch_size": 8, "num_blocks": 2, "embed_dim": 32}
+    model: nn.Module = mlp_mixer.MlpMixer(num_classes=CLASSES, **sizes, **settings[kind])
+    return model
+
+
+def _convmixer() -> nn.Module:
+    from timm.models.convmixer import ConvMixer
+
+    model: nn.Module = ConvMixer(dim=32, depth=2, kernel_size=3, patch_size=4, num_classes=CLASSES)
+    return model
+
+
+MODELS: tuple[ZooModel, ...] = (
+    *(timm_model(name, original, settings, slow=True) for name, (original, settings) in _FAMILIES.items()),
+    *(
+        timm_model(name, original, settings, slow=True, couples_samples=True, double=True)
+        for name, (original, settings) in _WITH_BATCH_NORM.items()
+    ),
+    *(timm_model(kind, partial(_mixer, kind), slow=True) for kind in ("mixer", "resmlp", "gmlp")),
+    timm_model("convmixer", _convmixer, slow=True, couples_samples=True, double=True),
+)
