@@ -23,7 +23,7 @@ from booster_core.checkpoint_io import (
 from booster_core.plugin.interface import Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
-from booster_core.ranks.progress import naming_missing_ranks
+from booster_core.ranks.rendezvous import naming_missing_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
