@@ -129,7 +129,7 @@ def test_checkpoint_of_one_device_resumes_on_a_mesh(run, tmp_path):
     assert_resumes(ONE, run, tmp_path)
 
 
-@pytest.mark.slow  # follows from the tests above: both runs of a pair understand one device
+@pytest.mark.slow  # both runs of each pair exchange checkpoints with one device in the tests above
 @pytest.mark.parametrize("loaded", RUNS)
 @pytest.mark.parametrize("saved", RUNS)
 def test_any_checkpoint_resumes_under_any_mesh_or_plugin(saved, loaded, tmp_path):

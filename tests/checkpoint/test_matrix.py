@@ -1,8 +1,8 @@
 """Checkpoints of every strategy in its variants load on one device, and those of one device under every strategy.
 
-The state is compared bit for bit, and the next step. The conformance kit tests the same of each plugin's usual settings
-in each precision; here are other numbers of ranks, other options, and optimizers of whole matrices. That any two
-strategies understand each other follows, and is tested by the slow tests.
+The state is compared bit for bit, and then the next step. The conformance kit tests each plugin's usual settings so, in
+each precision; here are other numbers of ranks, other options, and optimizers of whole matrices. The slow tests load
+the checkpoint of each strategy under each other one.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def saved_runs(tmp_path_factory):
     return saved
 
 
-@pytest.mark.slow  # follows from the tests above: both strategies of a pair understand one device
+@pytest.mark.slow  # both strategies of each pair exchange checkpoints with one device in the tests above
 @pytest.mark.parametrize("loaded", RUNS)
 @pytest.mark.parametrize("saved", RUNS)
 def test_any_checkpoint_loads_under_any_strategy(saved, loaded, saved_runs, tmp_path):

@@ -203,7 +203,7 @@ class Plugin(ABC):
         Raises:
             CheckpointError: If the default is used without booster-runtime, which brings it.
 
-        Collective: none; what ranks must agree on before a save belongs into `prepare_save`.
+        Collective: none. Communicate in `prepare_save`, which runs before each save.
         """
         found: StateAdapter | None = context.hooks.replicated_state(
             model=model, optimizer=optimizer, coordinator=context.coordinator
@@ -213,7 +213,7 @@ class Plugin(ABC):
         return found
 
     def prepare_save(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> None:
-        """Synchronize what ranks hold before it is saved; the default is for plugins whose replicas are always equal.
+        """Synchronize the ranks' state before a save; the default is for plugins whose replicas are always equal.
 
         Called before each save of a model, its adapters, its optimizer or a training state.
 
