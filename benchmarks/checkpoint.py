@@ -31,10 +31,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from booster_core.ranks import DistCoordinator
-from booster_runtime.checkpoint import CheckpointIO, ModelPart, OptimizerPart
-from booster_runtime.checkpoint.files.names import MODEL, OPTIMIZER, FileNames
-from booster_runtime.checkpoint.files.raw import as_bytes, pread_into, pwrite_from
+from booster_runtime.checkpoint import CheckpointFiles, ModelPart, OptimizerPart
+from booster_runtime.checkpoint.files.layout import MODEL, OPTIMIZER, FileNames
+from booster_runtime.checkpoint.files.reading import pread_into
+from booster_runtime.checkpoint.save.writer import write_at
 from booster_runtime.state import ReplicatedStateAdapter
+from booster_runtime.state.regions import as_bytes
 from booster_testing import run_on_ranks
 
 if TYPE_CHECKING:
@@ -160,7 +162,7 @@ class Bench:
         self.rank = coordinator.rank
         self.model, self.optimizer = build(size)
         self.adapter = ReplicatedStateAdapter(self.model, self.optimizer, coordinator)
-        self.io = CheckpointIO(coordinator)
+        self.io = CheckpointFiles(coordinator)
         shards = [*self.adapter.model_shards(), *self.adapter.optimizer_shards()]
         self.total = sum(shard.data.nbytes for shard in shards)
         self.owned = [shard.data for shard in shards if shard.is_owner]
@@ -194,7 +196,7 @@ class Bench:
     def write_raw(self) -> None:
         """Write the same bytes by plain I/O."""
         descriptor = os.open(self.folder / "raw", os.O_CREAT | os.O_WRONLY)
-        pwrite_from(descriptor, as_bytes(self.buffer), self.first)
+        write_at(descriptor, as_bytes(self.buffer), self.first)
         os.fsync(descriptor)
         os.close(descriptor)
 

@@ -72,7 +72,7 @@ def main() -> None:
 
     step, losses = 0, []
     if booster.has_checkpoint(args.root):
-        loaded = booster.load_checkpoint(args.root, **state)
+        loaded = booster.load_checkpoint(args.root, step="newest-whole", **state)
         step, losses = loaded.step, loaded.extra["losses"]
         coordinator.print_on_master(f"resumed after step {step}, from {loaded.path}")
 

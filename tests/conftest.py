@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from covering import covering
 
-from booster_testing import close_ranks
-from booster_testing.rank_pool import worker_pids
+from booster_testing import close_ranks, rank_pool
 
 # The transport of users with GPUs or several hosts. `nox -s direct` tests the other one.
 os.environ.setdefault("BOOSTER_TRANSPORT", "torch")
@@ -67,7 +66,7 @@ def nothing_left_behind():
                 del os.environ[name]
     started = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     left += [f"thread {thread.name!r}" for thread in started if not _ends_by_itself(thread)]
-    left += [f"child process {pid}" for pid in sorted(_children() - children - set(worker_pids()))]
+    left += [f"child process {pid}" for pid in sorted(_children() - children - set(rank_pool.worker_pids()))]
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         left.append("a process group")
@@ -88,6 +87,16 @@ def simulated_device():
     close_ranks()  # autograd counts the devices when it first runs, and would find none
     yield library
     close_ranks()  # torch would use the device as the machine's accelerator in later tests
+
+
+@pytest.fixture(scope="module")
+def new_interpreters():
+    """Run ranks in new interpreters, for libraries that others look for when they are imported themselves."""
+    close_ranks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_pool, "can_fork", lambda: False)
+        yield
+        close_ranks()  # these workers have imported what other tests must not see
 
 
 _NAMELESS_POOL = "ThreadPoolExecutor-"

@@ -14,7 +14,7 @@ from torch import nn
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles, ModelPart
-from booster_runtime.checkpoint.files.names import MODEL, FileNames
+from booster_runtime.checkpoint.files.layout import MODEL, FileNames
 from booster_runtime.checkpoint.save import saver as saver_module
 from booster_runtime.state.replicated import ReplicatedStateAdapter
 from booster_testing import run_on_ranks

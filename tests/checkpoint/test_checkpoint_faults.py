@@ -15,7 +15,7 @@ from torch import nn
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles
-from booster_runtime.checkpoint.files import raw
+from booster_runtime.checkpoint.save import writer
 from booster_runtime.state.replicated import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
 
@@ -134,7 +134,7 @@ def save_over(path, *, use_async, failing_rank):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, content, offset)
 
-    raw.os.pwrite = full
+    writer.os.pwrite = full
     text = ""
     try:
         io2.save_model(other, path, shard=True, use_async=use_async)
@@ -142,7 +142,7 @@ def save_over(path, *, use_async, failing_rank):
     except CheckpointError as error:
         text = str(error)
     finally:
-        raw.os.pwrite = real
+        writer.os.pwrite = real
     return text, is_same(model, torch_values(path))
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from booster_core.errors import CheckpointError
-from booster_runtime.checkpoint.files.names import FileNames
+from booster_runtime.checkpoint.files.layout import FileNames
 from booster_runtime.checkpoint.load.optimizer_check import read_optimizer_info
 from booster_runtime.checkpoint.load.source import Source
 

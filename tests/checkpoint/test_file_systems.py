@@ -1,7 +1,6 @@
-"""Saves where the file system cannot reserve space, and where several hosts write into one file."""
+"""Saves where the file system cannot reserve space, or finds its disk full."""
 
 import errno
-import fcntl
 import hashlib
 import mmap
 import os
@@ -15,10 +14,9 @@ import torch
 
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.host import Host
-from booster_runtime.checkpoint import CheckpointFiles, session
-from booster_runtime.checkpoint.files import raw
+from booster_runtime.checkpoint import CheckpointFiles
 from booster_runtime.checkpoint.run.manifest import verify_folder
+from booster_runtime.checkpoint.save import strided
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
 from booster_testing.synthetic_state import SyntheticAdapter
@@ -104,7 +102,7 @@ def test_training_state_on_a_file_system_without_fallocate(use_async, without_fa
 
 
 def refuse_reservation(code):
-    return mock.patch.object(raw.os, "posix_fallocate", side_effect=OSError(code, os.strerror(code)))
+    return mock.patch.object(strided.os, "posix_fallocate", side_effect=OSError(code, os.strerror(code)))
 
 
 def mapped_writes():
@@ -117,7 +115,7 @@ def mapped_writes():
             count.append(length)
         return real(descriptor, length, flags, protection, **options)
 
-    return mock.patch.object(raw.mmap, "mmap", counted), count
+    return mock.patch.object(strided.mmap, "mmap", counted), count
 
 
 def save_refused(folder, code):
@@ -125,6 +123,18 @@ def save_refused(folder, code):
     with refuse_reservation(code), patch:
         save_every_form(folder)
     return len(count)
+
+
+def save_counted(folder):
+    patch, count = mapped_writes()
+    with patch:
+        save_every_form(folder)
+    return len(count)
+
+
+def test_columns_are_written_through_mappings_of_reserved_space(tmp_path):
+    assert min(run_on_ranks(save_counted, 2, str(tmp_path))) > 0
+    assert run_on_ranks(wrong_values, 2, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL, errno.ENOSYS])
@@ -147,46 +157,3 @@ def test_no_space_while_reserving_is_an_error_that_keeps_the_old_checkpoint(tmp_
     before = digests(tmp_path)
     expect_on_ranks(CheckpointError, "The disk is full", save_over_on_full_disk, 2, str(tmp_path))
     assert digests(tmp_path) == before
-
-
-# ---- several hosts
-
-
-def recorded_save(folder, hosts):
-    """Save; return how the descriptors that were written to had been opened, and how often a mapping was written."""
-    rank = DistCoordinator().rank
-    modes, loaded = set(), []
-    real_write, real_load = os.pwrite, torch.load
-
-    def write(descriptor, content, offset):
-        path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if offset > 0 and path.is_relative_to(folder):  # at 0 are headers, which rank 0 writes before the others
-            modes.add(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE)
-        return real_write(descriptor, content, offset)
-
-    def load(file, *args, **kwargs):
-        loaded.append(str(file if isinstance(file, (str, Path)) else getattr(file, "name", "")))
-        return real_load(file, *args, **kwargs)
-
-    patch, count = mapped_writes()
-    with (
-        mock.patch.object(session, "this_host", return_value=Host(f"host-{hosts[rank]}")),
-        mock.patch.object(raw.os, "pwrite", write),
-        mock.patch.object(torch, "load", load),
-        patch,
-    ):
-        save_every_form(folder)
-    return modes, len(count), [path for path in loaded if path.startswith(folder)]
-
-
-def test_several_hosts_open_files_write_only_and_read_none_of_their_pages(tmp_path):
-    """A network file system may write back whole pages that it has read, with what others wrote to them since."""
-    one, several = tmp_path / "one", tmp_path / "several"
-    for modes, mappings, loaded in run_on_ranks(recorded_save, 2, str(several), [0, 1]):
-        assert (modes, mappings, loaded) == ({os.O_WRONLY}, 0, [])
-    for modes, mappings, _ in run_on_ranks(recorded_save, 2, str(one), [0, 0]):
-        assert modes == {os.O_RDWR}
-        assert mappings > 0
-    same = [name for name in digests(one) if not name.endswith(".bin")]  # torch writes a file's own name into it
-    assert [digests(one)[name] for name in same] == [digests(several)[name] for name in same]
-    assert run_on_ranks(wrong_values, 2, str(several)) == [[], []]

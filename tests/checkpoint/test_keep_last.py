@@ -86,6 +86,27 @@ def test_step_that_cannot_be_renamed_stays_whole_and_is_removed_later(tmp_path, 
     assert names_in(tmp_path) == ["latest", "step-00000003"]
 
 
+def test_step_of_an_earlier_attempt_that_cannot_be_removed_does_not_stop_the_next(tmp_path, monkeypatch, caplog):
+    save(tmp_path, 1, keep_last=None)
+    save(tmp_path, 2, keep_last=None)
+    (tmp_path / "latest").write_text("step-00000001\n")  # the run went back, and comes to step 2 again
+    real = Path.rename
+
+    def rename(self, target):
+        if self.name == "step-00000002":
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(self))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    save(tmp_path, 2, keep_last=None)
+    assert "step-00000002' could not be removed" in caplog.text
+    assert (tmp_path / "latest").read_text() == "step-00000002.1\n"
+    assert load(tmp_path) == 2
+    monkeypatch.setattr(Path, "rename", real)
+    save(tmp_path, 3)
+    assert names_in(tmp_path) == ["latest", "step-00000003"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file immutable")
 def test_immutable_file_in_an_old_step(tmp_path):
     save(tmp_path, 1)

@@ -10,8 +10,8 @@ from torch import nn
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.adapter import ParamGroup, TensorMeta
 from booster_runtime.checkpoint import CheckpointFiles
+from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
 from booster_runtime.checkpoint.load.optimizer_check import check_same_parameters, states_by_parameter
-from booster_runtime.checkpoint.save.parts import OptimizerInfo
 from booster_runtime.state.replicated import ReplicatedStateAdapter
 
 

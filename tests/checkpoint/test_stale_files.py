@@ -50,6 +50,16 @@ def test_a_folder_loads_the_weights_that_were_saved_last(first, second, tmp_path
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("first", ["divided", "divided, bin"])
+@pytest.mark.parametrize("second", ["divided", "divided, bin"])
+def test_a_folder_holds_one_form_of_a_model(first, second, tmp_path):
+    save(tmp_path, first, seed=1)
+    save(tmp_path, second, seed=2)
+    suffixes = {name.rpartition(".")[2] for name in names(tmp_path) if not name.endswith(".json")}
+    assert suffixes == {"bin" if "bin" in second else "safetensors"}
+    assert len([name for name in names(tmp_path) if ".index." in name]) == 1
+
+
 def test_transformers_reads_the_weights_that_were_saved_last(tmp_path):
     from transformers import LlamaForCausalLM
 
@@ -99,8 +109,8 @@ def test_a_complete_save_ends_an_interruption(form, tmp_path):
 
 
 def test_both_kinds_in_one_save_are_marked_while_they_are_replaced(tmp_path, monkeypatch):
-    from booster_runtime.checkpoint.files.names import FileNames
-    from booster_runtime.checkpoint.save import job
+    from booster_runtime.checkpoint.files.layout import FileNames
+    from booster_runtime.checkpoint.save import saver
     from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
 
     io, adapter, _ = parts(seed=1)
@@ -112,8 +122,8 @@ def test_both_kinds_in_one_save_are_marked_while_they_are_replaced(tmp_path, mon
 
     write()
     seen = []
-    sync = job.sync_folder
-    monkeypatch.setattr(job, "sync_folder", lambda folder: (seen.append(names(folder)), sync(folder)))
+    sync = saver.sync_folder
+    monkeypatch.setattr(saver, "sync_folder", lambda folder: (seen.append(names(folder)), sync(folder)))
     write()
     marks = {name for name in seen[0] if name.endswith(".interrupted")}
     assert marks == {".model.safetensors.index.json.interrupted", ".optimizer.safetensors.index.json.interrupted"}

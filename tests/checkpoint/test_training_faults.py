@@ -16,7 +16,7 @@ from booster_core.errors import CheckpointError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint.run import manifest, steps
 from booster_runtime.checkpoint.run.manifest import verify_folder
-from booster_runtime.checkpoint.save import writer
+from booster_runtime.checkpoint.save import saver, writer
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
 
@@ -116,6 +116,69 @@ def test_when_no_step_is_whole_it_says_so(root):
     expect_on_ranks(CheckpointError, "No other step there is whole", load, 2, str(root), {})
 
 
+# ---- a run that restarts by itself goes back to the newest step that is whole
+
+
+def damage_manifest(root):
+    (root / "step-00000006" / "manifest.json").write_bytes(b"{")
+
+
+def damage_latest(root):
+    (root / "latest").write_bytes(b"\xff")
+
+
+def remove_latest_step(root):
+    shutil.rmtree(root / "step-00000006")
+
+
+@pytest.mark.parametrize(
+    ("damage", "step"),
+    [
+        (lambda root: None, 6),
+        (lambda root: flip_bit(root / "step-00000006" / FILES[0]), 3),
+        (lambda root: (root / "step-00000006" / FILES[-2]).unlink(), 3),
+        (damage_manifest, 3),
+        (damage_latest, 6),
+        (remove_latest_step, 3),
+    ],
+    ids=["none", "bit", "missing", "manifest", "latest", "step"],
+)
+def test_newest_whole_goes_back_to_a_step_that_is_whole(damage, step, root):
+    damage(root)
+    assert run_on_ranks(load, 2, str(root), {"step": "newest-whole"}) == [step, step]
+
+
+def test_newest_whole_says_what_it_leaves_out(root, caplog):
+    flip_bit(root / "step-00000006" / FILES[0])
+    assert load(root, {"step": "newest-whole"}) == 3
+    assert f"'{FILES[0]}' has the checksum" in caplog.text
+    assert "Trying 'step-00000003' instead." in caplog.text
+
+
+def test_newest_whole_prefers_the_steps_before_the_latest(root):
+    (root / "latest").write_text("step-00000003\n")  # the run went back
+    assert run_on_ranks(load, 2, str(root), {"step": "newest-whole"}) == [3, 3]
+    flip_bit(root / "step-00000003" / FILES[0])
+    assert run_on_ranks(load, 2, str(root), {"step": "newest-whole"}) == [6, 6]
+
+
+def test_newest_whole_without_a_whole_step_is_an_error(root, tmp_path):
+    for step in ("step-00000003", "step-00000006"):
+        flip_bit(root / step / FILES[0])
+    options = {"step": "newest-whole"}
+    expect_on_ranks(CheckpointError, "No other step there is whole", load, 2, str(root), options)
+    expect_on_ranks(CheckpointError, "There is no checkpoint in", load, 2, str(tmp_path / "absent"), options)
+
+
+def load_with_average(root):
+    run = Run()
+    run.booster.load_checkpoint(root, step="newest-whole", **run.objects(), ema=run.booster.ema(run.model))
+
+
+def test_newest_whole_goes_back_from_damage_alone(root):
+    expect_on_ranks(CheckpointError, "step-00000006' was saved without 'ema'", load_with_average, 2, str(root))
+
+
 def load_and_compare(root):
     run = Run(seed=8)
     before = run.tensors()
@@ -142,8 +205,8 @@ def fail_at(place, rank, code=errno.ENOSPC):
     if DistCoordinator().rank != rank:
         return mock.patch.object(writer, "__doc__", writer.__doc__)
     targets = {
-        "write": (writer.FileWriter, "write"),
-        "sync": (writer.FileWriter, "sync"),
+        "write": (writer, "_write_fragment"),
+        "sync": (writer.os, "fsync"),
         "manifest": (manifest.Manifest, "write"),
         "rename": (steps.LocalSteps, "place"),
         "latest": (steps.LocalSteps, "set_latest"),
@@ -267,13 +330,13 @@ def test_a_save_on_rank_0_only_names_the_missing_rank(tmp_path):
 
 def slow_writes():
     """Return a patch under which each rank takes half a second to write."""
-    whole = writer.FileWriter.sync
+    whole = saver.write_directly
 
-    def slowly(self):
+    def slowly(*args):
+        whole(*args)
         time.sleep(0.5)
-        whole(self)
 
-    return mock.patch.object(writer.FileWriter, "sync", slowly)
+    return mock.patch.object(saver, "write_directly", slowly)
 
 
 def save_while_saving(root):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_scripts import forked_scripts, free_port
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -29,37 +28,29 @@ def _examples():
 
 
 @pytest.fixture(scope="module")
-def runs(request, tmp_path_factory):
-    """Run the selected examples one after another, each in forks of one process; return folder and outcome by id."""
-    home = tmp_path_factory.mktemp("examples")
-    texts = {
-        item.callspec.id: item.callspec.params["text"]
-        for item in request.session.items
-        if item.path == Path(__file__) and item.originalname == "test_example_runs"
-    }
-    jobs = {}
-    for number, (name, text) in enumerate(texts.items()):
-        folder = home / str(number)
-        folder.mkdir()
-        script = folder / "train.py"
-        script.write_text(text)
-        path = [str(ROOT / "examples/minimal_plugin/src")] if "booster_local_sgd" in text else []
-        ranks = 2 if "launch_from" in text else 1
-        jobs[name] = {"script": str(script), "folder": str(folder), "ranks": ranks, "path": path}
-    (home / "jobs.json").write_text(json.dumps([*jobs.values()]))
-    command = [sys.executable, str(ROOT / "tests/shared/forked_scripts.py"), "jobs.json", "results.json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, cwd=home, stdin=subprocess.DEVNULL, timeout=600, env=environment)
-    results = json.loads((home / "results.json").read_text())
-    return {name: (Path(job["folder"]), result) for (name, job), result in zip(jobs.items(), results, strict=True)}
+def scripts():
+    with forked_scripts() as running:
+        yield running
 
 
 @pytest.mark.parametrize("text", list(_examples()))
-def test_example_runs(text, runs, request):
-    folder, result = runs[request.node.callspec.id]
-    assert set(result["codes"]) == {0}, result["output"]
+def test_example_runs(text, scripts, tmp_path):
+    script = tmp_path / "train.py"
+    if "booster_local_sgd" in text:
+        text = f"import sys; sys.path.insert(0, {str(ROOT / 'examples/minimal_plugin/src')!r})\n{text}"
+    script.write_text(text)
+    num_ranks = 2 if "launch_from" in text else 1
+    shared = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": free_port(),
+    }
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(num_ranks)] if num_ranks > 1 else [{}]
+    done = scripts.run(script, [[]] * num_ranks, [{key: str(value) for key, value in own.items()} for own in ranks])
+    assert set(done.codes) == {0}, done.output
     if "save_model" in text:
-        assert any(folder.glob("out*"))
+        assert any(tmp_path.glob("out*"))
 
 
 def test_the_first_example_runs_as_a_user_starts_it(tmp_path):
@@ -108,15 +99,11 @@ def test_user_scripts_type_check(tmp_path):
     assert len(texts) >= 7, "the pages' scripts are found"
     for index, text in enumerate([TYPED, *texts]):
         (tmp_path / f"script_{index}.py").write_text(text)
-    sources = [str(path) for path in (*ROOT.glob("packages/*/src"), ROOT / "examples/minimal_plugin/src")]
     scripts = sorted(map(str, tmp_path.glob("*.py")))
-    # The types of torch take a minute, and the check of our sources has just cached them.
-    cache = ROOT / ".mypy_cache"
+    # With our own settings, which are strict: the check of our sources has cached the types of torch for them.
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file=", "--strict", f"--cache-dir={cache}", *scripts],
-        check=False, capture_output=True, text=True, timeout=600, cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": os.pathsep.join(sources)},
-    )  # fmt: skip
+        [sys.executable, "-m", "mypy", *scripts], check=False, capture_output=True, text=True, timeout=600, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -5,19 +5,15 @@ a user starts them.
 """
 
 import os
-import runpy
 import subprocess
 import sys
-import warnings
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from named_plugins import make_model, samples
+from run_script import run_script
 
-import booster_core
-from booster_core import DistCoordinator
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
@@ -36,18 +32,7 @@ RAISING = {
 
 def run(script, plugin, out):
     """Run a script on a rank with an existing process group; return the error that ends it."""
-    arguments = [script, plugin, out]
-    with (
-        mock.patch.object(sys, "argv", arguments),
-        mock.patch.object(booster_core, "launch_from_torch", DistCoordinator),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("default")  # as in a script
-        try:
-            runpy.run_path(str(HERE / f"{script}.py"), run_name="__main__")
-        except Exception as error:  # noqa: BLE001 - any error of the script
-            return type(error).__name__, str(error)
-    return None
+    return run_script(HERE / f"{script}.py", plugin, out)
 
 
 def trained_by_torch(global_batch):

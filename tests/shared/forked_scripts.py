@@ -1,23 +1,27 @@
 """Run scripts in forks of one process that has imported what they import, which takes longer than the scripts do.
 
-Usage: ``python forked_scripts.py JOBS RESULTS``. ``JOBS`` is a JSON file with a list of objects: the ``script``, its
-``folder``, the number of ``ranks`` that run it, and the folders of its ``path``. ``RESULTS`` gets a list of objects:
-the exit ``codes`` and the ``output`` of all ranks together.
+The process reads jobs from its standard input and writes their results to its standard output, a JSON object a line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
 
 JOB_SECONDS = 120.0
 _IMPORTED = (
@@ -28,60 +32,118 @@ _IMPORTED = (
 """What the scripts import themselves, each for seconds."""
 
 
+@dataclass
+class Result:
+    """What the processes of a script left.
+
+    Attributes:
+        codes: Their exit codes, negative for signals.
+        output: What they printed, all together.
+        end: The time when the last had ended.
+        queued_seconds: For how long the main thread of one of them, the slowest, waited for a processor.
+    """
+
+    codes: list[int]
+    output: str
+    end: float
+    queued_seconds: float = 0.0
+
+
+class ForkedScripts:
+    """The process that runs scripts."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def run(
+        self, script: Path, arguments: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]] = ()
+    ) -> Result:
+        """Run a script in its folder, once for each list of arguments, all at the same time.
+
+        Args:
+            script: The script.
+            arguments: The arguments of each process.
+            environments: What each has in its environment on top of this process' variables, if anything.
+        """
+        each = [{**os.environ, "OMP_NUM_THREADS": "1", **own} for own in environments or [{}] * len(arguments)]
+        job = {"script": str(script), "arguments": [list(map(str, own)) for own in arguments], "environments": each}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return Result(**json.loads(self._process.stdout.readline()))
+
+
+@contextlib.contextmanager
+def forked_scripts() -> Iterator[ForkedScripts]:
+    """Start the process that runs scripts, and end it."""
+    process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            yield ForkedScripts(process)
+        finally:
+            process.kill()
+
+
+def free_port() -> int:
+    """Return a port of this host that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def _main() -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
-    jobs, results = Path(sys.argv[1]), []
-    for job in json.loads(jobs.read_text()):
+    for line in sys.stdin:
+        job = json.loads(line)
         with tempfile.TemporaryFile("w+") as screen:
-            port, children = _free_port(), []
-            for rank in range(job["ranks"]):
+            children = []
+            for number in range(len(job["arguments"])):
                 child = os.fork()
                 if child == 0:  # goes on as a new interpreter would, up to its normal end
-                    _become_rank(job, rank, port, screen.fileno())
+                    _become(job, number, screen.fileno())
                     runpy.run_path(job["script"], run_name="__main__")
                     return
                 children.append(child)
-            codes = _wait(children)
+            codes, queued_seconds = _wait(children)
+            result = {"codes": codes, "end": time.time(), "queued_seconds": queued_seconds}
             screen.seek(0)
-            results.append({"codes": codes, "output": screen.read()})
-    Path(sys.argv[2]).write_text(json.dumps(results))
+            print(json.dumps({**result, "output": screen.read()}), flush=True)
 
 
-def _become_rank(job: dict[str, Any], rank: int, port: int, screen: int) -> None:
-    """Set up a fork as torchrun and a shell set up a process."""
-    os.dup2(screen, 1)
-    os.dup2(screen, 2)
-    os.chdir(job["folder"])
-    sys.argv[:] = [job["script"]]
-    sys.path[:1] = [str(Path(job["script"]).parent), *job["path"]]
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_WORLD_SIZE": job["ranks"]}
-    if job["ranks"] > 1:
-        os.environ.update({name: str(value) for name, value in ranks.items()})
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+def _become(job: dict[str, Any], number: int, screen: int) -> None:
+    """Set up a fork as a shell sets up a process."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for ours, theirs in ((nothing, 0), (screen, 1), (screen, 2)):
+        os.dup2(ours, theirs)
+    folder = Path(job["script"]).parent
+    os.chdir(folder)
+    sys.argv[:] = [job["script"], *job["arguments"][number]]
+    sys.path[0] = str(folder)
+    os.environ.clear()
+    os.environ.update(job["environments"][number])
 
 
-def _wait(children: list[int]) -> list[int]:
-    """Return the children's exit codes; kill those that take too long."""
+def _wait(children: list[int]) -> tuple[list[int], float]:
+    """Return the children's exit codes, and how long one of them waited for a processor; kill those that hang."""
     codes: dict[int, int] = {}
+    queued = 0
     deadline = time.monotonic() + JOB_SECONDS
     while len(codes) < len(children):
         for child in children:
             if child not in codes:
+                with contextlib.suppress(OSError, ValueError, IndexError):  # a kernel that does not tell
+                    text = Path(f"/proc/{child}/schedstat").read_text(encoding="ascii")
+                    queued = max(queued, int(text.split()[1]))
                 if time.monotonic() > deadline:
                     os.kill(child, signal.SIGKILL)
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended:
                     codes[child] = os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
-    return [codes[child] for child in children]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return [codes[child] for child in children], queued * 1e-9
 
 
 if __name__ == "__main__":

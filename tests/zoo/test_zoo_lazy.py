@@ -12,13 +12,15 @@ from model_zoo import ZOO, get_model
 
 from booster_core import LazyInitContext
 from booster_runtime.lazy import is_lazy, materialize
-from booster_testing import close_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 RUN_EAGERLY: dict[str, dict[str, int]] = {}
 """Operations that ran eagerly because they can't be recorded, by model: none in the zoo."""
+
+pytestmark = pytest.mark.usefixtures("new_interpreters")
 
 
 def build_both(name: str) -> dict[str, Any]:
@@ -65,12 +67,6 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     if type(one) is not type(other) or one.dtype != other.dtype or one.requires_grad != other.requires_grad:
         return False
     return torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _close_workers():
-    yield
-    close_ranks()  # these workers have imported modules that other tests must not see
 
 
 @pytest.mark.parametrize(

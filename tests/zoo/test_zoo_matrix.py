@@ -16,8 +16,6 @@ from model_zoo import MATRIX
 from zoo_cells import COLUMNS, Cell, measure, measure_plain
 from zoo_results import read_cell, write_cell
 
-from booster_testing import close_ranks
-
 HARD = (
     "timm/convit_base",
     "timm/convit_tiny",
@@ -36,7 +34,7 @@ RESULTS = os.environ.get("BOOSTER_ZOO_RESULTS")
 
 
 @pytest.fixture(scope="module")
-def plain_runs(tmp_path_factory):
+def plain_runs(tmp_path_factory, new_interpreters):
     """Return a function that trains a model in one process, once for all plugins; it returns its folder and errors."""
     known: dict[str, tuple[Path, list[str]]] = {}
 
@@ -48,8 +46,7 @@ def plain_runs(tmp_path_factory):
             known[name] = home, measure_plain(name, home)
         return known[name]
 
-    yield train
-    close_ranks()  # these workers have imported modules that other tests must not see
+    return train
 
 
 def _cases() -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -56,6 +57,31 @@ def test_parameters_differ_between_averages_and_are_equal_after_them():
     assert not torch.equal(first, second)
     first, second = run_on_ranks(train_on_rank, 2, 3, 3)
     assert torch.equal(first, second)
+
+
+def save_between_averages(path):
+    rank = torch.distributed.get_rank()
+    booster = Booster(plugin=LocalSGDPlugin(sync_every=3))
+    model = new_model()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.backward(model(SAMPLES.chunk(2)[rank]).square().mean(), optimizer)
+    optimizer.step()
+    own = weights_of(model)
+    booster.state_adapter(model)  # changes nothing
+    assert torch.equal(weights_of(model), own)
+    booster.save_model(model, path)
+    return own, weights_of(model)
+
+
+def test_a_save_averages_the_parameters(tmp_path):
+    path = str(tmp_path / "model.safetensors")
+    (first, saved), (second, saved_too) = run_on_ranks(save_between_averages, 2, path)
+    assert not torch.equal(first, second)
+    assert torch.equal(saved, saved_too)
+    torch.testing.assert_close(saved, (first + second) / 2, rtol=1e-13, atol=1e-14)
+    loaded = new_model()
+    loaded.load_state_dict(load_file(path))
+    assert torch.equal(weights_of(loaded), saved)
 
 
 def test_sync_every_below_one_raises():

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import MissingRanksError
-from booster_core.ranks.progress import naming_missing_ranks
+from booster_core.ranks.rendezvous import naming_missing_ranks
 from booster_testing import run_on_ranks
 
 

@@ -171,6 +171,52 @@ def test_ranks_know_that_they_share_no_host(hosts, tmp_path):
         assert "Warning" not in hosts.output(number)
 
 
+SAVE = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+from booster_core import Booster, launch_from_torch
+c = launch_from_torch(verbose=False)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(300, 512), nn.Linear(512, 512), nn.Linear(512, 512))
+booster = Booster("cpu", None, "zero")
+model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+booster.backward(model(torch.ones(2, 300)).sum(), optimizer)
+optimizer.step()
+wrote, real = set(), os.pwrite
+
+def pwrite(descriptor, *rest):
+    wrote.add(Path(f"/proc/self/fd/{descriptor}").readlink().name.split(".")[1])
+    return real(descriptor, *rest)
+
+os.pwrite = pwrite
+booster.save_checkpoint("run", step=1, model=model, optimizer=optimizer, size_per_shard=1)
+print(f"rank {c.rank} wrote {sorted(wrote)}", flush=True)
+values = {name: value.clone() for name, value in model.unwrap().state_dict().items()}
+with torch.no_grad():
+    for parameter in model.unwrap().parameters():
+        parameter.zero_()
+loaded = booster.load_checkpoint("run", model=model, optimizer=optimizer)
+same = all(torch.equal(value, values[name]) for name, value in model.unwrap().state_dict().items())
+print(f"rank {c.rank} loaded step {loaded.step}: {same}", flush=True)
+"""
+
+
+def test_a_checkpoint_of_two_hosts_has_one_writer_for_each_file(hosts, tmp_path):
+    script = tmp_path / "save.py"
+    script.write_text(SAVE)
+    hosts.torchrun(script)
+    assert [hosts.wait(number, 120) for number in range(2)] == [0, 0], hosts.output(0) + hosts.output(1)
+    wrote = []
+    for number in range(2):
+        assert f"rank {number} loaded step 1: True" in hosts.output(number)
+        (line,) = (line for line in hosts.output(number).splitlines() if f"rank {number} wrote" in line)
+        wrote.append({name.strip("'") for name in line.partition("[")[2].rstrip("]").split(", ")})
+    assert min(map(len, wrote)) > 1
+    assert not wrote[0] & wrote[1]
+
+
 RESTARTED = """
 import os, sys
 from pathlib import Path

@@ -245,20 +245,6 @@ def test_frozen_model_is_boosted_without_ddp():
     assert len(run_on_ranks(frozen_model, 2)) == 2
 
 
-def plain_backward_in_the_first_step():
-    torch.manual_seed(0)
-    _booster, model, optimizer = boost(TinyMLP())
-    own, _whole = batch(0)
-    model(own).square().mean().backward()
-    optimizer.step()
-    return torch.cat([p.detach().flatten() for p in model.unwrap().parameters()])
-
-
-def test_plain_backward_is_averaged():
-    first, second = run_on_ranks(plain_backward_in_the_first_step, 2)
-    assert torch.equal(first, second)
-
-
 def starts_from_rank_0():
     rank = dist.get_rank()
     torch.manual_seed(rank)

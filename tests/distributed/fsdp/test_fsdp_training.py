@@ -294,37 +294,6 @@ def test_generate_uses_the_precision_of_the_run():
     assert first == second
 
 
-def evaluated_between_backward_and_step(options):
-    booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
-    model = make("tied llama")
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    losses = []
-    for _ in range(2):
-        loss = loss_of(model, "tied llama", 0, 1)
-        booster.backward(loss, optimizer)
-        with torch.no_grad():
-            loss_of(model, "tied llama", 0, 1)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
-def test_evaluation_between_backward_and_step_uses_the_updated_parameters_afterwards(options):
-    model = make("tied llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    expected = []
-    for _ in range(2):
-        loss = loss_of(model, "tied llama", 0, 1)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(float(loss.detach()))
-    for losses in run_on_ranks(evaluated_between_backward_and_step, 2, options):
-        assert losses == pytest.approx(expected, rel=1e-5)
-
-
 def load_after_evaluation(folder):
     booster = Booster("cpu", plugin=TorchFSDPPlugin())
     model, *_ = booster.boost(make("tied llama"))
@@ -398,28 +367,6 @@ def groups_added_later():
 
 def test_param_groups_can_be_added_later():
     assert run_on_ranks(groups_added_later, 2) == [["first.weight", "first.bias", "second.weight"]] * 2
-
-
-def zeroed_under_no_sync():
-    """Check that `zero_grad` drops gradients that were accumulated without reduction."""
-    booster = Booster("cpu", plugin=TorchFSDPPlugin())
-    torch.manual_seed(0)
-    model = TinyMLP()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    results = []
-    for accumulate in (False, True):
-        if accumulate:
-            with booster.no_sync(model, optimizer):
-                booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
-            optimizer.zero_grad()
-        booster.backward(model(torch.full((2, 8), 0.5)).square().mean(), optimizer)
-        results.append(booster.full_gradient(model, "first.weight"))
-        optimizer.zero_grad()
-    return torch.equal(*results)
-
-
-def test_zero_grad_drops_gradients_accumulated_without_reduction():
-    assert run_on_ranks(zeroed_under_no_sync, 2) == [True, True]
 
 
 def rprop_steps():

@@ -60,7 +60,7 @@ def test_bits_do_not_depend_on_the_placement(optimizer, precision, tmp_path):
         for actual, expected in zip(moved, still, strict=True):
             assert (actual.losses, actual.norms) == (expected.losses, expected.norms), name
             for got, wanted in zip(
-                [*actual.gradients, *actual.parameters], [*expected.gradients, *expected.parameters], strict=True
+                [*actual.gradients, actual.parameters], [*expected.gradients, expected.parameters], strict=True
             ):
                 assert got.keys() == wanted.keys()
                 assert [key for key, tensor in wanted.items() if not torch.equal(got[key], tensor)] == [], name

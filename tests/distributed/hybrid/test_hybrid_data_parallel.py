@@ -216,27 +216,6 @@ def test_masters_are_kept_if_asked(has_masters, dtype):
     assert dtype in run_on_ranks(masters_of, 2, DataParallelConfig(master_weights=has_masters))[0]
 
 
-def accumulated(ddp):
-    """Return the gradient of two backwards, both reduced, and the same without reducing the first."""
-    gradients = []
-    for is_paused in (False, True):
-        booster, model, optimizer = boosted(ddp)
-        for step in range(2):
-            data = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
-            if is_paused and step == 0:
-                with booster.no_sync(model, optimizer):
-                    booster.backward(model(data), optimizer)
-            else:
-                booster.backward(model(data), optimizer)
-        gradients.append(booster.full_gradient(model, "layers.3.weight"))
-    return gradients
-
-
-def test_gradients_add_up_over_backwards_with_and_without_reductions_between():
-    for twice, once in run_on_ranks(accumulated, 2, DataParallelConfig(bucket_bytes=4096)):
-        torch.testing.assert_close(twice, once)
-
-
 def differing(name, value, other, **options):
     given = {**options, name: value if dist.get_rank() % 2 else other}
     Booster("cpu", plugin=HybridParallelPlugin(**given)).boost(*make())

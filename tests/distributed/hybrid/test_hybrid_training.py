@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -113,68 +111,6 @@ def narrow(options):
 
 def test_bf16_stays_near_fp32():
     run_on_ranks(narrow, 4, {"tp_size": 2, "zero_stage": 1})
-
-
-def save(folder, options):
-    booster, model, optimizer, data_rank = trained("transformers/llama_tied", options)
-    zoo = get_model("transformers/llama_tied")
-    for step in range(2):
-        step_once(booster, model, optimizer, zoo, step, data_rank)
-    booster.save_model(model, folder / "model", shard=True)
-    booster.save_optimizer(optimizer, folder / "optimizer", shard=True)
-    return [step_once(booster, model, optimizer, zoo, step, 0) for step in (2, 3)]
-
-
-def go_on(folder, plugin, options):
-    booster = Booster(plugin=plugin_of(plugin, options))
-    model, optimizer = make("transformers/llama_tied")
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    booster.load_model(model, folder / "model")
-    booster.load_optimizer(optimizer, folder / "optimizer")
-    zoo = get_model("transformers/llama_tied")
-    # All ranks see the samples of rank 0, so that the number of ranks does not matter.
-    return [step_once(booster, model, optimizer, zoo, step, 0) for step in (2, 3)]
-
-
-def plugin_of(name, options):
-    from booster_core.plugin import discovery
-
-    return discovery.load(name)(**options)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "plugin", "options"),
-    [
-        (1, "ddp", {}),
-        (3, "zero", {"stage": 2}),
-        (2, "gemini", {"min_chunk_bytes": 2**14}),
-        (2, "hybrid", {"tp_size": 1, "zero_stage": 1}),
-        (4, "hybrid", {"tp_size": 2, "zero_stage": 2}),
-    ],
-)
-def test_hybrid_checkpoints_resume_under_other_plugins(num_ranks, plugin, options, tmp_path):
-    expected = run_on_ranks(save, 4, tmp_path, {"tp_size": 2, "zero_stage": 1})[0]
-    assert run_on_ranks(go_on, num_ranks, tmp_path, plugin, options)[0] == pytest.approx(expected, rel=1e-4)
-    groups = json.loads((tmp_path / "optimizer" / "param_groups.json").read_text())
-    assert groups
-
-
-def save_elsewhere(folder):
-    booster = Booster(plugin=plugin_of("zero", {"stage": 1}))
-    model, optimizer = make("transformers/llama_tied")
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    zoo = get_model("transformers/llama_tied")
-    for step in range(2):
-        step_once(booster, model, optimizer, zoo, step, 0)
-    booster.save_model(model, folder / "model", shard=True)
-    booster.save_optimizer(optimizer, folder / "optimizer", shard=True)
-    return [step_once(booster, model, optimizer, zoo, step, 0) for step in (2, 3)]
-
-
-def test_other_plugins_checkpoints_resume_under_hybrid(tmp_path):
-    expected = run_on_ranks(save_elsewhere, 3, tmp_path)[0]
-    found = run_on_ranks(go_on, 4, tmp_path, "hybrid", {"tp_size": 2, "zero_stage": 1})[0]
-    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def boost(options):

@@ -2,16 +2,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
+from forked_scripts import Result, forked_scripts, free_port
 
 LIMIT_SECONDS = 30.0
 """What Booster promises, from the failure to the end of the last process."""
@@ -122,7 +120,6 @@ class Run:
     codes: list[int]
     output: str
     seconds: float
-    pids: list[int]
 
 
 @pytest.fixture
@@ -141,12 +138,6 @@ def unhurried_script(tmp_path):
     return path
 
 
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _is_alive(pid):
     try:
         os.kill(pid, 0)
@@ -155,51 +146,62 @@ def _is_alive(pid):
     return True
 
 
-def _run(commands, cwd, *, leaves_children=False):
-    """Run processes that share one screen, until all have ended; what they forked, where they do, is ended here."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile("w+") as screen:
-        processes = [
-            subprocess.Popen(command, cwd=cwd, stdout=screen, stderr=subprocess.STDOUT, env=environment)
-            for command in commands
-        ]
-        try:
-            codes = [process.wait(timeout=120) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        end = time.time()
-        screen.seek(0)
-        output = screen.read()
-    words = [line.split() for line in output.splitlines()]
-    pids = [int(line[1]) for line in words if line[:1] == ["PID"]]
-    start = next((float(line[1]) for line in words if line[:1] == ["FAILS"]), end)
-    for pid in pids:
-        if leaves_children and _is_alive(pid):
-            os.kill(pid, signal.SIGKILL)
-        else:
-            assert not _is_alive(pid), output
-    return Run(codes, output, end - start, pids)
+@pytest.fixture(scope="module")
+def scripts():
+    with forked_scripts() as running:
+        yield running
 
 
-def run_by_hand(script, num_ranks, what, victim, where, *, leaves_children=False):
-    port = _free_port()
-    rest = [what, str(victim), where]
-    commands = [[sys.executable, script, *rest, str(r), str(num_ranks), str(port)] for r in range(num_ranks)]
-    return _run(commands, script.parent, leaves_children=leaves_children)
+@pytest.fixture
+def run_script(scripts):
+    """Return a function that runs a script by hand, once for each list of arguments, until all have ended."""
+
+    def run(script, *arguments, leaves_children=False):
+        return _checked(scripts.run(script, arguments), leaves_children=leaves_children)
+
+    return run
+
+
+@pytest.fixture
+def run_ranks(run_script):
+    """Return a function that runs the script above by hand on several ranks."""
+
+    def run(script, num_ranks, what, victim, where, *, leaves_children=False):
+        port = free_port()
+        each = [(what, victim, where, rank, num_ranks, port) for rank in range(num_ranks)]
+        return run_script(script, *each, leaves_children=leaves_children)
+
+    return run
 
 
 def run_by_torchrun(script, num_ranks, what, victim, where):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    return _run([[*command, script, what, str(victim), where]], script.parent)
+    done = subprocess.run(
+        [*command, script, what, str(victim), where],
+        cwd=script.parent, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    return _checked(Result([done.returncode], done.stdout, time.time()))
+
+
+def _checked(result, *, leaves_children=False):
+    """Return what a run left; its processes have ended, and children that live on where they do are ended here."""
+    words = [line.split() for line in result.output.splitlines()]
+    start = next((float(line[1]) for line in words if line[:1] == ["FAILS"]), result.end)
+    for pid in [int(line[1]) for line in words if line[:1] == ["PID"]]:
+        if leaves_children and _is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+        else:
+            assert not _is_alive(pid), result.output
+    # What else the machine does is not promised.
+    return Run(result.codes, result.output, result.end - start - result.queued_seconds)
 
 
 @pytest.mark.covering(1)  # every place of the others, and either victim; the other pairs are slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("where", ["collective", "sleep", "rendezvous", "loop"])
-def test_an_exception_ends_all_and_is_named_once(script, victim, where):
-    run = run_by_hand(script, 2, "raise", victim, where)
+def test_an_exception_ends_all_and_is_named_once(run_ranks, script, victim, where):
+    run = run_ranks(script, 2, "raise", victim, where)
     assert run.codes == [1, 1], run.output
     assert run.seconds < LIMIT_SECONDS
     assert run.output.count(f"Booster: rank {victim} failed: ZeroDivisionError: the original error\n") == 1, run.output
@@ -207,8 +209,8 @@ def test_an_exception_ends_all_and_is_named_once(script, victim, where):
     assert run.output.count("Traceback") == 1, run.output
 
 
-def test_the_last_place_of_each_rank_is_printed(script):
-    run = run_by_hand(script, 2, "raise", 1, "rendezvous")
+def test_the_last_place_of_each_rank_is_printed(run_ranks, script):
+    run = run_ranks(script, 2, "raise", 1, "rendezvous")
     assert "Booster: all 2 ranks end. Rank 1 was process " in run.output, run.output
     assert "Last calls: rank 0 entered `step` #1; rank 1 last finished `launch` #1.\n" in run.output, run.output
 
@@ -230,8 +232,8 @@ def test_torchruns_report_ends_with_the_original_traceback(script, victim, where
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("where", ["collective", "sleep"])
 @pytest.mark.parametrize(("what", "code"), [("kill", -9), ("exit", 3)])
-def test_a_death_without_words_ends_all_and_is_told(script, victim, where, what, code):
-    run = run_by_hand(script, 2, what, victim, where)
+def test_a_death_without_words_ends_all_and_is_told(run_ranks, script, victim, where, what, code):
+    run = run_ranks(script, 2, what, victim, where)
     assert run.codes[victim] == code, run.output
     assert run.codes[1 - victim] == 1, run.output
     assert run.seconds < LIMIT_SECONDS
@@ -240,8 +242,8 @@ def test_a_death_without_words_ends_all_and_is_told(script, victim, where, what,
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_children_that_live_on_do_not_hide_a_death(script, victim):
-    run = run_by_hand(script, 2, "fork", victim, "sleep", leaves_children=True)
+def test_children_that_live_on_do_not_hide_a_death(run_ranks, script, victim):
+    run = run_ranks(script, 2, "fork", victim, "sleep", leaves_children=True)
     assert run.codes[1 - victim] == 1, run.output
     assert run.seconds < LIMIT_SECONDS
     assert "died without a traceback" in run.output
@@ -253,8 +255,8 @@ def test_children_that_live_on_do_not_hide_a_death(script, victim):
 @pytest.mark.parametrize(
     ("what", "code"), [("sys.exit", 3), ("sys.exit with words", 1), ("sys.exit after an error", 1)]
 )
-def test_ranks_that_wait_for_one_that_has_left_by_sys_exit_end(script, victim, where, what, code):
-    run = run_by_hand(script, 2, what, victim, where)
+def test_ranks_that_wait_for_one_that_has_left_by_sys_exit_end(run_ranks, script, victim, where, what, code):
+    run = run_ranks(script, 2, what, victim, where)
     assert run.codes[victim] == code, run.output
     assert run.codes[1 - victim] == 1, run.output
     assert run.seconds < LIMIT_SECONDS
@@ -272,8 +274,8 @@ def test_torchrun_sees_the_code_of_an_exit(script):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_whose_group_cannot_be_opened_ends_all(script, victim):
-    run = run_by_hand(script, 2, "raise", victim, "launch")
+def test_a_rank_whose_group_cannot_be_opened_ends_all(run_ranks, script, victim):
+    run = run_ranks(script, 2, "raise", victim, "launch")
     assert run.codes == [1, 1], run.output
     assert run.seconds < LIMIT_SECONDS
     named = f"Booster: rank {victim} failed: LaunchError: Rank {victim} could not start the process group of backend"
@@ -282,15 +284,15 @@ def test_a_rank_whose_group_cannot_be_opened_ends_all(script, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_while_the_group_is_opened_ends_all(script, victim):
-    run = run_by_hand(script, 2, "kill", victim, "launch")
+def test_a_rank_that_dies_while_the_group_is_opened_ends_all(run_ranks, script, victim):
+    run = run_ranks(script, 2, "kill", victim, "launch")
     assert run.codes[victim] == -9, run.output
     assert run.codes[1 - victim] == 1, run.output
     assert run.seconds < LIMIT_SECONDS
     assert f"rank {victim}" in run.output
 
 
-def test_the_monitor_can_be_turned_off(tmp_path, monkeypatch):
+def test_the_monitor_can_be_turned_off(run_script, tmp_path, monkeypatch):
     monkeypatch.setenv("BOOSTER_MONITOR", "0")
     path = tmp_path / "train.py"
     path.write_text(
@@ -308,22 +310,22 @@ def test_the_monitor_can_be_turned_off(tmp_path, monkeypatch):
         time.sleep(4)
         """)
     )
-    port = str(_free_port())
-    run = _run([[sys.executable, path, str(rank), port] for rank in range(2)], tmp_path)
+    port = str(free_port())
+    run = run_script(path, (0, port), (1, port))
     assert run.codes == [0, -9], run.output
     assert "Booster" not in run.output
 
 
-def test_the_monitors_switch_is_checked_before_anything_is_opened(tmp_path, monkeypatch):
+def test_the_monitors_switch_is_checked_before_anything_is_opened(run_script, tmp_path, monkeypatch):
     monkeypatch.setenv("BOOSTER_MONITOR", "off")
     path = tmp_path / "train.py"
     path.write_text("from booster_core.ranks.launch import launch\nlaunch(0, 2, '127.0.0.1', 1)\n")
-    run = _run([[sys.executable, path]], tmp_path)
+    run = run_script(path, ())
     assert run.codes == [1], run.output
     assert "BOOSTER_MONITOR='off' must be 1 (ranks learn at once when one dies) or 0." in run.output
 
 
-def test_launching_again_after_a_launch_that_failed(tmp_path):
+def test_launching_again_after_a_launch_that_failed(run_script, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
         textwrap.dedent("""
@@ -344,12 +346,12 @@ def test_launching_again_after_a_launch_that_failed(tmp_path):
         assert c.all_gather_object(c.rank) == [0, 1]
         """)
     )
-    ports = [str(_free_port()), str(_free_port())]
-    run = _run([[sys.executable, path, str(rank), *ports] for rank in range(2)], tmp_path)
+    ports = [str(free_port()), str(free_port())]
+    run = run_script(path, (0, *ports), (1, *ports))
     assert run.codes == [0, 0], run.output
 
 
-def test_launching_twice_in_one_process(tmp_path):
+def test_launching_twice_in_one_process(run_script, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
         textwrap.dedent("""
@@ -366,8 +368,8 @@ def test_launching_twice_in_one_process(tmp_path):
             assert not dist.is_initialized()
         """)
     )
-    ports = [str(_free_port()), str(_free_port())]
-    run = _run([[sys.executable, path, str(rank), *ports] for rank in range(2)], tmp_path)
+    ports = [str(free_port()), str(free_port())]
+    run = run_script(path, (0, *ports), (1, *ports))
     assert run.codes == [0, 0], run.output
 
 
@@ -378,28 +380,28 @@ def test_a_death_without_words_under_torchrun(script):
     assert "SIGKILL" in run.output.partition("Root Cause")[2]
 
 
-def test_four_ranks_print_one_traceback_and_one_line(unhurried_script):
-    run = run_by_hand(unhurried_script, 4, "raise", 2, "collective")
+def test_four_ranks_print_one_traceback_and_one_line(run_ranks, unhurried_script):
+    run = run_ranks(unhurried_script, 4, "raise", 2, "collective")
     assert run.codes == [1, 1, 1, 1], run.output
     assert run.seconds < LIMIT_SECONDS
     assert run.output.count("Traceback") == 1, run.output
     assert run.output.count("Booster: rank 2 failed: ZeroDivisionError: the original error\n") == 1, run.output
 
 
-def test_an_excepthook_of_the_script_does_not_hide_a_failure(script):
-    run = run_by_hand(script, 2, "hook", 1, "sleep")
+def test_an_excepthook_of_the_script_does_not_hide_a_failure(run_ranks, script):
+    run = run_ranks(script, 2, "hook", 1, "sleep")
     assert run.codes == [1, 1], run.output
     assert run.seconds < LIMIT_SECONDS
     assert "ZeroDivisionError: the original error" in run.output
 
 
-def test_what_the_script_catches_ends_nothing(script):
-    run = run_by_hand(script, 2, "caught", 1, "-")
+def test_what_the_script_catches_ends_nothing(run_ranks, script):
+    run = run_ranks(script, 2, "caught", 1, "-")
     assert run.codes == [0, 0], run.output
     assert run.output.count("FINE") == 2
 
 
-def test_an_interrupt_behaves_as_usual(tmp_path):
+def test_an_interrupt_behaves_as_usual(run_script, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
         textwrap.dedent("""
@@ -411,7 +413,7 @@ def test_an_interrupt_behaves_as_usual(tmp_path):
         time.sleep(300)
         """)
     )
-    port = str(_free_port())
-    run = _run([[sys.executable, path, str(rank), port] for rank in range(2)], Path(tmp_path))
+    port = str(free_port())
+    run = run_script(path, (0, port), (1, port))
     assert run.codes == [1, -2], run.output
     assert "KeyboardInterrupt" in run.output

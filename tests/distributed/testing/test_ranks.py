@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -20,11 +22,13 @@ from booster_testing import (
     RankDiedError,
     RankError,
     RankTimeoutError,
+    close_ranks,
     expect_on_ranks,
     rank_worker,
     ranks,
     run_on_ranks,
 )
+from booster_testing.rank_forks import can_fork
 from booster_testing.rank_pool import worker_pids
 
 
@@ -49,6 +53,10 @@ def _sum_of_ranks(offset):
 
 def _pid():
     return os.getpid()
+
+
+def _parent_pid():
+    return os.getppid()
 
 
 def _echo(point, *, scale=1):
@@ -152,8 +160,51 @@ def test_workers_are_reused_and_added():
     assert run_on_ranks(_pid, 1) == pids
 
 
+@pytest.mark.skipif(not can_fork(), reason="workers are forks on Linux without CUDA")
+def test_workers_are_forks_of_one_process_that_outlives_them():
+    (parent,) = set(run_on_ranks(_parent_pid, 2))
+    close_ranks()
+    assert run_on_ranks(_parent_pid, 1) == [parent]
+    assert parent in worker_pids()
+
+
+def test_a_rank_that_cannot_load_the_function_is_named(tmp_path, monkeypatch):
+    (tmp_path / "loads_once.py").write_text(
+        textwrap.dedent(f"""
+        import os
+        from pathlib import Path
+
+        if os.getpid() != {os.getpid()}:
+            Path({str(tmp_path / "first")!r}).open("x").close()
+
+        def nothing():
+            pass
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RankError, match="RuntimeError: another rank could not load the function") as caught:
+        run_on_ranks(importlib.import_module("loads_once").nothing, 2)
+    assert isinstance(caught.value.__cause__, FileExistsError)
+
+
 def test_classes_of_the_test_file_can_be_arguments_and_results():
     assert run_on_ranks(_echo, 2, Point(3), scale=2) == [Point(6), Point(6)]
+
+
+def _call(function):
+    return function()
+
+
+def test_functions_of_a_file_that_is_not_importable_can_be_arguments(tmp_path, monkeypatch):
+    file = tmp_path / "apart.py"
+    file.write_text("def answer():\n    return 42\n")
+    name = "not_importable.apart"  # as pytest names a file below a folder
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "not_importable", types.ModuleType("not_importable"))
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    assert run_on_ranks(_call, 2, module.answer) == [42, 42]
 
 
 def test_exception_has_its_rank_and_traceback():

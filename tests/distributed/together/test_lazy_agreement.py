@@ -131,19 +131,3 @@ def test_files_of_other_content_raise_and_copies_do_not(plugin, tmp_path) -> Non
     expected = TinyMLP().state_dict()
     for whole in run_on_ranks(boost_from_own_files, 2, plugin, str(tmp_path / "alike"), is_alike=True):
         assert_same_tensors(whole, expected, EXACT)
-
-
-def boost_eager(plugin: str) -> dict[str, torch.Tensor]:
-    torch.manual_seed(DistCoordinator().rank)
-    model = TinyMLP()
-    booster = Booster(plugin=plugin)
-    boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return whole_model(booster, boosted)
-
-
-@pytest.mark.parametrize("plugin", [*WHOLE, *LAZY])
-def test_eager_models_of_other_values_become_the_first_ranks(plugin) -> None:
-    torch.manual_seed(0)
-    expected = TinyMLP().state_dict()
-    for whole in run_on_ranks(boost_eager, 2, plugin):
-        assert_same_tensors(whole, expected, EXACT)

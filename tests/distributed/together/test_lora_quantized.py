@@ -14,7 +14,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_runtime import quantization
-from booster_testing import close_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
@@ -22,6 +22,7 @@ peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'boos
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 pytestmark = [
+    pytest.mark.usefixtures("new_interpreters"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft 0.21
     pytest.mark.skipif(
         bool(missing_libraries(["bitsandbytes"])), reason=f"bitsandbytes not installed, nor in {FOLDER}"
@@ -35,12 +36,6 @@ RUNS = {
     "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}),
     "gemini": (GeminiPlugin, {"min_chunk_bytes": 4096}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _close_workers():
-    yield
-    close_ranks()  # these workers have imported what other tests must not see
 
 
 def bits(number):

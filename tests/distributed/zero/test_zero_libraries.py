@@ -10,7 +10,7 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_testing import close_ranks, expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
 
@@ -20,12 +20,7 @@ OPTIMIZERS = {
     "transformers' adafactor": ("transformers", "Adafactor", {"lr": 0.01, "relative_step": False}),
 }
 STEPS, SAMPLES = 4, 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _close_workers():
-    yield
-    close_ranks()  # these workers have imported what other tests must not see
+pytestmark = pytest.mark.usefixtures("new_interpreters")
 
 
 def make(name, **changes):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from booster_core.errors import MissingRanksError
-from booster_core.ranks.progress import PROGRESS, Progress, naming_missing_ranks
+from booster_core.ranks.rendezvous import PROGRESS, Progress, naming_missing_ranks
 from booster_core.ranks.world import current_world
 
 

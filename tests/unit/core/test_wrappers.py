@@ -210,6 +210,15 @@ def test_loss_scale_rises_and_falls_within_bounds():
     assert twin.state_dict() == scaler.state_dict()
 
 
+def test_an_overflow_begins_the_run_of_good_steps_again():
+    scaler = DynamicLossScaler(LossScaleConfig(initial_scale=8.0, growth_interval=3))
+    scales = []
+    for overflow in (False, False, True, False, False, False, False):
+        scaler.update(overflow=overflow)
+        scales.append(scaler.scale)
+    assert scales == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -8,8 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from booster_core.errors import CheckpointError
-from booster_runtime.checkpoint.files.layout import TensorSpec, natural_order, split_into_files
-from booster_runtime.checkpoint.files.names import MODEL, OPTIMIZER, FileNames
+from booster_runtime.checkpoint.files.layout import (
+    MODEL,
+    OPTIMIZER,
+    FileNames,
+    PlannedFile,
+    TensorSpec,
+    natural_order,
+    split_into_files,
+)
 from booster_runtime.checkpoint.load.source import open_source
 
 
@@ -123,7 +130,7 @@ def test_files_are_filled_in_natural_order_up_to_a_size():
 
 
 def test_wider_elements_come_first_so_that_values_are_aligned(tmp_path):
-    from booster_runtime.checkpoint.files.safetensors_file import SafetensorsContainer
+    from booster_runtime.checkpoint.save.writer import create_file, offsets_in
 
     specs = [
         TensorSpec(key="a", shape=(3,), dtype=torch.uint8),
@@ -131,8 +138,9 @@ def test_wider_elements_come_first_so_that_values_are_aligned(tmp_path):
         TensorSpec(key="c", shape=(3,), dtype=torch.bfloat16),
     ]
     (ordered,) = split_into_files(specs, None)
-    container = SafetensorsContainer()
-    container.create(tmp_path / "m.safetensors", ordered, {})
-    offsets = container.offsets(tmp_path / "m.safetensors", ordered, {})
+    path = tmp_path / "m.safetensors"
+    file = PlannedFile(name=path.name, suffix=".safetensors", specs=ordered)
+    create_file(path, file)
+    offsets = offsets_in(path, file)
     assert all(offsets[spec.key] % spec.dtype.itemsize == 0 for spec in specs)
     assert load_file(tmp_path / "m.safetensors").keys() == offsets.keys()

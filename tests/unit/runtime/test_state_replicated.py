@@ -105,6 +105,23 @@ def test_every_element_is_owned_once_and_bytes_are_balanced(world_size):
     assert max(sizes) - min(sizes) <= 2 * (1 << 18), "no more than the tensors that are not cut"
 
 
+def owned_ranges(tensors, rank, world_size):
+    return {s.name: s.flat_range for s in balanced_shards(tensors, rank, world_size) if s.is_owner}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_a_large_tensor_is_cut_into_equal_ranges(world_size):
+    numel = (1 << 20) + 1
+    found = [owned_ranges([("t", None, torch.zeros(numel))], rank, world_size)["t"] for rank in range(world_size)]
+    assert found == [(numel * r // world_size, numel * (r + 1) // world_size) for r in range(world_size)]
+
+
+def test_a_small_tensor_belongs_to_the_rank_whose_part_has_its_middle():
+    tensors = [(name, None, torch.zeros(numel)) for name, numel in [("a", 2), ("b", 2), ("c", 2), ("d", 0)]]
+    assert [list(owned_ranges(tensors, rank, 2)) for rank in range(2)] == [["a"], ["b", "c", "d"]]
+    assert [list(owned_ranges(tensors[3:], rank, 2)) for rank in range(2)] == [["d"], []]
+
+
 def test_views_of_a_cut_tensor_change_the_tensor():
     tensor = torch.zeros(1 << 20)
     for shard in balanced_shards([("t", None, tensor)], 1, 3):

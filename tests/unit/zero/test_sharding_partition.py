@@ -63,3 +63,26 @@ def test_owners_are_balanced():
 def test_a_bucket_takes_no_parameter_beyond_its_size():
     plans = plan_flat([(0, 64), (1, 64), (2, 500), (3, 16)], 2, 128)
     assert [[slot.index for slot in plan.slots] for plan in plans] == [[0, 1], [2], [3]]
+
+
+def test_a_bucket_counts_the_elements_between_its_parameters():
+    plans = plan_flat([(index, 1) for index in range(5)], 1, 2 * ALIGNMENT)
+    assert [[slot.index for slot in plan.slots] for plan in plans] == [[0, 1], [2, 3], [4]]
+    assert all(plan.numel <= 2 * ALIGNMENT for plan in plans)
+    plans = plan_flat([(0, ALIGNMENT), (1, ALIGNMENT)], 1, 2 * ALIGNMENT)
+    assert len(plans) == 1, "a bucket may be full"
+
+
+def test_slices_are_no_longer_than_needed():
+    for plan in plan_flat([(0, 3 * ALIGNMENT), (1, 5)], 2, 1000):
+        assert plan.bounds == (0, 2 * ALIGNMENT, 4 * ALIGNMENT)
+
+
+def test_empty_parameters_are_shared_out_too():
+    assert sorted(assign_owners([(0, 0), (1, 0), (2, 0), (3, 0)], 2).values()) == [0, 0, 1, 1]
+
+
+def test_an_empty_parameter_belongs_to_the_rank_where_it_would_begin():
+    (plan,) = plan_flat([(0, ALIGNMENT), (1, 0), (2, ALIGNMENT), (3, 0)], 2, 1000)
+    places = {slot.index: [plan.owned(slot, rank) for rank in range(2)] for slot in plan.slots}
+    assert places[1] == places[3] == [None, (0, 0)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
+from booster_core.gradients import check_finite_norm, global_norm
 from booster_core.plugin import (
     BoostContext,
     Boosted,
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_core import PrecisionPolicy
-    from booster_core.state import StateAdapter
 
 
 class LocalSGDPlugin(Plugin):
@@ -72,13 +73,13 @@ class LocalSGDPlugin(Plugin):
         )
         return objects._replace(model=ModelWrapper(model, precision=context.precision), optimizer=optimizer)
 
-    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
-        """Average the parameters over the ranks, and return the view of replicated state.
+    def prepare_save(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> None:
+        """Average the parameters over the ranks, so that a checkpoint is of all ranks' work.
 
         Collective: every rank of the world.
         """
+        del optimizer, context
         average(model)
-        return super().state_adapter(model, optimizer, context)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""
@@ -93,6 +94,24 @@ class LocalSGDOptimizer(OptimizerWrapper):
         self.model = model
         self.sync_every = sync_every
         self.num_steps = 0
+
+    def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Scale the gradients of all ranks by one factor, so that no rank's norm is above ``max_norm``.
+
+        Returns:
+            The largest of the ranks' norms.
+
+        Collective: every rank of the world.
+        """
+        gradients = self.gradients()
+        # The largest of NaN and a number may be the number; infinity is as bad a norm.
+        norm = global_norm(gradients, norm_type).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        dist.all_reduce(norm, dist.ReduceOp.MAX)
+        if error_if_nonfinite:
+            check_finite_norm(norm)
+        for gradient in gradients:
+            gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Step on this rank's gradients, and average after every ``sync_every`` steps.

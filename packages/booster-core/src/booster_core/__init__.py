@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         enable_activation_checkpointing,
     )
     from booster_runtime.lazy import LazyInitContext
+    from booster_runtime.stop_signal import StopSignal
     from booster_runtime.verification import verify
 
     __version__: str
@@ -39,6 +40,7 @@ __all__ = [
     "PipelinePlugin",
     "Plugin",
     "PrecisionPolicy",
+    "StopSignal",
     "disable_activation_checkpointing",
     "enable_activation_checkpointing",
     "hookimpl",
@@ -64,6 +66,7 @@ _import, _names = public_names(
             "enable_activation_checkpointing",
         ],
         "booster_runtime.lazy": ["LazyInitContext"],
+        "booster_runtime.stop_signal": ["StopSignal"],
         "booster_runtime.verification": ["verify"],
     },
 )

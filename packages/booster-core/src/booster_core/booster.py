@@ -6,8 +6,10 @@ file code.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -20,9 +22,10 @@ from booster_core.plugin.frozen import FrozenParameters, untrained_names
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
+from booster_core.plugin.other_libraries import Remedies
 from booster_core.plugin.settings import check_device, own_device, resolve_precision
 from booster_core.plugin.single import SingleDevicePlugin
-from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
+from booster_core.plugin.wrappers import unwrap_model
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import ensure_process_group
 from booster_core.saving import Saving
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
     _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
-class Booster(Batches, Saving):
+class Booster(Batches, Remedies):
     """Makes a training script distributed by the strategy of a plugin.
 
     Args:
@@ -57,9 +60,13 @@ class Booster(Batches, Saving):
             the plugin, means fp32: the model runs as it is, without autocast.
         plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
         timeout_seconds: How long collective calls wait for a missing rank; the time limit of the launch by default.
+        verify: Let each `boost` first train copies of model and optimizer for two steps on the data loader's first
+            batch, under the plugin and in one process, and raise `GradientError` where they differ by more than
+            rounding. The loss is that of the model's outputs, or ``criterion(model(inputs), targets)`` where batches
+            are pairs; where it is another, pass a function ``verify(model, batch)`` that returns it.
 
     Raises:
-        TypeError: If ``plugin`` is neither a name nor a `Plugin`, or ``device`` no device.
+        TypeError: If ``plugin`` is neither a name nor a `Plugin`, ``device`` no device, or ``verify`` no function.
         PluginError: If no plugin of that name is installed, or it cannot be loaded, or was written for another version
             of the plugin interface.
         ConfigError: If precision is asked for twice with two answers, or plugin, precision and device don't fit.
@@ -74,8 +81,13 @@ class Booster(Batches, Saving):
         plugin: Plugin | str | None = None,
         *,
         timeout_seconds: float | None = None,
+        verify: bool | Callable[[nn.Module, Any], Tensor] = False,
     ) -> None:
         super().__init__()
+        if not isinstance(verify, bool) and not callable(verify):
+            msg = f"`verify` is True, False or a function `verify(model, batch)`; got `{type(verify).__name__}`."
+            raise TypeError(msg)
+        self._verify = verify
         if isinstance(plugin, str):
             plugin = load(plugin)()
         elif plugin is None:
@@ -93,9 +105,7 @@ class Booster(Batches, Saving):
         if self._asked_device is None and not torch.cuda.is_available():
             self._device = own_device(None, plugin)  # known before the launch
         self._timeout_seconds = timeout_seconds
-        self._context: BoostContext | None = None
-        # What users passed to `boost`.
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what users passed to `boost`
 
     @property
     def device(self) -> torch.device:
@@ -110,28 +120,24 @@ class Booster(Batches, Saving):
             self._device = own_device(self._asked_device, self.plugin)
         return self._device
 
-    @property
-    def context(self) -> BoostContext:
-        """Device, ranks, precision and hooks of this run, fixed at the first use."""
-        if self._context is None:
-            if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
-                ensure_process_group()
-            relay = hook_relay()
+    def _make_context(self) -> BoostContext:
+        if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
+            ensure_process_group()
+        relay = hook_relay()
 
-            def after_step(optimizer: Optimizer, metrics: dict[str, Any]) -> None:
-                if relay.after_step.get_hookimpls():  # asked at each step: hooks may be registered late
-                    relay.after_step(optimizer=optimizer, metrics=metrics)
+        def after_step(optimizer: Optimizer, metrics: dict[str, Any]) -> None:
+            if relay.after_step.get_hookimpls():  # asked at each step: hooks may be registered late
+                relay.after_step(optimizer=optimizer, metrics=metrics)
 
-            coordinator = DistCoordinator()
-            self._context = BoostContext(
-                device=self.device,
-                coordinator=coordinator,
-                precision=self.precision,
-                timeout_seconds=self._timeout_seconds or coordinator.timeout_seconds,
-                hooks=relay,
-                after_step=after_step,
-            )
-        return self._context
+        coordinator = DistCoordinator()
+        return BoostContext(
+            device=self.device,
+            coordinator=coordinator,
+            precision=self.precision,
+            timeout_seconds=self._timeout_seconds or coordinator.timeout_seconds,
+            hooks=relay,
+            after_step=after_step,
+        )
 
     @overload
     def boost(
@@ -182,7 +188,9 @@ class Booster(Batches, Saving):
         Raises:
             TypeError: If an argument is of another type.
             ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
-                model's, they have gradients that no step was taken with, or the data loader can't be split.
+                model's, they have gradients that no step was taken with, or the data loader can't be split; with
+                ``verify``, if it can't be known how the model is trained, or copies don't fit into memory.
+            GradientError: With ``verify``, if the plugin doesn't train the model as one process does.
 
         Collective: every rank of the world.
         """
@@ -197,6 +205,8 @@ class Booster(Batches, Saving):
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
         coordinator.raise_together(error)
+        if self._verify is not False:
+            self._verify_training(objects)
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         if dataloader is not None:
             objects = objects._replace(dataloader=self._deal(dataloader))
@@ -287,7 +297,8 @@ class Booster(Batches, Saving):
                 f"`Booster.backward` needs the optimizer returned by `Booster.boost`; got `{type(optimizer).__name__}`."
             )
             raise TypeError(msg)
-        optimizer.backward(loss)
+        joined = self._joined()
+        optimizer.backward(loss if joined is None else joined.weigh(loss))
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None
@@ -331,6 +342,9 @@ class Booster(Batches, Saving):
                 "`optimizer.step`, or choose a plugin with pipeline parallelism, such as 'hybrid'."
             )
             raise ConfigError(msg)
+        joined = self._joined()
+        if joined is not None:
+            criterion = joined.weighing(criterion)
         return self.plugin.execute_pipeline(
             data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
         )
@@ -380,10 +394,7 @@ class Booster(Batches, Saving):
         Collective: none; the checks are, on every rank of the world.
         """
         boosted = self._the_model(model, "check_replicas")
-        hook = self.context.hooks.check_replicas
-        if not hook.get_hookimpls():
-            msg = "Replicas are compared by booster-runtime, which is not installed. Run `pip install booster-runtime`."
-            raise ConfigError(msg)
+        hook = self._hook("check_replicas", "Replicas are compared")
         check: AbstractContextManager[Any] = hook(
             booster=self, model=boosted, optimizer=self._optimizers.get(boosted), every=every
         )
@@ -416,13 +427,9 @@ class Booster(Batches, Saving):
 
         Collective: every rank of the world, after each batch.
         """
-        hooks, coordinator = self.context.hooks, self.context.coordinator
-        if not hooks.gather_samples.get_hookimpls():
-            raise ConfigError(needs_runtime("Values are gathered"))
+        gather, coordinator = self._hook("gather_samples", "Values are gathered"), self.context.coordinator
         index, _ = self.plugin.data_parallel_coordinates(coordinator)
-        return hooks.gather_samples(
-            values=values, loader=dataloader, index=index, coordinator=coordinator, device=self.device
-        )
+        return gather(values=values, loader=dataloader, index=index, coordinator=coordinator, device=self.device)
 
     def describe(self) -> str:
         """Return, and print on the master rank, the run's plugin, ranks, device and number formats.
@@ -439,11 +446,19 @@ class Booster(Batches, Saving):
         ]
         if self.precision.loss_scale is not None:
             lines.append(f"           {self.precision.loss_scale}")
-        notes = context.hooks.describe_run(models=list(self._models))
-        lines += [line for of_one in notes for line in of_one]
+        lines += [line for notes in context.hooks.describe_run(models=list(self._models)) for line in notes]
         text = "\n".join(lines)
         context.coordinator.print_on_master(text)
         return text
+
+    def _verify_training(self, objects: Boosted) -> None:
+        """Compare a short training of copies with that of one process; these neither count as steps nor stay."""
+        twin = copy.copy(self)
+        Saving.__init__(twin)  # knows the boosted models
+        twin_context = replace(self.context, after_step=None)
+        vars(twin).update(_models=weakref.WeakSet(), _verify=False, _joined_batches=None, _context=twin_context)
+        loss = None if self._verify is True else self._verify
+        self._hook("verify_boost", "Training is verified")(booster=twin, objects=objects, loss=loss)
 
     def _deal(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Split a user's loader between data parallel ranks; one rank without booster-runtime keeps it."""
@@ -454,17 +469,3 @@ class Booster(Batches, Saving):
         if dealt is None and self.plugin.data_parallel_coordinates(coordinator)[1] > 1:
             raise ConfigError(needs_runtime("Data loaders are split between ranks"))
         return loader if dealt is None else dealt
-
-    def _the_model(self, model: nn.Module | None, call: str) -> nn.Module:
-        """Return the boosted model that was passed to a call, or the only one there is."""
-        if model is None:
-            if len(self._optimizers) != 1:
-                msg = f"`Booster.{call}` needs to be told which model: {len(self._optimizers)} models are boosted."
-                raise ConfigError(msg)
-            return next(iter(self._optimizers))
-        model = boosted_inside(model)
-        if not isinstance(model, ModelWrapper) or model not in self._optimizers:
-            got = f"{type(model).__module__}.{type(model).__qualname__}"
-            msg = f"`Booster.{call}` needs the model returned by `Booster.boost`; got `{got}`."
-            raise TypeError(msg)
-        return model

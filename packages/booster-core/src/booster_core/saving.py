@@ -23,6 +23,7 @@ from booster_core.checkpoint_io import (
 from booster_core.plugin.interface import Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
+from booster_core.ranks.rendezvous import naming_missing_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,11 +46,18 @@ class Saving(ABC):
         # The optimizer of each boosted model.
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
         self._io: CheckpointIO | None = None
+        self._context: BoostContext | None = None
 
     @property
-    @abstractmethod
     def context(self) -> BoostContext:
-        """Device, ranks, precision and hooks of this run."""
+        """Device, ranks, precision and hooks of this run, fixed at the first use."""
+        if self._context is None:
+            self._context = self._make_context()
+        return self._context
+
+    @abstractmethod
+    def _make_context(self) -> BoostContext:
+        """Return the context of this run."""
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -107,6 +115,7 @@ class Saving(ABC):
         """
         self._check_module(model, "save_model")
         with self._announced("save", "model", checkpoint, use_async=use_async):
+            self._prepare_save(model)
             self.checkpoint_io.save_model(
                 self.state_adapter(model),
                 checkpoint,
@@ -180,6 +189,7 @@ class Saving(ABC):
         """
         self._check_module(model, "save_lora_as_pretrained")
         with self._announced("save", "lora", checkpoint):
+            self._prepare_save(model)
             self.checkpoint_io.save_adapters(
                 self.state_adapter(model),
                 checkpoint,
@@ -207,6 +217,7 @@ class Saving(ABC):
         """
         adapter = self._adapter_of(optimizer, "save_optimizer")
         with self._announced("save", "optimizer", checkpoint, use_async=use_async):
+            self._prepare_save(None, optimizer)
             self.checkpoint_io.save_optimizer(
                 adapter, checkpoint, shard, gather_dtensor, prefix or None, size_per_shard, use_async
             )
@@ -296,6 +307,7 @@ class Saving(ABC):
         Collective: every rank of the world.
         """
         with self._announced("save", "checkpoint", root, use_async=use_async):
+            self._prepare_save(model)
             self.checkpoint_io.save_training_state(
                 lambda: self._training_state("save_checkpoint", model, optimizer, lr_scheduler, dataloader, ema),
                 root,
@@ -333,7 +345,8 @@ class Saving(ABC):
             lr_scheduler: The schedulers, in the same order.
             dataloader: The loader, over the same data set.
             ema: The averages; they need not have been made from the same values.
-            step: A step, or ``"latest"``.
+            step: A step; ``"latest"``; or ``"newest-whole"``, which goes back to the newest step that is whole where
+                later ones are damaged, and logs which. For runs that restart by themselves.
             strict: As for `load_model`.
             verify: Compare the checksum of each file that is read, once among the ranks that share a disk. It costs
                 one more read, at the speed of memory where the files fit there. Sizes are compared in any case.
@@ -404,6 +417,16 @@ class Saving(ABC):
             if isinstance(boosted, ModelWrapper) and (boosted is model or boosted.unwrap() is model):
                 return boosted
         return None
+
+    def _prepare_save(self, model: nn.Module | None, optimizer: Optimizer | None = None) -> None:
+        """Let the plugin synchronize the boosted model that is, or whose optimizer is, about to be saved."""
+        if type(self.plugin).prepare_save is Plugin.prepare_save:
+            return
+        wanted = None if model is None else self._boosted_model(model)
+        for boosted, own in self._optimizers.items():
+            if boosted is wanted or (isinstance(own, OptimizerWrapper) and optimizer in (own, own.unwrap())):
+                with naming_missing_ranks("save"):
+                    self.plugin.prepare_save(boosted, own, self.context)
 
     def _save_dtype(self, model: nn.Module) -> torch.dtype | None:
         """Return the format in which a model's floating tensors are written; ``None`` where each keeps its own."""

@@ -16,6 +16,8 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
+from booster_ddp.names import with_users_names
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -58,7 +60,7 @@ class FirstStep:
         original = model.unwrap()
         buffers = original.buffers() if broadcast_buffers else ()
         _broadcast([tensor for tensor in (*original.parameters(), *buffers) if tensor not in rank_local])
-        model.module = _SplitAsDDP(original, bucket_bytes)
+        model.module = with_users_names(_SplitAsDDP(original, bucket_bytes))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

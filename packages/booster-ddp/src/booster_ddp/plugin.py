@@ -24,6 +24,8 @@ from booster_core.plugin import (
 from booster_ddp.comm_hooks import BY_DTYPE, register_comm_hook
 from booster_ddp.config import DDPConfig
 from booster_ddp.first_step import FirstStep
+from booster_ddp.model import DDPModel
+from booster_ddp.names import with_users_names
 from booster_ddp.rank_local import RankLocal
 from booster_ddp.sync_batchnorm import convert_sync_batchnorm
 from booster_ddp.unreduced import UnreducedGradients
@@ -131,7 +133,7 @@ class TorchDDPPlugin(Plugin):
             convert_sync_batchnorm(original, context.device.type)
         rank_local = RankLocal.of(original)
         is_reduced = any(p.requires_grad and p not in rank_local for p in original.parameters())
-        model = ModelWrapper(original, precision=context.precision)
+        model = DDPModel(original, precision=context.precision)
         asked = False if self.config.static_graph else self.config.find_unused_parameters
         bucket_bytes = int((self.config.bucket_cap_mb or _DEFAULT_BUCKET_CAP_MB) * 2**20)
         has_optimizer = objects.optimizer is not None
@@ -143,7 +145,7 @@ class TorchDDPPlugin(Plugin):
             with rank_local.known_to_ddp(original):
                 ddp = self._wrap(original, context, find_unused_parameters)
             unreduced.follow(ddp)
-            return ddp
+            return with_users_names(ddp)
 
         first_step = None
         # DDP refuses a model without trainable parameters, such as a frozen teacher.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper, through_door
 from booster_core.ranks import naming_missing_ranks
 
@@ -37,6 +38,18 @@ class FSDPModel(ModelWrapper):
         self.__dict__["units"] = units
         self.__dict__["optimizer"] = None
         self.__dict__["_forward_methods"] = frozenset(forward_methods)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse a copy: torch ties the shards to this model's hooks.
+
+        Raises:
+            ConfigError: Always.
+        """
+        msg = (
+            "A model whose parameters are split over the ranks can't be copied. For a running mean of the parameters "
+            "use `booster.ema(model)`; or copy the model before `boost`, and boost the copy as well."
+        )
+        raise ConfigError(msg)
 
     def attach(self, optimizer: FSDPOptimizer | None) -> None:
         """Set the optimizer that holds the gradients of the model's shards."""

@@ -29,6 +29,7 @@ from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, shard_m
 from booster_fsdp.state import FSDPStateAdapter
 from booster_runtime.lazy import is_lazy
 from booster_runtime.sharding import agree_on_values
+from booster_runtime.state import mark_as_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -162,6 +163,7 @@ class TorchFSDPPlugin(Plugin):
             )
         for method in methods:
             register_fsdp_forward_method(model, method)
+        mark_as_local(model)
         wrapped = FSDPModel(model, units=units, precision=context.precision, forward_methods=methods)
         settlement = Settlement(model, units, context.device, broadcast_buffers=self.config.broadcast_buffers)
         optimizer = None

@@ -37,6 +37,7 @@ class Units:
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self.modules = list(modules)
         self.used: set[int] = set()
+        self._filled: set[int] = set()  # ids of those whose gradient on this rank is only the zeros of `_complete`
         self.num_reductions = 0
         self._unreduced: set[Any] = set()
         self._num_updates = 0
@@ -163,7 +164,9 @@ class Units:
             self._unreduced.add(group)
         if self._settle is not None:
             self._await_end()
-        reduce(*unused)
+        # A unit that never ran has nothing to accumulate, and torch fails where it would convert that.
+        if group.reduce_grads or any(hasattr(inner, "_unsharded_param") for inner in group.fsdp_params):
+            reduce(*unused)
 
     def _await_end(self, parameter: torch.Tensor | None = None) -> None:
         """Complete gradients at the end of this backward, after torch has finished it."""
@@ -184,8 +187,12 @@ class Units:
         )
         for inner, whole in gathered:
             gradient = _gradient_of(inner, whole)
-            if gradient is not None or inner.sharded_param.grad is not None:
-                self.used.add(id(inner.sharded_param))
+            key = id(inner.sharded_param)
+            if gradient is not None or (inner.sharded_param.grad is not None and key not in self._filled):
+                self.used.add(key)
+                self._filled.discard(key)
+            else:
+                self._filled.add(key)
             if gradient is None:
                 whole.grad = torch.zeros_like(whole)
             # Under `no_sync` torch accumulates in the reduction's dtype; all gradients of a unit need the same dtype.

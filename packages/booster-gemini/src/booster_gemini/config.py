@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from booster_core.errors import ConfigError
 from booster_zero.engine import ShardingOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -38,12 +41,16 @@ class GeminiConfig(ShardingOptions):
             not hold the state of three such chunks, they are smaller.
         max_prefetch: How many chunks are gathered ahead of their use, at most, and no more than a quarter of
             ``memory_budget_bytes`` holds; 0 waits for each.
+        leaf_modules: Modules whose parameters are gathered as one while they run, by class, name of a class, or path:
+            those in which the data chooses what is used, such as the experts of a mixture. A list of modules counts
+            as a part of the module that runs it. Takes memory for all parameters of such a module at once.
         debug: Look for parameters that are changed by hand, whose new values would be lost, and raise at the next
             forward, backward or step, naming them. Takes the time to read all parameters whenever they are gathered
             and released.
 
     Raises:
         ConfigError: If a value is out of range.
+        TypeError: If ``leaf_modules`` is no list of classes and names.
     """
 
     placement_policy: str = "static"
@@ -57,6 +64,7 @@ class GeminiConfig(ShardingOptions):
     shard_param_frac: float = 1.0
     min_chunk_bytes: int = 16 * 2**20
     max_prefetch: int = 1
+    leaf_modules: Sequence[str | type[nn.Module]] = ()
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -66,9 +74,19 @@ class GeminiConfig(ShardingOptions):
             msg = f"`shard_param_frac={self.shard_param_frac}` must be between 0 (none) and 1 (all parameters)."
             raise ConfigError(msg)
         self._check_positive("min_chunk_bytes", "the size of a chunk in bytes")
+        self._check_leaf_modules()
         if self.max_prefetch < 0:
             msg = f"`max_prefetch={self.max_prefetch}` must be 0 (none) or a number of chunks."
             raise ConfigError(msg)
+
+    def _check_leaf_modules(self) -> None:
+        if isinstance(self.leaf_modules, (str, type)):
+            msg = f"`leaf_modules={self.leaf_modules!r}` is one entry; pass a list of them, `[{self.leaf_modules!r}]`."
+            raise TypeError(msg)
+        for each in self.leaf_modules:
+            if not isinstance(each, str) and not (isinstance(each, type) and issubclass(each, nn.Module)):
+                msg = f"`leaf_modules` lists classes of modules, their names, or paths of modules; got {each!r}."
+                raise TypeError(msg)
 
     def _check_placement(self) -> None:
         is_static = self.placement_policy == "static"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper
 from booster_core.precision import NARROW, cast_floating
-from booster_gemini.param_hooks import ParameterHooks
+from booster_core.ranks import naming_missing_ranks
+from booster_gemini.param_hooks import ParameterHooks, copy_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -30,6 +32,7 @@ class GeminiModel(ModelWrapper):
         precision: Precision of the run. Compute in a narrow format runs under autocast, although the parameters
             have that format: inputs and buffers may then be wider.
         optimizer: The optimizer that steps on the chunks; ``None`` where nothing is trained.
+        leaves: As for `ParameterHooks`.
 
     ``state_dict`` and `whole_parameters` gather; every rank must call them.
     """
@@ -41,11 +44,21 @@ class GeminiModel(ModelWrapper):
         *,
         precision: PrecisionPolicy,
         optimizer: GeminiOptimizer | None,
+        leaves: Mapping[nn.Module, Sequence[nn.Module]],
     ) -> None:
         super().__init__(module, precision=precision)
+        module.register_state_dict_pre_hook(_refuse_placeholders)  # type: ignore[no-untyped-call]
         self.manager = manager
         self._optimizer = optimizer
-        self.hooks = ParameterHooks(module, manager, self._before_forward)
+        self.hooks = ParameterHooks(module, manager, self._before_forward, leaves)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse a copy, whose parameters would have no values.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise copy_error()
 
     def _before_forward(self) -> None:
         if self._optimizer is not None:
@@ -100,7 +113,7 @@ class GeminiModel(ModelWrapper):
 
         Collective: every rank of the world.
         """
-        with self.whole_parameters():
+        with naming_missing_ranks("state_dict"), self.whole_parameters():
             state = super().state_dict(*args, **kwargs)
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
@@ -112,5 +125,21 @@ class GeminiModel(ModelWrapper):
 
         Collective: every rank of the world.
         """
-        with self.whole_parameters(writes=True):
+        with naming_missing_ranks("load_state_dict"), self.whole_parameters(writes=True):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def _refuse_placeholders(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 - torch's signature
+    """Raise where the user's own model is asked for a state that it does not hold.
+
+    Raises:
+        ConfigError: If so.
+    """
+    del keep_vars
+    for name, parameter in module.named_parameters():
+        if parameter.numel() > 1 and not any(parameter.stride()):  # one element of memory, shown as many
+            msg = (
+                f"The user's own model has no value of '{prefix}{name}' here, which Gemini keeps in shards. Call "
+                "`state_dict` of the boosted model on every rank, or `booster.save_model(model, path)`."
+            )
+            raise ConfigError(msg)

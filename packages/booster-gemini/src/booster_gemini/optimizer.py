@@ -13,7 +13,7 @@ from booster_runtime import collectives
 from booster_zero.engine import Role, ZeroOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -29,6 +29,7 @@ class GeminiOptimizer(ZeroOptimizer):
         optim: The user's optimizer; its groups list this rank's pieces from now on.
         model: The user's model.
         manager: Its chunks.
+        held: The ``id`` of the parameters that the optimizer lists; those of groups that are added later are added.
         **kwargs: As for `ZeroOptimizer`.
 
     Raises:
@@ -37,8 +38,11 @@ class GeminiOptimizer(ZeroOptimizer):
     Collective: every rank of the world.
     """
 
-    def __init__(self, optim: Optimizer, model: nn.Module, *, manager: ChunkManager, **kwargs: Any) -> None:
+    def __init__(
+        self, optim: Optimizer, model: nn.Module, *, manager: ChunkManager, held: set[int], **kwargs: Any
+    ) -> None:
         self.manager = manager
+        self._held = held
         super().__init__(
             optim,
             model,
@@ -48,6 +52,11 @@ class GeminiOptimizer(ZeroOptimizer):
             offloads=manager.home.moves,
             **kwargs,
         )
+
+    def _adopt_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        # They are trained from now on, which takes a master where they are narrow.
+        self._held.update(id(parameter) for group in groups for parameter in group["params"])
+        super()._adopt_groups(groups)
 
     def in_order_of_forward(self) -> Sequence[Bucket]:
         """Return the chunks in the order in which they are laid out, which is that of their first use."""
@@ -63,9 +72,16 @@ class GeminiOptimizer(ZeroOptimizer):
         new = collectives.all_gather_object(manager.order_of_first_use())[0]
         manager.first_uses = None
         if new != self.layout.order():
-            manager.release_all()
             self.rebuild(new)
-            manager.after_laying_out()
+
+    def rebuild(self, order: Sequence[int]) -> None:
+        """Move values, gradients and state to where they are when parameters are laid out in another order.
+
+        Collective: every rank of the shard group.
+        """
+        self.manager.release_all()
+        super().rebuild(order)
+        self.manager.after_laying_out()
 
     def end_step(self) -> None:
         """Raise on every rank what went wrong on any apart from the step itself, which is complete.
@@ -88,6 +104,19 @@ class GeminiOptimizer(ZeroOptimizer):
         self.raise_together(problem)
 
     # ---- gradients, chunk by chunk
+
+    def settle(self) -> None:
+        """Bring all gradients into the shards, and agree on which parameters were used.
+
+        Raises:
+            ConfigError: If ranks used parameters in different orders, so that their gradients are wrong.
+
+        Collective: every rank of the world.
+        """
+        before = self._agreed_rounds
+        super().settle()
+        if self._agreed_rounds != before:
+            self.manager.check_same_order()
 
     def gradients_in_parts(self) -> Iterator[list[Tensor]]:
         """Yield the gradients of this rank's pieces, averaged over ranks, one chunk's at a time.

@@ -21,45 +21,15 @@ from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from booster_core.errors import ConfigError
+from booster_gemini.leaves import LeafUse
 from booster_gemini.saved_uses import SavedUses
+from booster_zero.engine import only_describes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from booster_gemini.chunk.manager import ChunkManager
     from booster_zero.engine import Bucket
-
-
-_VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-"""Attributes of a tensor that lead to its values; all others only describe it."""
-
-_DESCRIPTIONS: frozenset[Any] = frozenset(
-    {
-        torch.Tensor.size,
-        torch.Tensor.dim,
-        torch.Tensor.ndimension,
-        torch.Tensor.numel,
-        torch.Tensor.nelement,
-        torch.Tensor.stride,
-        torch.Tensor.element_size,
-        torch.Tensor.storage_offset,
-        torch.Tensor.untyped_storage,
-        torch.Tensor.data_ptr,
-        torch.Tensor.is_contiguous,
-        torch.Tensor.is_floating_point,
-        torch.Tensor.is_complex,
-        torch.Tensor.is_inference,
-        torch.Tensor.get_device,
-        torch.Tensor.requires_grad_,
-        torch.Tensor.register_hook,
-        torch.Tensor.__len__,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.is_inference,
-        torch.numel,
-    }
-)
-"""Functions that look at a tensor without reading values."""
 
 
 def check_modules(model: nn.Module) -> None:
@@ -86,6 +56,8 @@ class _Frame:
 
     module: nn.Module
     pinned: list[Bucket] = field(default_factory=list)
+    leaf: LeafUse | None = None
+    holder: object = field(default_factory=object)
     saves: bool = False
     is_outermost: bool = False
     is_differentiated: bool = field(default_factory=torch.is_grad_enabled)
@@ -98,9 +70,16 @@ class ParameterHooks:
         model: The user's model.
         manager: Its chunks.
         before_forward: Called before each outermost forward.
+        leaves: Modules whose parameters are gathered as one, below the module in whose forward that happens.
     """
 
-    def __init__(self, model: nn.Module, manager: ChunkManager, before_forward: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        manager: ChunkManager,
+        before_forward: Callable[[], None],
+        leaves: Mapping[nn.Module, Sequence[nn.Module]],
+    ) -> None:
         self._manager = manager
         self._before_forward = before_forward
         self._frames: list[_Frame] = []
@@ -109,27 +88,32 @@ class ParameterHooks:
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             own = [manager.index_of[id(parameter)] for parameter in module.parameters(recurse=False)]
+            inside = [parameter for leaf in leaves.get(module, ()) for parameter in leaf.parameters()]
+            leaf = LeafUse(manager, [manager.index_of[id(parameter)] for parameter in inside]) if inside else None
             if own or any(True for _ in module.parameters()):
-                self._hook(module, own, name or type(model).__name__)
+                self._hook(module, own, name or type(model).__name__, leaf)
 
-    def _hook(self, module: nn.Module, own: list[int], name: str) -> None:
+    def _hook(self, module: nn.Module, own: list[int], name: str, leaf: LeafUse | None) -> None:
         hooks = weakref.ref(self)  # a module must not keep alive what belongs to another run
+        hooked = weakref.ref(module)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, _: Any) -> None:
             owner = hooks()
+            if module is not hooked():  # copies share functions
+                raise copy_error()
             if owner is not None:
-                owner.enter(module, own, name)
+                owner.enter(module, own, name, leaf)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def after(module: nn.Module, *_: Any) -> None:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             owner = hooks()
             if owner is not None:
-                owner.leave(module)
+                owner.leave(module, (args, kwargs), output)
 
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
 
     def close(self) -> None:
@@ -143,9 +127,9 @@ class ParameterHooks:
 
     # ---- modules
 
-    def enter(self, module: nn.Module, own: Sequence[int], name: str) -> None:
-        """Fetch a module's own parameters before its forward."""
-        frame = _Frame(module)
+    def enter(self, module: nn.Module, own: Sequence[int], name: str, leaf: LeafUse | None = None) -> None:
+        """Fetch a module's own parameters before its forward, and those of a leaf."""
+        frame = _Frame(module, leaf=leaf)
         if not self._frames and not _is_in_backward():
             self._before_forward()
             self._manager.begin(("forward", module.training, torch.is_grad_enabled(), id(module)))
@@ -159,9 +143,12 @@ class ParameterHooks:
             self._manager.note_first_use(own)
             self._pin(frame, own)
             frame.saves = self._saved_uses.push()
+        if leaf is not None:
+            self._manager.note_first_use(leaf.indices)
+            self._manager.hold(frame.holder, leaf.chunks())
 
-    def leave(self, module: nn.Module) -> None:
-        """Let go of a module's parameters after its forward, also where that raised."""
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Let go of a module's parameters after its forward, also where that raised and there is no output."""
         if not self._frames or self._frames[-1].module is not module:
             return  # it never got as far as `enter`
         frame = self._frames.pop()
@@ -169,6 +156,9 @@ class ParameterHooks:
             self._saved_uses.pop()
         for chunk in frame.pinned:
             chunk.pins = max(chunk.pins - 1, 0)
+        if frame.leaf is not None:
+            self._manager.let_go(frame.holder)
+            frame.leaf.expect_backward(inputs, output)
         if not self._frames:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if frame.is_outermost:
@@ -253,9 +243,19 @@ class _FunctionUses(TorchFunctionMode):
         indices = hooks.parameters_among(args)
         if kwargs:
             indices += hooks.parameters_among(kwargs.values())
-        if not indices or _only_describes(func):  # most calls get no parameter: that is seen soonest
+        if not indices or only_describes(func):  # most calls get no parameter: that is seen soonest
             return func(*args, **kwargs)
         return hooks.call(func, indices, args, kwargs)
+
+
+def copy_error() -> ConfigError:
+    """Return the error for a copy of a model whose parameters are in chunks, which has none of them."""
+    msg = (
+        "A model whose parameters are split over the ranks can't be copied: the copy has no values. For a running mean "
+        "of the parameters use `booster.ema(model)`; for a copy of all of them, `model.state_dict()`, which every rank "
+        "calls; or copy the model before `boost`, and boost the copy as well."
+    )
+    return ConfigError(msg)
 
 
 def _keep_from_compiler() -> None:
@@ -267,13 +267,6 @@ def _keep_from_compiler() -> None:
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None:
         compiler.skip_code(_FunctionUses.__torch_function__.__code__)
-
-
-def _only_describes(func: Any) -> bool:
-    if func in _DESCRIPTIONS:
-        return True
-    owner = getattr(func, "__self__", None)
-    return getattr(func, "__name__", "") == "__get__" and getattr(owner, "__name__", "") not in _VALUE_PROPERTIES
 
 
 def _is_in_backward() -> bool:

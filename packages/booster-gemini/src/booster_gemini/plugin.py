@@ -11,6 +11,7 @@ from booster_gemini.chunk.manager import ChunkManager
 from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
 from booster_gemini.lazy import fill_chunks
+from booster_gemini.leaves import find_leaves
 from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_numel
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
@@ -27,7 +28,7 @@ from booster_runtime.sharding import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -76,6 +77,7 @@ class GeminiPlugin(Plugin):
         shard_param_frac: float = 1.0,
         min_chunk_bytes: int = 16 * 2**20,
         max_prefetch: int = 1,
+        leaf_modules: Sequence[str | type[nn.Module]] = (),
         max_norm: float = 0.0,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype | str | None = None,
@@ -99,6 +101,7 @@ class GeminiPlugin(Plugin):
             shard_param_frac=shard_param_frac,
             min_chunk_bytes=min_chunk_bytes,
             max_prefetch=max_prefetch,
+            leaf_modules=leaf_modules,
             max_norm=max_norm,
             overlap_communication=overlap_communication,
             communication_dtype=communication_dtype,
@@ -125,7 +128,8 @@ class GeminiPlugin(Plugin):
 
         Raises:
             ConfigError: If ``replica_size`` does not divide the number of ranks, two parameters are one memory, a
-                module is scripted, or the optimizer or a parameter can't be sharded.
+                module is scripted, the optimizer or a parameter can't be sharded, or an entry of ``leaf_modules`` fits
+                no module.
 
         Collective: every rank of the world.
         """
@@ -134,6 +138,7 @@ class GeminiPlugin(Plugin):
         ranks = self._ranks.get()
         check_distinct_memory(model)
         check_modules(model)
+        leaves = find_leaves(model, self.config.leaf_modules)
         unchanged = replace(context.precision, param_dtype=None)  # chunks have formats of their own
         recording, lazy = None, set[int]()
         if is_lazy(model):
@@ -168,6 +173,7 @@ class GeminiPlugin(Plugin):
                 objects.optimizer,
                 model,
                 manager=manager,
+                held=held,
                 config=self.config,
                 format_of=format_of,
                 precision=context.precision,
@@ -176,7 +182,7 @@ class GeminiPlugin(Plugin):
         else:
             refuse_all_gradients(model)
         context.coordinator.raise_together(manager.home.problem())
-        wrapped = GeminiModel(model, manager, precision=context.precision, optimizer=optimizer)
+        wrapped = GeminiModel(model, manager, precision=context.precision, optimizer=optimizer, leaves=leaves)
         return objects._replace(model=wrapped, optimizer=optimizer)
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
@@ -193,7 +199,8 @@ class GeminiPlugin(Plugin):
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""
-        return asdict(self.config)
+        names = [each if isinstance(each, str) else each.__qualname__ for each in self.config.leaf_modules]
+        return {**asdict(self.config), "leaf_modules": names}
 
     def _chunk_bytes(self, model: nn.Module, ranks: ShardingRanks, format_of: Callable[[nn.Parameter], Format]) -> int:
         formats = {id(parameter): format_of(parameter) for parameter in model.parameters()}

@@ -32,6 +32,11 @@ class GeminiStateAdapter(ZeroStateAdapter):
         self._module = model.unwrap()
         self._coordinator = coordinator
 
+    @property
+    def keeps_values(self) -> bool:
+        """Whether the home never moves chunks between memories."""
+        return not self._manager.home.moves
+
     def model_shards(self) -> Iterator[TensorShard]:
         for chunk in self._manager.layout.buckets:
             if not chunk.pins:

@@ -203,10 +203,10 @@ class HybridOptimizer(ZeroOptimizer):
         gradients = self.gradients()
         local = self.local
         counted = []
-        for piece in (piece for bucket in self.layout.buckets for piece in bucket.pieces):
-            gradient, name = piece.values.grad, self.names[piece.index]
+        for piece, gradient in (each for bucket in self.layout.buckets for each in bucket.used_pieces()):
+            name = self.names[piece.index]
             split = local.splits.get(name)
-            if gradient is None or not gradient.numel() or not local.is_owner(name):
+            if not gradient.numel() or not local.is_owner(name):
                 continue
             if split is not None:
                 counted.append(split.counted(gradient, piece.start))

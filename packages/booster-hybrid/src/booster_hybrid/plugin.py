@@ -37,7 +37,7 @@ from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
 from booster_runtime.sharding import refuse_renormalized
-from booster_runtime.state import Replica
+from booster_runtime.state import Replica, mark_as_local
 from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter
 
 if TYPE_CHECKING:
@@ -209,6 +209,8 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         hybrid.local, hybrid.replica = local, axes["pp", "sp", "tp"]
         if isinstance(boosted.optimizer, HybridOptimizer):
             boosted.optimizer.local = local
+        if self.config.tensor.size > 1 or plan is not None:
+            mark_as_local(hybrid.unwrap())
         if plan is not None and cut is not None:
             hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
         if recording is not None:

@@ -45,6 +45,11 @@ class HybridStateAdapter(StateAdapter):
         self._inner, self._splits, self._is_first = inner, splits, is_first
         self._stages, self._stage = stages, stage
 
+    @property
+    def keeps_values(self) -> bool:
+        """Whether the adapter inside does."""
+        return self._inner.keeps_values
+
     def model_shards(self) -> Iterator[TensorShard]:
         return self._moved(self._inner.model_shards())
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from booster_core.plugin import ModelWrapper, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -21,16 +22,20 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted, Plugin
     from booster_core.ranks import DistCoordinator, Monitor, World
     from booster_core.state import StateAdapter
+    from booster_runtime.data.uneven import UnevenBatches
     from booster_runtime.replicas import ReplicaCheck
 
 
 @hookimpl
-def before_launch() -> None:
-    """Refuse environment variables of collectives that have a wrong value."""
+def before_launch(backend: str) -> None:
+    """Refuse environment variables of collectives that have a wrong value, and let NCCL record its collectives."""
     from booster_runtime.collectives.settings import checks_collectives, requested_transport
+    from booster_runtime.liveness.flight_recorder import keep_flight_record
 
     requested_transport()
     checks_collectives()
+    if "nccl" in backend:
+        keep_flight_record(os.environ)
 
 
 @hookimpl
@@ -89,6 +94,16 @@ def prepare_dataloader(
     from booster_runtime.data.prepare import prepare_dataloader as prepare
 
     return prepare(dataset, rank=rank, world_size=world_size, **options)
+
+
+@hookimpl
+def join_batches(booster: Booster, batches: Iterable[Any]) -> UnevenBatches:
+    """Let ranks with uneven numbers of batches end together."""
+    from booster_runtime.data.uneven import UnevenBatches as Joined
+
+    coordinator = booster.context.coordinator
+    _, size = booster.plugin.data_parallel_coordinates(coordinator)
+    return Joined(batches, size=size, coordinator=coordinator, device=booster.device)
 
 
 @hookimpl
@@ -152,6 +167,14 @@ def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context:
     index, size = plugin.data_parallel_coordinates(context.coordinator)
     watch_first_batch(boosted.model, index=index, size=size)
     take_over(boosted.model, booster)
+
+
+@hookimpl
+def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
+    """Compare the training of copies under the plugin with that of one process."""
+    from booster_runtime.verification.at_boost import verify_boost as verify
+
+    verify(booster, objects, loss)
 
 
 @hookimpl

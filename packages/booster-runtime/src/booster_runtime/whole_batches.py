@@ -19,6 +19,7 @@ from booster_core.plugin import OptimizerWrapper, PipelinePlugin, unwrap_model
 from booster_core.ranks import naming_missing_ranks
 from booster_runtime import collectives
 from booster_runtime.data.batches import call_with, check_targets, num_samples, taken_by, to_device
+from booster_runtime.data.uneven import UnevenBatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +52,7 @@ def train_batch(
     if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
         msg = f"`accumulation={accumulation!r}` is no number of batches. Pass an integer of at least 1."
         raise ConfigError(msg)
+    _refuse_joined(data_iter, "train_batch")
     batches = list(islice(data_iter, accumulation))
     if not batches:
         raise StopIteration
@@ -68,10 +70,25 @@ def train_batch(
     return loss
 
 
+def _refuse_joined(data_iter: Iterator[Any], call: str) -> None:
+    """Raise where batches have weights that whole batches don't know of.
+
+    Raises:
+        ConfigError: If so, on every rank.
+    """
+    if isinstance(data_iter, UnevenBatches):
+        msg = (
+            f"`Booster.{call}` does not know which batches of `Booster.join` are repeated. Call the model and "
+            "`booster.backward`, or give all ranks equally many batches."
+        )
+        raise ConfigError(msg)
+
+
 def evaluate_batch(
     booster: Booster, data_iter: Iterator[Any], model: nn.Module, criterion: Criterion | None, *, weight: Weight | None
 ) -> Evaluation:
     """Compute loss and outputs of the next batch; see `Booster.evaluate_batch`."""
+    _refuse_joined(data_iter, "evaluate_batch")
     batch = next(data_iter)
     run = _Run(booster, model, criterion, weight)
     was_training = model.training

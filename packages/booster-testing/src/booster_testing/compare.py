@@ -27,6 +27,13 @@ class Tolerance:
     reason: str
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype in which a run of each precision computes."""
+ADAPTIVE = Tolerance(
+    relative=2e-3,
+    reason="an adaptive optimizer divides by a running gradient magnitude: near zero, roundings change a whole step",
+)
+"""For parameters after steps of Adam and its kind in fp32."""
 EXACT = Tolerance(relative=0.0, reason="the same arithmetic in the same order")
 
 _BY_DTYPE = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +11,9 @@ from torch.utils.data import DataLoader
 
 from booster_core.plugin import ModelWrapper, OptimizerWrapper, hookimpl, register_hooks, unregister_hooks
 from booster_core.ranks import DistCoordinator
+from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.replicas import look_locally
-from booster_testing.training import summed_loss, whole_model
+from booster_testing.training import BoostedRun, PlainRun, logits_of, summed_loss, whole_model
 
 if TYPE_CHECKING:
     from booster_core import Booster
@@ -28,17 +28,22 @@ def _boost(training: Training) -> tuple[Booster, Any, Any]:
     return booster, boosted.model, boosted.optimizer
 
 
-def _tokens(step: int = 0, samples: int = 4) -> torch.Tensor:
+def _tokens(booster: Booster, step: int = 0, samples: int = 4) -> torch.Tensor:
     """Return this rank's tokens of a step; the global batch is the same for any number of ranks up to 12."""
     generator = torch.Generator().manual_seed(step)
     coordinator = DistCoordinator()
     every = torch.randint(16, (12 * samples, 6), generator=generator)
-    return every[coordinator.rank :: coordinator.world_size]
+    return every[coordinator.rank :: coordinator.world_size].to(booster.device)
+
+
+def _loss(booster: Booster, model: Any, step: int = 0) -> torch.Tensor:
+    """Return the mean loss of this rank's tokens of a step."""
+    tokens = _tokens(booster, step)
+    return summed_loss(logits_of(model(tokens)), tokens) / len(tokens)
 
 
 def _step(booster: Booster, model: Any, optimizer: Any, step: int) -> float:
-    tokens = _tokens(step)
-    loss = summed_loss(model(tokens), tokens) / len(tokens)
+    loss = _loss(booster, model, step)
     booster.backward(loss, optimizer)
     optimizer.step()
     optimizer.zero_grad()
@@ -75,8 +80,7 @@ def overflow_skips_the_step(training: Training) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     coordinator = DistCoordinator()
     scale = optimizer.loss_scaler.scale
-    tokens = _tokens()
-    loss = summed_loss(model(tokens), tokens) / len(tokens)
+    loss = _loss(booster, model)
     booster.backward(loss * (float("inf") if coordinator.is_last_process() else 1.0), optimizer)
     optimizer.step()
     optimizer.zero_grad()
@@ -109,17 +113,17 @@ def optimizer_state_is_kept(training: Training) -> None:
     results = []
     for boost_first in (True, False):
         booster = training.make_booster()
-        model: Any = training.make_model()
+        model: Any = training.make_model().to(booster.device)
         optimizer: Any = training.make_optimizer(model)
         if boost_first:
             model, optimizer, *_ = booster.boost(model, optimizer)
         for step in range(2):
             # Every rank gets the whole batch, so that the step before `boost` equals that of one process.
             generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(16, (4, 6), generator=generator)
+            tokens = torch.randint(16, (4, 6), generator=generator).to(booster.device)
             if step == 1 and not boost_first:
                 model, optimizer, *_ = booster.boost(model, optimizer)
-            loss = summed_loss(model(tokens), tokens) / len(tokens)
+            loss = summed_loss(logits_of(model(tokens)), tokens) / len(tokens)
             if boost_first or step == 1:
                 booster.backward(loss, optimizer)
             else:
@@ -174,8 +178,7 @@ def after_step_hook_sees_metrics(training: Training) -> None:
     register_hooks(listener)
     try:
         booster, model, optimizer = _boost(training)
-        tokens = _tokens()
-        booster.backward(summed_loss(model(tokens), tokens) / len(tokens), optimizer)
+        booster.backward(_loss(booster, model), optimizer)
         norm = optimizer.clip_grad_by_norm(1.0)
         optimizer.step()
     finally:
@@ -184,13 +187,18 @@ def after_step_hook_sees_metrics(training: Training) -> None:
 
 
 def evaluates(training: Training) -> None:
-    """Evaluate under ``no_grad`` between two steps."""
+    """Check that an evaluation between two steps needs no backward and changes neither parameters nor buffers."""
     booster, model, optimizer = _boost(training)
     _step(booster, model, optimizer, 0)
+    before, local = whole_model(booster, model), look_locally(booster, model, probe(booster.device))
     model.eval()
     with torch.no_grad():
-        assert not model(_tokens()).requires_grad
+        assert not _loss(booster, model, 1).requires_grad
     model.train()
+    after, local_after = whole_model(booster, model), look_locally(booster, model, probe(booster.device))
+    changed = [name for name, tensor in before.items() if not torch.equal(after[name], tensor)]
+    assert not changed, f"the evaluation changed {changed}"
+    assert torch.equal(local_after.outputs, local.outputs), "the evaluation changed what this rank computes"
     _step(booster, model, optimizer, 1)
 
 
@@ -199,7 +207,87 @@ def train_and_view_locally(training: Training) -> LocalView:
     booster, model, optimizer = _boost(training)
     for step in range(3):
         _step(booster, model, optimizer, step)
-    return look_locally(booster, model, torch.arange(24).remainder(16).view(4, 6))
+    return look_locally(booster, model, probe(booster.device))
+
+
+def boost_and_view_locally(training: Training) -> LocalView:
+    """Boost a model that has other values on each rank and return this rank's shards and outputs."""
+    booster, model = training.make_booster(), training.make_model()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(DistCoordinator().rank)
+    boosted = booster.boost(model, training.make_optimizer(model))
+    return look_locally(booster, boosted.model, probe(booster.device))
+
+
+def probe(device: torch.device) -> torch.Tensor:
+    """Return tokens that are the same on every rank."""
+    return torch.arange(24, device=device).remainder(16).view(4, 6)
+
+
+def backward_through_an_old_graph(training: Training) -> str:
+    """Run backward through a graph that is older than the last step, and train on.
+
+    Returns:
+        ``"raised"`` or ``"right"``.
+    """
+    run, plain = BoostedRun(training), PlainRun(training, DistCoordinator().world_size)
+    old = run.loss(0)
+    plain.backward(plain.loss(0))
+    expected = {name: p.grad.cpu() for name, p in plain.model.named_parameters() if p.grad is not None}
+    run.backward(run.loss(1))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    outcome = "right"
+    try:
+        run.backward(old)
+    except (RuntimeError, ValueError):  # torch's own error, and ours
+        outcome = "raised"
+    if outcome == "right":
+        found = {name: run.booster.full_gradient(run.model, name) for name in expected}
+        assert_same_tensors(
+            {name: gradient.cpu() for name, gradient in found.items() if gradient is not None},
+            expected,
+            tolerance_for(torch.float32),
+        )
+    run.optimizer.zero_grad()
+    run.backward(run.loss(2))
+    run.optimizer.step()
+    return outcome
+
+
+def traffic_of_backward(training: Training) -> dict[str, int]:
+    """Return how many collectives backward starts, of two models, inside and outside of one's ``no_sync``."""
+    booster = training.make_booster()
+    models: list[Any] = []
+    for _ in range(2):
+        model = training.make_model()
+        boosted = booster.boost(model, training.make_optimizer(model))
+        models.append((boosted.model, boosted.optimizer))
+        for step in range(2):  # the first steps may be special
+            _step(booster, boosted.model, boosted.optimizer, step)
+    (first, its_optimizer), (second, other_optimizer) = models
+    counts = {}
+    with booster.no_sync(first, its_optimizer):
+        counts["inside"] = _num_collectives(booster, first, its_optimizer)
+        counts["other model"] = _num_collectives(booster, second, other_optimizer)
+    counts["outside"] = _num_collectives(booster, first, its_optimizer)
+    return counts
+
+
+def _num_collectives(booster: Booster, model: Any, optimizer: Any) -> int:
+    loss = _loss(booster, model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        booster.backward(loss, optimizer)
+    return sum(event.name.startswith("c10d::") for event in profile.events())
+
+
+def clip_an_infinite_gradient(training: Training, error_if_nonfinite: bool) -> float:  # noqa: FBT001
+    """Clip after a backward whose loss is infinite on the last rank, and return the norm."""
+    booster, model, optimizer = _boost(training)
+    loss = _loss(booster, model)
+    booster.backward(loss * (float("inf") if DistCoordinator().is_last_process() else 1.0), optimizer)
+    return float(optimizer.clip_grad_by_norm(1.0, error_if_nonfinite=error_if_nonfinite))
 
 
 def boost_twice(training: Training) -> None:
@@ -218,20 +306,20 @@ def boost_with_gradients(training: Training) -> None:
     booster, model = training.make_booster(), training.make_model()
     optimizer = training.make_optimizer(model)
     if DistCoordinator().is_last_process():
-        model(_tokens()).square().mean().backward()
+        logits_of(model(_tokens(booster).cpu())).square().mean().backward()  # type: ignore[no-untyped-call]
     booster.boost(model, optimizer)
 
 
 def backward_of_a_vector(training: Training) -> None:
     """Run backward from per-sample losses."""
     booster, model, optimizer = _boost(training)
-    booster.backward(model(_tokens()).mean((1, 2)), optimizer)
+    booster.backward(logits_of(model(_tokens(booster))).mean((1, 2)), optimizer)
 
 
 def backward_without_gradient(training: Training) -> None:
     """Run backward from a detached loss."""
     booster, model, optimizer = _boost(training)
-    booster.backward(model(_tokens()).mean().detach(), optimizer)
+    booster.backward(logits_of(model(_tokens(booster))).mean().detach(), optimizer)
 
 
 def clip_by(training: Training, max_norm: float) -> None:
@@ -244,29 +332,3 @@ def execute_pipeline(training: Training) -> None:
     """Call ``execute_pipeline``."""
     booster, model, optimizer = _boost(training)
     booster.execute_pipeline(iter([]), model, lambda outputs, _: outputs.mean(), optimizer)
-
-
-def train_and_save(training: Training, folder: str, shard: bool) -> list[float]:  # noqa: FBT001 - a test's parameter
-    """Train two steps, save, and return the losses of the next three."""
-    booster, model, optimizer = _boost(training)
-    for step in range(2):
-        _step(booster, model, optimizer, step)
-    suffix = "" if shard else ".safetensors"
-    booster.save_model(model, f"{folder}/model{suffix}", shard=shard)
-    booster.save_optimizer(optimizer, f"{folder}/optimizer{suffix}", shard=shard)
-    return [_step(booster, model, optimizer, step) for step in range(2, 5)]
-
-
-def load_and_train(training: Training, folder: str) -> list[float]:
-    """Load the files of `train_and_save` into a model with other weights, and return the next three losses."""
-    booster = training.make_booster()
-    original = training.make_model()
-    with torch.no_grad():
-        for parameter in original.parameters():
-            parameter.add_(1.0)
-    model, optimizer, *_ = booster.boost(original, training.make_optimizer(original))
-    assert optimizer is not None, "boost returns an optimizer if it gets one"
-    suffix = "" if (Path(folder) / "model").is_dir() else ".safetensors"
-    booster.load_model(model, f"{folder}/model{suffix}")
-    booster.load_optimizer(optimizer, f"{folder}/optimizer{suffix}")
-    return [_step(booster, model, optimizer, step) for step in range(2, 5)]

@@ -1,4 +1,4 @@
-"""Tiny models with the features of large ones: tied weights, repeated layers, frozen and unused parameters, buffers."""
+"""Tiny models with the features of large ones, such as tied weights, unused parameters and running statistics."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class TinyMixedBag(nn.Module):
         frozen: Have a layer whose parameters don't require gradients.
     """
 
+    scale: Tensor
+
     def __init__(self, *, unused: bool = True, frozen: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 8)
@@ -48,12 +50,17 @@ class TinyMixedBag(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of shape ``(N, T, 16)``."""
-        x = self.embedding(tokens)
+        x = self.embed(tokens)
         for _ in range(2):
             x = x + torch.tanh(self.repeated(self.norm(x)))
         if self.frozen is not None:
             x = x + self.frozen(x)
         out: Tensor = self.head(x * self.scale)
+        return out
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens, shape ``(N, T, 8)``."""
+        out: Tensor = self.embedding(tokens)
         return out
 
 
@@ -95,6 +102,48 @@ class _TinyLayer(nn.Module):
 
     def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
         return x + torch.tanh(self.inner(x)) * mask
+
+
+class TinyStateful(TinyMixedBag):
+    """`TinyMixedBag` with running statistics, dropout, extra state, and a parameter of another dtype.
+
+    Args:
+        dropout: Probability of dropout.
+    """
+
+    def __init__(self, *, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(8)
+        self.gain = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        self.counter = ForwardCounter()
+        self.drop = nn.Dropout(dropout)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return normalized embeddings, shape ``(N, T, 8)``."""
+        x = self.counter(self.embedding(tokens))
+        normalized: Tensor = self.statistics(x.flatten(0, 1)).view_as(x)
+        return self.drop(normalized * self.gain.to(x.dtype))  # type: ignore[no-any-return]
+
+
+class ForwardCounter(nn.Module):
+    """Returns its input, and counts training forwards in its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x``, of any shape."""
+        self.count += self.training
+        return x
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Return the count."""
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Set the count."""
+        self.count = state["count"]
 
 
 def tiny_llama(**changes: Any) -> nn.Module:

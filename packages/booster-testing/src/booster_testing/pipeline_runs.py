@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class PipelineTraining(Training):
     """A training of `TinyStack`; each micro-batch is one batch of ``execute_pipeline``."""
 
-    def make_model(self, *, lazy: bool = False) -> TinyStack:  # type: ignore[override]  # another model with the same interface
+    def make_model(self, *, lazy: bool = False) -> TinyStack:
         """Return the model, the same each time."""
         with torch.random.fork_rng(devices=[]), LazyInitContext() if lazy else contextlib.nullcontext():
             torch.manual_seed(7)
@@ -76,12 +76,12 @@ def train_in_pipeline(training: PipelineTraining) -> Trained:
         gradients = {name: booster.full_gradient(model, name) for name in names}
         trained.gradients.append({name: grad for name, grad in gradients.items() if grad is not None})
         if training.max_norm is not None:
-            trained.norms.append(float(optimizer.clip_grad_by_norm(training.max_norm)))
+            trained.norms.append(float(optimizer.clip_grad_by_norm(training.max_norm, training.norm_type)))
         if training.clip_value is not None:
             optimizer.clip_grad_by_value(training.clip_value)
         optimizer.step()
         optimizer.zero_grad()
-        trained.parameters.append(whole_model(booster, model))
+    trained.parameters = whole_model(booster, model)
     return trained
 
 

@@ -141,11 +141,11 @@ def main() -> None:
     wake_fd = _wake_on_end_of_a_fork()
     status_fds: dict[int, int] = {}
     while True:
-        ready = select.select([control, wake_fd], [], [])[0]
+        ready = select.select([control.fileno(), wake_fd], [], [])[0]
         if wake_fd in ready:
             os.read(wake_fd, _MAX_MESSAGE_BYTES)
             _report_ended(status_fds)
-        if control not in ready:
+        if control.fileno() not in ready:
             continue
         stack_file, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 2)
         if not stack_file:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Call:
         file: The file of that module.
         qualname: The function's name within the module.
         arguments: Pickled ``(args, kwargs)``.
+        modules: Names and files of the modules with the classes and functions among the arguments.
         rank: The rank of the worker.
         world_size: Number of ranks.
         store_file: File of the store for this call's process group.
@@ -61,6 +63,7 @@ class Call:
     file: str
     qualname: str
     arguments: bytes
+    modules: tuple[tuple[str, str], ...]
     rank: int
     world_size: int
     store_file: str
@@ -139,8 +142,13 @@ def _serve(connection: Connection, call: Call) -> None:
     try:
         sys.path[:] = call.path
         function = _load(call.module, call.file, call.qualname)
+        for name, file in call.modules:
+            _load_module(name, file)
         args, kwargs = pickle.loads(call.arguments)  # noqa: S301 - from our own parent
         connection.send_bytes(pickle.dumps(("loaded", None)))
+        if connection.recv_bytes() != b"open":
+            msg = "another rank could not load the function"
+            raise RuntimeError(msg)
         _seed()
         _open_group(call)
         with _as_in_parent(call):
@@ -167,6 +175,12 @@ def _serve(connection: Connection, call: Call) -> None:
 
 def _load(module: str, file: str, qualname: str) -> Callable[..., Any]:
     """Return the function, from the same file under the same module name as in the parent."""
+    function: Callable[..., Any] = attrgetter(qualname)(_load_module(module, file))
+    return function
+
+
+def _load_module(module: str, file: str) -> Any:
+    """Return the module of a name, from the same file as in the parent."""
     if module == "__main__":
         module = "__mp_main__"  # as multiprocessing does, so that the script's main block does not run again
     loaded = sys.modules.get(module)
@@ -182,6 +196,7 @@ def _load(module: str, file: str, qualname: str) -> Callable[..., Any]:
                 msg = f"the file {file} of module {module} cannot be loaded"
                 raise ImportError(msg)
             loaded = importlib.util.module_from_spec(spec)
+            _add_parents(module)
             sys.modules[module] = loaded  # before its code runs, so that its classes can be pickled
             try:
                 spec.loader.exec_module(loaded)
@@ -191,8 +206,17 @@ def _load(module: str, file: str, qualname: str) -> Callable[..., Any]:
         if module == "__mp_main__":
             sys.modules["__main__"] = loaded
         _settle_garbage()
-    function: Callable[..., Any] = attrgetter(qualname)(loaded)
-    return function
+    return loaded
+
+
+def _add_parents(module: str) -> None:
+    """Add empty packages where those above a module can't be imported: unpickling imports them by name."""
+    parts = module.split(".")
+    for depth in range(1, len(parts)):
+        parent = ".".join(parts[:depth])
+        with contextlib.suppress(ImportError):
+            importlib.import_module(parent)
+        sys.modules.setdefault(parent, ModuleType(parent))
 
 
 def _settle_garbage() -> None:

@@ -8,6 +8,7 @@ name their rank: exceptions with tracebacks, hangs with stacks, and process deat
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import re
@@ -17,6 +18,7 @@ import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from booster_testing.rank_pool import (
@@ -42,7 +44,8 @@ _POLL_SECONDS = 0.2
 _MAX_GLOO_THREADS = 100
 """A worker with more threads is replaced: DDP and DeviceMesh keep groups alive after they are destroyed."""
 _SECONDARY = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|remote end|timed out waiting|\[.*gloo.*\].*(closed|reset)",
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote end|timed out waiting|\[.*gloo.*\].*(closed|reset)|"
+    r"another rank could not load",
     re.IGNORECASE,
 )
 
@@ -175,11 +178,13 @@ def _make_call(
             f"{fn!r} cannot be called on other processes: pass a function defined at the top level of a module's file."
         )
         raise TypeError(msg)
+    arguments, modules = _pickle((args, kwargs))
     return Call(
         module=fn.__module__,
         file=file,
         qualname=qualname,
-        arguments=pickle.dumps((args, kwargs)),
+        arguments=arguments,
+        modules=modules,
         rank=0,
         world_size=world_size,
         store_file="",
@@ -189,6 +194,29 @@ def _make_call(
         path=list(sys.path),
         warning_filters=[_portable(*entry) for entry in warnings.filters],
     )
+
+
+class _Pickler(pickle.Pickler):
+    """Notes the files of the classes and functions that it pickles by name."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules: dict[str, str] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, FunctionType)):
+            file = getattr(sys.modules.get(obj.__module__), "__file__", None)
+            if file is not None:
+                self.modules[obj.__module__] = file
+        return NotImplemented
+
+
+def _pickle(value: Any) -> tuple[bytes, tuple[tuple[str, str], ...]]:
+    """Return a pickled value, and the modules that it takes to unpickle it, with their files."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(value)
+    return buffer.getvalue(), tuple(pickler.modules.items())
 
 
 def _portable(action: str, message: Any, category: Any, module: Any, line: int) -> tuple[str, str, str, str, int]:
@@ -238,6 +266,11 @@ def _collect(workers: list[Worker], timeout_seconds: float, grace_seconds: float
             _take_message(rank, workers[rank], loading, outcomes)
         if was_loading and not loading:
             deadline = time.monotonic() + timeout_seconds
+            # A rank that opened the group while others still import would use up the group's time limit.
+            _send(
+                b"stop" if outcomes else b"open",
+                [workers[rank] for rank in range(len(workers)) if rank not in outcomes],
+            )
         if not num_bad and _num_bad(outcomes):
             deadline = min(deadline, time.monotonic() + grace_seconds)
     for rank, worker in enumerate(workers):
@@ -250,6 +283,12 @@ def _is_before(deadline: float, workers: list[Worker], queued: list[float]) -> b
     """Return whether a call's time limit is ahead. The time in which ranks waited for a processor does not count."""
     late = time.monotonic() - deadline
     return late < 0 or late < max(worker.queued_seconds() - at for worker, at in zip(workers, queued, strict=True))
+
+
+def _send(word: bytes, workers: list[Worker]) -> None:
+    for worker in workers:
+        with contextlib.suppress(OSError):  # its death is detected elsewhere
+            worker.connection.send_bytes(word)
 
 
 def _num_bad(outcomes: dict[int, _Outcome]) -> int:
@@ -279,9 +318,7 @@ def _finish(pool: Pool, workers: list[Worker], outcomes: list[_Outcome]) -> dict
     for rank in range(len(workers)):
         if rank not in alive:
             pool.retire(rank)
-    for rank in alive:
-        with contextlib.suppress(OSError):
-            workers[rank].connection.send_bytes(b"finish")
+    _send(b"finish", [workers[rank] for rank in alive])
     leaks = {}
     deadline = time.monotonic() + _CLEAN_SECONDS
     for rank in alive:

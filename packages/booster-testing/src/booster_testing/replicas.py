@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from booster_testing.training import logits_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -38,7 +40,7 @@ def look_locally(booster: Booster, model: Any, batch: Tensor) -> LocalView:
 
     Args:
         booster: The Booster of the model.
-        model: The boosted model; called as ``model(batch)``, it must return a tensor.
+        model: The boosted model; called as ``model(batch)``, it must return logits.
         batch: The same on every rank.
 
     Collective: as the plugin's forward.
@@ -51,7 +53,7 @@ def look_locally(booster: Booster, model: Any, batch: Tensor) -> LocalView:
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        outputs = model(batch)
+        outputs = logits_of(model(batch))
     model.train(was_training)
     return LocalView(shards, outputs.detach().cpu().clone())
 

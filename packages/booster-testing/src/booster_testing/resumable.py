@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,7 @@ class ResumableRun:
         random.seed(100 * seed + world.rank)
         np.random.seed(100 * seed + world.rank)  # noqa: NPY002 - the global generator is meant
         self.booster = Booster("cpu", precision, plugin if world.world_size > 1 else None)
+        multiprocessing.set_forkserver_preload([__name__])  # else each worker process imports torch
         loader = self.booster.prepare_dataloader(
             NumberedSamples(samples),
             batch,

@@ -159,6 +159,11 @@ class SyntheticAdapter(StateAdapter):
                 wrong.append(shard.key)
         return wrong
 
+    @property
+    @override
+    def keeps_values(self) -> bool:
+        return True
+
     @override
     def model_shards(self) -> Iterator[TensorShard]:
         yield from self._model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from booster_core.plugin import ModelWrapper
 from booster_core.precision import NARROW, cast_floating
+from booster_runtime.sharding import refuse_all_gradients
 
 if TYPE_CHECKING:
     from booster_core.precision import PrecisionPolicy
@@ -29,6 +31,15 @@ class ZeroModel(ModelWrapper):
         super().__init__(module, precision=precision)
         self._optimizer = optimizer
         self.__dict__["_gathers"] = None if optimizer is None else optimizer.gathers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroModel:
+        """Return a copy to evaluate with, such as an average: it has this model's values, and no optimizer."""
+        module = copy.deepcopy(self.unwrap(), memo)
+        refuse_all_gradients(module)
+        copied = type(self)(module, precision=self.precision, optimizer=None)
+        copied.training = self.training
+        memo[id(self)] = copied
+        return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``.

@@ -65,8 +65,9 @@ class LowLevelZeroPlugin(Plugin):
         ConfigError: If a value is out of range, or two contradict each other.
         TypeError: If ``offload_dir`` is no path.
 
-    Memory per rank and step, for N ranks: parameters; gradients as buckets underway and 1/N of their sum (under stage
-    1's ``no_sync`` all of them); 1/N of optimizer state and masters.
+    Memory per rank and step, for N ranks: parameters; gradients as buckets underway and 1/N of their sum; 1/N of
+    optimizer state and masters. Stage 1's ``no_sync`` keeps all gradients, from its second micro-batch on in fp32: 4
+    bytes for each element of a parameter, also where that is in bf16 or fp16.
     Communication per rank and step: one reduce-scatter of the gradients and one all-gather of the parameters.
     Reference: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054).
     """
@@ -210,7 +211,7 @@ class LowLevelZeroPlugin(Plugin):
         return ZeroStateAdapter(model, zero, context.coordinator)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
-        """Return a context in which stage 1 accumulates whole gradients here; stage 2 reduces each into its shard."""
+        """Return a context in which stage 1 accumulates whole gradients here, in fp32; stage 2 reduces each."""
         del model
         if self.config.stage == 1 and isinstance(optimizer, ZeroOptimizer):
             return _paused(optimizer)

@@ -53,7 +53,7 @@ def global_norm(
         dtype: Format of the result; ``None`` means fp32, or fp64 where a gradient here has that.
 
     Returns:
-        A scalar tensor on the gradients' device, the same on every rank of the groups.
+        A scalar tensor on the gradients' device, the same on every rank of the groups: NaN where an element is.
 
     Collective: every rank of ``groups``, also a rank that has no gradients; none when ``groups`` is empty.
     """
@@ -77,11 +77,11 @@ def global_norm(
     if not groups:
         return total.to(dtype)
     if math.isinf(norm_type):
-        # Backends' largest of NaN and a number may be the number; infinity is as bad a norm, and is not lost.
-        total = total.nan_to_num(nan=math.inf, posinf=math.inf)
+        # A backend's largest of NaN and a number may be the number, so a flag for NaN travels with the magnitude.
+        pair = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), total.isnan().to(total.dtype)])
         for group in groups:
-            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
-        return total.to(dtype)
+            dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
+        return torch.where(pair[1] > 0, math.nan, pair[0]).to(dtype)
     total = total.pow_(norm_type)
     for group in groups:
         dist.all_reduce(total, group=group)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -40,8 +40,8 @@ def booster_plugins() -> Sequence[type[Plugin]]:  # type: ignore[empty-body]
 
 
 @hookspec
-def before_launch() -> None:
-    """Check this distribution's own settings before the process group is opened."""
+def before_launch(backend: str) -> None:
+    """Check this distribution's own settings before the process group is opened with a backend."""
 
 
 @hookspec(firstresult=True)
@@ -88,6 +88,14 @@ def prepare_dataloader(
     """Return a data loader over a rank's samples, or ``None`` to pass.
 
     ``options`` are the further arguments of `Plugin.prepare_dataloader`, by name.
+    """
+
+
+@hookspec(firstresult=True)
+def join_batches(booster: Booster, batches: Iterable[Any]) -> Any:
+    """Return an iterator over a rank's batches that ends on all ranks together; see `Booster.join`.
+
+    Its ``weigh`` and ``weighing`` weigh the loss of the batch handed out last. Collective: every rank, at each batch.
     """
 
 
@@ -144,6 +152,14 @@ def add_adapters(
     quantize: bool,  # noqa: FBT001 - hooks' arguments are passed by name
 ) -> nn.Module | None:
     """Return the model with low-rank adapters, or ``None`` to pass; see `Booster.enable_lora`."""
+
+
+@hookspec
+def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
+    """Raise if the plugin does not train copies of the objects as one process does; see `Booster`'s ``verify``.
+
+    ``booster`` has the run's plugin and settings, and may boost. Collective: every rank.
+    """
 
 
 @hookspec(firstresult=True)

@@ -202,6 +202,8 @@ class Plugin(ABC):
 
         Raises:
             CheckpointError: If the default is used without booster-runtime, which brings it.
+
+        Collective: none. Communicate in `prepare_save`, which runs before each save.
         """
         found: StateAdapter | None = context.hooks.replicated_state(
             model=model, optimizer=optimizer, coordinator=context.coordinator
@@ -209,6 +211,15 @@ class Plugin(ABC):
         if found is None:
             raise CheckpointError(needs_runtime("Models are saved"))
         return found
+
+    def prepare_save(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> None:
+        """Synchronize the ranks' state before a save; the default is for plugins whose replicas are always equal.
+
+        Called before each save of a model, its adapters, its optimizer or a training state.
+
+        Collective: every rank of the world.
+        """
+        del model, optimizer, context
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
         """Return a context in which ``backward`` accumulates without communication, where that saves any.

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from booster_core.errors import GradientError
 from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import check_norm_arguments
-from booster_core.plugin.originals import guard_step
+from booster_core.plugin.originals import guard_step, share_zero_grad, zero_grad_inside
 from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
-from booster_core.ranks.progress import naming_missing_ranks
+from booster_core.ranks.rendezvous import naming_missing_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,6 +66,7 @@ class OptimizerWrapper(Optimizer):
         # Optimizer.__init__ is not called: it would make groups and state of its own.
         self.optim = optim
         self._door = guard_step(optim)
+        share_zero_grad(optim, self)
         scaled = precision is not None and precision.loss_scale is not None
         self.loss_scaler = DynamicLossScaler(precision.loss_scale) if precision is not None and scaled else None
         self._after_step = after_step
@@ -129,7 +130,7 @@ class OptimizerWrapper(Optimizer):
         """
         self.is_unscaled = False
         self._found_overflow = False
-        self.optim.zero_grad(set_to_none)
+        zero_grad_inside(self.optim, set_to_none=set_to_none)
 
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward from a loss, scaled where the precision asks for it.

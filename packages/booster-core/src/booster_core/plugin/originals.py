@@ -2,19 +2,20 @@
 
 The user's optimizer has other parameters than before under some strategies, and knows nothing of loss scales and of
 gradients that are not averaged yet. The user's model runs past the strategy's forward and the run's precision. Either
-would go wrong in silence, so hooks on them tell calls by the boosted objects from calls by a script.
+would go wrong in silence, so hooks on them tell calls by the boosted objects from calls by a script. ``zero_grad`` of
+the user's optimizer does what that of the boosted one does.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.state.adapted import without_adapters
-from booster_core.state.names import compiled_module, own_class
+from booster_core.state.names import compiled_module, own_class, without_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,6 +118,42 @@ def guard_step(optimizer: Optimizer) -> Door:
     door = Door()
     optimizer.register_step_pre_hook(_Steps(door))
     return door
+
+
+class _ZeroGrad:
+    """``zero_grad`` of a user's optimizer that drops the gradients of the run, wherever the strategy keeps them."""
+
+    def __init__(self, optimizer: Optimizer, boosted: Optimizer) -> None:
+        self._optimizer, self._boosted = weakref.ref(optimizer), weakref.ref(boosted)
+
+    def __call__(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        boosted, optimizer = self._boosted(), self._optimizer()
+        if boosted is not None:
+            boosted.zero_grad(set_to_none)
+        elif optimizer is not None:
+            zero_grad_inside(optimizer, set_to_none=set_to_none)
+
+
+def share_zero_grad(optimizer: Optimizer, boosted: Optimizer) -> None:
+    """Let ``zero_grad`` of a user's optimizer do what that of the boosted one does. Copies are free.
+
+    Collective: none.
+    """
+    present = vars(optimizer).get("zero_grad")
+    if present is None or isinstance(present, _ZeroGrad):  # else a script has replaced it
+        optimizer.zero_grad = _ZeroGrad(optimizer, boosted)  # type: ignore[method-assign]
+
+
+def zero_grad_inside(optimizer: Optimizer, *, set_to_none: bool) -> None:
+    """Drop the gradients that an optimizer lists itself.
+
+    Collective: none.
+    """
+    method: Any = optimizer.zero_grad
+    if isinstance(method, _ZeroGrad):
+        type(optimizer).zero_grad(optimizer, set_to_none)
+    else:
+        method(set_to_none)
 
 
 def through_door(method: Callable[..., Any]) -> Callable[..., Any]:

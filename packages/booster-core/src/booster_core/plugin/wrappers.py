@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from booster_core.plugin.originals import guard_forward, through_door
+from booster_core.plugin.other_libraries import OF_ENGINES, no_attribute
 from booster_core.precision.casting import cast_floating
-from booster_core.ranks.progress import naming_missing_ranks
+from booster_core.ranks.rendezvous import naming_missing_ranks
 from booster_core.state.names import compiled_module
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ class ModelWrapper(nn.Module):
         except AttributeError:
             if "_original" not in self.__dict__:  # while copying or unpickling
                 raise
+        if name in OF_ENGINES and not hasattr(self.unwrap(), name):
+            raise no_attribute(self, name)
         make = self.__dict__["_methods"].get(name)
         return getattr(self.unwrap(), name) if make is None else make(self)
 

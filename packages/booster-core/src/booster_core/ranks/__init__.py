@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.ranks.environments import Environment
     from booster_core.ranks.host import Host, this_host
-    from booster_core.ranks.progress import LOST_PEER, PROGRESS, naming_missing_ranks
-    from booster_core.ranks.rendezvous import name_ranks
+    from booster_core.ranks.rendezvous import LOST_PEER, PROGRESS, name_ranks, naming_missing_ranks
     from booster_core.ranks.world import Monitor, World, close_world, current_world, open_world, opened_world
 
 __all__ = [
@@ -37,8 +36,7 @@ __getattr__, __dir__ = public_names(
         ".coordinator": ["DistCoordinator"],
         ".environments": ["Environment"],
         ".host": ["Host", "this_host"],
-        ".progress": ["LOST_PEER", "PROGRESS", "naming_missing_ranks"],
-        ".rendezvous": ["name_ranks"],
+        ".rendezvous": ["LOST_PEER", "PROGRESS", "name_ranks", "naming_missing_ranks"],
         ".world": ["Monitor", "World", "close_world", "current_world", "open_world", "opened_world"],
     },
 )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from booster_core.state.adapted import without_adapters
 from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter, TensorMeta
-from booster_core.state.names import NamedTensors, compiled_module, extra_state_modules, named_modules, own_class
+from booster_core.state.names import (
+    NamedTensors,
+    compiled_module,
+    extra_state_modules,
+    named_modules,
+    own_class,
+    without_adapters,
+)
 from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
 
 __all__ = [

@@ -61,6 +61,11 @@ class StateAdapter(ABC):
     Every rank lists its own shards. Over all ranks, the owned shards of a tensor cover it exactly once.
     """
 
+    @property
+    def keeps_values(self) -> bool:
+        """Whether ``shard.data`` stays valid after the next shard; if not, saves of several hosts copy it first."""
+        return False
+
     @abstractmethod
     def model_shards(self) -> Iterator[TensorShard]:
         """Yield the shards of parameters and persistent buffers held here. ``data`` is readable and writable.

@@ -1,14 +1,17 @@
-"""The names of a model's tensors in the user's own model, without the wrappers that were put around it later."""
+"""The names of a model's tensors in the user's own model, without the wrappers that were put around it later.
+
+Wrappers of peft are found without importing peft where it is not used.
+"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.state.adapted import peft_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,3 +177,36 @@ def extra_state_modules(module: nn.Module) -> dict[str, nn.Module]:
             if found.setdefault(_join(prefix, _EXTRA_STATE), child) is not child:
                 _refuse(_join(prefix, _EXTRA_STATE), prefix, path)
     return found
+
+
+def peft_wrappers() -> tuple[tuple[type, str], ...]:
+    """Return peft's classes that hold a module of the user's, each with the attribute that it is under.
+
+    Collective: none.
+    """
+    if "peft" not in sys.modules:
+        return ()
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return (
+        (PeftModel, "base_model"),
+        (BaseTuner, "model"),
+        (BaseTunerLayer, "base_layer"),
+        (AuxiliaryTrainingWrapper, "original_module"),
+    )
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """Return the model that peft was given; ``model`` itself where it was given none.
+
+    Its layers have their adapters all the same: peft puts them there in place.
+
+    Collective: none.
+    """
+    if "peft" not in sys.modules:
+        return model
+    from peft import PeftModel
+
+    return model.get_base_model() if isinstance(model, PeftModel) else model

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from booster_runtime.collectives import Pending
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine import Format, Home
+
+
+_BACKWARD = "backward"
+_64_BITS = (1 << 64) - 1
 
 
 class ChunkManager:
@@ -84,6 +89,8 @@ class ChunkManager:
         self._pool = BufferPool(least_bytes=chunk_bytes, most_idle_bytes=2 * chunk_bytes)
         self._used: dict[int, Bucket] = {}
         self._ahead: dict[int, Bucket] = {}
+        self._held: dict[object, list[Bucket]] = {}
+        self._gathered = 0
         self._chunk_of: dict[int, Bucket] = {}
         self._number_of: dict[Bucket, int] = {}
         self._valued = frozenset(index for index in self.parameters if index not in lazy)
@@ -127,6 +134,7 @@ class ChunkManager:
         Collective: every rank of the shard group.
         """
         self.check_changes()
+        self._let_go_of_all()
         self.timeline.begin(kind)
         self._look_ahead()
 
@@ -136,6 +144,8 @@ class ChunkManager:
         Args:
             goes_back: A backward is expected to follow, which begins with what was used last.
         """
+        if self.timeline.kind == _BACKWARD:
+            self._let_go_of_all()
         self.timeline.end()
         with _plainly():
             self.release_unused(keep=1 if goes_back else 0)
@@ -145,6 +155,8 @@ class ChunkManager:
 
         Collective: every rank of the shard group, in the same order.
         """
+        if self._held and any(chunk in held for held in self._held.values()):
+            return  # other ranks may use other parts of what is held
         number = self._number_of[chunk]
         self.timeline.note(number)
         self._ahead.pop(number, None)
@@ -154,7 +166,7 @@ class ChunkManager:
             with _plainly():
                 self.release_unused(keep=1)
                 if chunk.state is WholeState.SHARDED:
-                    chunk.start_gather()
+                    self._start_gather(number, chunk)
                 chunk.finish_gather(self.names)
         self._look_ahead()
 
@@ -174,7 +186,66 @@ class ChunkManager:
                 self._ahead[number] = chunk
                 self._has_looked_ahead = True
                 with _plainly():
-                    chunk.start_gather()
+                    self._start_gather(number, chunk)
+
+    def _start_gather(self, number: int, chunk: Bucket) -> None:
+        self._gathered = hash((self._gathered, number))  # the same on every rank, as numbers' hashes are
+        chunk.start_gather()
+
+    def hold(self, holder: object, chunks: Sequence[Bucket]) -> None:
+        """Gather chunks, and keep them until `let_go`; in between, uses of them are no business of other ranks.
+
+        Args:
+            holder: Who wants them; holds nothing yet, or the same.
+            chunks: The chunks, in the same order on every rank.
+
+        Collective: every rank of the shard group, in the same order.
+        """
+        if holder in self._held:
+            return
+        for chunk in chunks:
+            self.use(chunk)
+            chunk.pins += 1
+        self._held[holder] = list(chunks)
+
+    def let_go(self, holder: object) -> None:
+        """Let chunks be released again that somebody holds, if anything.
+
+        Collective: none.
+        """
+        for chunk in self._held.pop(holder, ()):
+            chunk.pins = max(chunk.pins - 1, 0)
+
+    def _let_go_of_all(self) -> None:
+        for holder in [*self._held]:
+            self.let_go(holder)
+
+    def check_same_order(self) -> None:
+        """Check that all ranks have gathered the same chunks in the same order since the last call.
+
+        Raises:
+            ConfigError: If they have not, so that what they computed with was not what they meant.
+
+        Collective: every rank of the shard group.
+        """
+        if self.ranks.shard_size == 1:
+            return
+        own = (self._gathered & _64_BITS).to_bytes(8, "little")
+        self._gathered = 0
+        # The largest of each byte, and of its difference to 255: a rank that differs from any other sees a larger one.
+        flags = torch.tensor([*own, *(255 - byte for byte in own)], dtype=torch.uint8, device=self._device())
+        told = flags.clone()
+        collectives.all_reduce(told, dist.ReduceOp.MAX, self.ranks.shard_group).wait()
+        if not torch.equal(told, flags):
+            msg = (
+                "Ranks used the model's parameters in different orders, so that they gathered different ones together, "
+                "and computed with wrong values. If the data chooses which modules run, such as experts, pass the "
+                "module around them to the plugin: `GeminiPlugin(leaf_modules=[...])`."
+            )
+            raise ConfigError(msg)
+
+    def _device(self) -> torch.device:
+        return self.layout.buckets[0].format.device
 
     def stop_looking_ahead(self) -> bool:
         """Gather nothing ahead of its use from now on, and return whether that makes a difference.
@@ -209,6 +280,7 @@ class ChunkManager:
         for chunk in self.layout.buckets:
             chunk.release()
             chunk.pins = 0
+        self._held = {}
         self._used = {}
         self._ahead = {}
 
@@ -273,7 +345,7 @@ class ChunkManager:
         Collective: every rank of the shard group.
         """
         self.home.moment("backward")
-        self.begin("backward")
+        self.begin(_BACKWARD)
 
     def end_backward(self) -> None:
         """End it: release what nobody pins.

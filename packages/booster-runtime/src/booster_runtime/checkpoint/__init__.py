@@ -2,7 +2,7 @@
 
 from booster_core.checkpoint_io import LoadReport
 from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
-from booster_runtime.checkpoint.save.job import WrittenFile
+from booster_runtime.checkpoint.files.layout import WrittenFile
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
 
 __all__ = ["CheckpointFiles", "LoadReport", "ModelPart", "OptimizerPart", "WrittenFile"]

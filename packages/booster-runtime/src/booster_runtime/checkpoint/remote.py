@@ -13,18 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError, ConfigError
-from booster_runtime.checkpoint.files.names import OPTIMIZER
+from booster_runtime.checkpoint.files.layout import OPTIMIZER
 from booster_runtime.checkpoint.run.steps_remote import copied_once_per_host, download
-from booster_runtime.checkpoint.save.job import as_checkpoint_error
-from booster_runtime.checkpoint.session import Session
+from booster_runtime.checkpoint.save.writer import as_checkpoint_error
 from booster_runtime.storage import storage_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from booster_core.ranks import DistCoordinator
+    from booster_runtime.checkpoint.session import Session
     from booster_runtime.storage import Storage
 
 METADATA = ".metadata"
@@ -35,34 +34,29 @@ _NUMBERED = re.compile(r"(.+)-\d{5,}-of-\d{5,}(\.\w+)")
 
 @contextmanager
 def local_target(
-    coordinator: DistCoordinator, checkpoint: str | Path, call: str, *, use_async: bool = False
+    coordinator: DistCoordinator, checkpoint: str, call: str, *, use_async: bool = False
 ) -> Iterator[Path]:
-    """Give the local path to write to; what is there after the body is uploaded where a URL was passed.
+    """Give the local path to write to; what is there after the body is uploaded.
 
     Args:
         coordinator: The ranks.
-        checkpoint: A path or a URL.
+        checkpoint: A URL.
         call: What the user called.
         use_async: Whether the body returns before everything is written.
 
     Raises:
-        ConfigError: If that is asked of a URL.
+        ConfigError: If that is asked for.
         CheckpointError: If there is no storage for the URL, or the upload failed.
 
     Collective: every rank.
     """
-    checkpoint = local_path(checkpoint)
-    scheme = scheme_of(checkpoint)
-    if scheme is None:
-        yield Path(checkpoint)
-        return
     if use_async:
         msg = (
             f"`use_async=True` cannot write to '{checkpoint}': a model at a URL is uploaded before the call returns. "
             "Drop one of them, or use `save_checkpoint`, which uploads in the background."
         )
         raise ConfigError(msg)
-    url = str(checkpoint).rstrip("/")
+    url, scheme = checkpoint.rstrip("/"), checkpoint.partition(":")[0].lower()
     folder: Path | None = None
     storage: Storage | None = None
     error: Exception | None = None
@@ -89,12 +83,12 @@ def local_target(
 
 
 @contextmanager
-def local_source(coordinator: DistCoordinator, checkpoint: str | Path, kind: str) -> Iterator[Path]:
-    """Give the local path to read from: a copy on each host, until the body ends, where a URL was passed.
+def local_source(session: Session, checkpoint: str, kind: str) -> Iterator[Path]:
+    """Give the local path to read from: a copy on each host, until the body ends.
 
     Args:
-        coordinator: The ranks.
-        checkpoint: A path or a URL.
+        session: The ranks.
+        checkpoint: A URL.
         kind: ``"model"``, ``"optimizer"`` or another; of a folder at a URL, only that kind's files are copied.
 
     Raises:
@@ -102,12 +96,7 @@ def local_source(coordinator: DistCoordinator, checkpoint: str | Path, kind: str
 
     Collective: every rank.
     """
-    checkpoint = local_path(checkpoint)
-    scheme = scheme_of(checkpoint)
-    if scheme is None:
-        yield Path(checkpoint)
-        return
-    url = str(checkpoint).rstrip("/")
+    url, scheme = checkpoint.rstrip("/"), checkpoint.partition(":")[0].lower()
     name = url.rpartition("/")[2]
 
     def copy(folder: Path) -> None:
@@ -116,7 +105,6 @@ def local_source(coordinator: DistCoordinator, checkpoint: str | Path, kind: str
         except OSError as error:
             raise _transfer_error(error, url, "read") from error
 
-    session = Session(coordinator, shared_filesystem=None, timeout_seconds=None)
     with copied_once_per_host(session, copy) as folder:
         yield folder / name
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.errors import CheckpointError, LazyInitError
-from booster_runtime.checkpoint.files.names import MODEL
+from booster_runtime.checkpoint.files.layout import MODEL
 from booster_runtime.checkpoint.load.source import Source
 from booster_runtime.lazy.log import Ref
 from booster_runtime.lazy.replay import find_live

@@ -9,7 +9,7 @@ import torch
 
 from booster_core.errors import CheckpointError, LazyInitError
 from booster_core.state import NamedTensors, TensorMeta, extra_state_modules
-from booster_runtime.checkpoint.files.names import MODEL
+from booster_runtime.checkpoint.files.layout import MODEL
 from booster_runtime.checkpoint.load.compare import Expectation, compare
 from booster_runtime.checkpoint.load.source import open_source
 from booster_runtime.checkpoint.load.transformers_names import renamed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from booster_runtime.state.jsonable import decode_json, encode_json, tensor_references
+from booster_runtime.state.local_state import mark_as_local
 from booster_runtime.state.optimizer_state import flatten_state, restore_state, unsaved_state
 from booster_runtime.state.regions import (
     Region,
@@ -28,6 +29,7 @@ __all__ = [
     "flatten_state",
     "intersect",
     "is_contiguous",
+    "mark_as_local",
     "pack",
     "regions_of",
     "restore_state",

@@ -3,7 +3,7 @@
 Everything rests on one fact: a range of a row-major flattened box is the union of at most ``2 * ndim - 1`` boxes that
 follow each other. So a shard of any kind (a tensor parallel box, a flat ZeRO range, a chunk's piece) becomes a few
 boxes of the global tensor, and a box is copied by one strided copy, however many separate runs of bytes it has.
-Pure functions of integers, except the two copies at the end.
+Pure functions of integers, except the views and copies at the end.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from booster_core.state import Box, box_numel, box_shape, full_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def is_contiguous(shape: tuple[int, ...], box: Box) -> bool:
 def runs_of(shape: tuple[int, ...], box: Box) -> tuple[Iterator[int], int]:
     """Return where the contiguous runs of a non-empty box start in the flattened tensor, and their common length.
 
-    Runs that touch are joined, so a contiguous box is one run. For files that only take plain writes.
+    Runs that touch are joined, so a contiguous box is one run: one write.
     """
     length, dim = 1, len(shape)
     while dim > 0:
@@ -138,6 +138,11 @@ def intersect(a: Box, b: Box) -> Box | None:
     """Return the box that two boxes share, or ``None`` where they share no element."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def pack(data: torch.Tensor, start: int, stop: int, out: torch.Tensor, *, non_blocking: bool = False) -> None:

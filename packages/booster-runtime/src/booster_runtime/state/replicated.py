@@ -84,6 +84,11 @@ class ReplicatedStateAdapter(StateAdapter):
         if self._optimizer is not None:
             self._named_groups()
 
+    @property
+    @override
+    def keeps_values(self) -> bool:
+        return True
+
     @override
     def model_shards(self) -> Iterator[TensorShard]:
         named = NamedTensors.of(self._module)

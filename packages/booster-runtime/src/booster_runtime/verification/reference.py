@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_runtime.data.batches import call_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from torch.optim import Optimizer
+
+    from booster_runtime.verification.losses import Losses
 
 _DROPOUT_ATTRIBUTES = ("dropout", "drop_prob", "drop_path", "layerdrop", "drop_rate")
 
@@ -34,6 +35,8 @@ class Reference:
         losses: Of each step, the loss of each share.
         gradients: Of each step, the gradient by parameter name.
         final: Parameters by name, after the last step.
+        exact: The same training without autocast, where this one was in low precision: tells how far rounding alone
+            moves each tensor.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict)
@@ -42,22 +45,23 @@ class Reference:
     losses: list[list[float]] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     final: dict[str, Tensor] = field(default_factory=dict)
+    exact: Reference | None = None
 
 
 def train_reference(
     model: nn.Module,
     optimizer: Optimizer,
-    criterion: Callable[[Any, Any], Tensor],
+    losses: Losses,
     shares: list[Any],
     steps: int,
-    autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Reference:
     """Train on shares of a batch in turn, whose mean loss a step follows, as data parallel ranks do together.
 
     Args:
         model: The user's model, without dropout.
         optimizer: Over its parameters.
-        criterion: Called as ``criterion(outputs, share)``, returns a scalar.
+        losses: How the loss of a share is computed.
         shares: What each data parallel rank gets of the batch.
         steps: Number of steps, all on the same batch.
         autocast: Makes the context of each forward.
@@ -65,47 +69,49 @@ def train_reference(
     Collective: none.
     """
     reference = Reference(initial=copies(model))
-    model.eval()
-    with torch.no_grad():
-        for share in shares:
-            with autocast():
-                outputs = call_with(model, share)
-            reference.outputs.append(floating_leaves(outputs))
-            reference.evaluation_losses.append(float(criterion(outputs, share)))
-    model.train()
-    for _ in range(steps):
-        losses = []
-        for share in shares:
-            with autocast():
-                outputs = call_with(model, share)
-            loss = criterion(outputs, share)
-            (loss / len(shares)).backward()  # type: ignore[no-untyped-call]
-            losses.append(float(loss.detach()))
-        reference.losses.append(losses)
-        reference.gradients.append(
-            {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-        )
-        optimizer.step()
-        optimizer.zero_grad()
+    with _forwards_under(model, autocast):
+        model.eval()
+        with torch.no_grad():
+            for share in shares:
+                loss, outputs = losses.forward(model, share)
+                reference.outputs.append(floating_leaves(outputs))
+                reference.evaluation_losses.append(float(loss))
+        model.train()
+        for _ in range(steps):
+            of_step = []
+            for share in shares:
+                loss, _ = losses.forward(model, share)
+                (loss / len(shares)).backward()  # type: ignore[no-untyped-call]
+                of_step.append(float(loss.detach()))
+            reference.losses.append(of_step)
+            reference.gradients.append(
+                {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+            )
+            optimizer.step()
+            optimizer.zero_grad()
     reference.final = copies(model)
     return reference
 
 
-def loss_of_outputs(outputs: Any, batch: Any) -> Tensor:
-    """Return the loss that a model of transformers computes itself.
+@contextlib.contextmanager
+def _forwards_under(model: nn.Module, make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Run each forward of a model in a context of its own."""
+    entered: list[AbstractContextManager[Any]] = []
 
-    Raises:
-        ConfigError: If the outputs have no loss.
-    """
-    del batch
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if not isinstance(loss, Tensor):
-        msg = (
-            f"The model's outputs (`{type(outputs).__name__}`) have no loss. Have `build` return a criterion as its "
-            "third value: it is called as `criterion(outputs, batch)`."
-        )
-        raise ConfigError(msg)
-    return loss
+    def enter(*_: Any) -> None:
+        entered.append(make())
+        entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    before = model.register_forward_pre_hook(enter, prepend=True)
+    after = model.register_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
 
 
 def share_of(batch: Any, index: int, size: int) -> Any:

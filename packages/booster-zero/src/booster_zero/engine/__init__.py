@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from booster_zero.engine.bucket import Bucket
+from booster_zero.engine.described import only_describes
 from booster_zero.engine.gathers import Wholes
 from booster_zero.engine.home import Home, Key, Role
 from booster_zero.engine.layout import Layout
@@ -28,5 +29,6 @@ __all__ = [
     "ZeroOptimizer",
     "ZeroStateAdapter",
     "is_free",
+    "only_describes",
     "plan_flat",
 ]

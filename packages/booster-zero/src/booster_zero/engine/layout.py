@@ -91,6 +91,23 @@ class Layout:
         self._owners.update(assign_owners(sizes, self.ranks.shard_size))
         self.buckets += self._build(list(parameters))
 
+    def take_formats(self, parameters: Mapping[int, nn.Parameter], format_of: Callable[[nn.Parameter], Format]) -> bool:
+        """Take over the formats of parameters whose masters are to have another one from now on.
+
+        Args:
+            parameters: Parameters of the layout, by number.
+            format_of: Tells the formats of a parameter.
+
+        Returns:
+            Whether there are any: all are to be laid out again then, by `rebuild`.
+
+        Collective: none; every rank must pass the same.
+        """
+        found = {index: format_of(parameter) for index, parameter in parameters.items()}
+        changed = {index: each for index, each in found.items() if each.master != self._formats[index].master}
+        self._formats.update(changed)
+        return bool(changed)
+
     def order(self) -> list[int]:
         """Return all parameters in the order in which they are laid out."""
         return [slot.index for bucket in self.buckets for slot in bucket.plan.slots]

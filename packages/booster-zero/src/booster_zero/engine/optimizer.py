@@ -123,6 +123,8 @@ class ZeroOptimizer(OptimizerWrapper):
                 )
                 raise ConfigError(msg)
         self.layout.add_missing(by_index, self._format_of)
+        if self.layout.take_formats(by_index, self._format_of):
+            self.rebuild(self.layout.order())
         pieces = self.layout.pieces()
         for indices in members:
             own = {index: pieces[index] for index in indices if index in pieces}
@@ -145,7 +147,8 @@ class ZeroOptimizer(OptimizerWrapper):
             ConfigError: If a parameter is not the model's, or is in a group already, or the optimizer takes this
                 group's parameters as wholes while those of the others are cut.
 
-        Collective: none, but every rank must add the same, between a step and the next backward.
+        Collective: none, but every rank must add the same, between a step and the next backward. Under Gemini every
+        rank of the shard group, where a parameter that was not trained before gets a master.
         """
         given = param_group["params"]
         listed = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -218,6 +221,8 @@ class ZeroOptimizer(OptimizerWrapper):
         """
         states = self.layout.rebuild(order, self.hosted.states())
         self.hosted.replace(self.layout.pieces(), states)
+        for bucket in self.layout.buckets:
+            bucket.note_used(self._used_anywhere)
         self.reducer.set_buckets(self.in_order_of_forward()[::-1])
 
     # ---- gradients
@@ -235,11 +240,12 @@ class ZeroOptimizer(OptimizerWrapper):
             self.gathers.end_backward()
 
     def settle(self) -> None:
-        """Bring all gradients into the shards, and let the optimizer inside see those of parameters that were used.
+        """Bring all gradients into the shards, and agree on which parameters were used.
 
         Collective: every rank of the world.
         """
         self.reducer.settle()
+        self._leave_out_dropped()
         if self.reducer.num_rounds == self._agreed_rounds:
             return
         self._agreed_rounds = self.reducer.num_rounds
@@ -257,9 +263,18 @@ class ZeroOptimizer(OptimizerWrapper):
         anywhere = flags.bool().tolist()
         self.reducer.unused_anywhere = {index for index, is_used in zip(indices, anywhere, strict=False) if not is_used}
         self._used_anywhere = self.join_copies(dict(zip(indices, anywhere[: len(indices)], strict=True)))
+        self.reducer.show_used({index for index, is_used in self._used_anywhere.items() if is_used})
         self._changed_buffers = anywhere[len(indices) :]
         for bucket in self.layout.buckets:
-            bucket.show_gradient(self._used_anywhere)
+            bucket.note_used(self._used_anywhere)
+
+    def _leave_out_dropped(self) -> None:
+        """Leave parameters as they are whose gradient a script has dropped."""
+        dropped, self.reducer.dropped = self.reducer.dropped, set()
+        if dropped:
+            self._used_anywhere.update(dict.fromkeys(dropped, False))
+            for bucket in self.layout.buckets:
+                bucket.note_used(self._used_anywhere)
 
     def join_copies(self, used: dict[int, bool]) -> dict[int, bool]:
         """Add up what other ranks than the holders have of the gradients, and return which parameters were used.
@@ -289,12 +304,7 @@ class ZeroOptimizer(OptimizerWrapper):
         Collective: every rank of the world, where there was a backward since the last call.
         """
         self.settle()
-        return [
-            piece.values.grad
-            for bucket in self.layout.buckets
-            for piece in bucket.pieces
-            if piece.values.grad is not None and piece.values.numel()
-        ]
+        return [gradient for bucket in self.layout.buckets for gradient in bucket.used_gradients()]
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over all shards of a replica, each element counted once."""
@@ -369,6 +379,7 @@ class ZeroOptimizer(OptimizerWrapper):
 
         Raises:
             ConfigError: If a parameter was given other memory since it was laid out.
+            GradientError: If a script has assigned ``parameter.grad``.
             OffloadError: On every rank, if state could not be read or written on one.
 
         Collective: every rank of the world.
@@ -380,6 +391,7 @@ class ZeroOptimizer(OptimizerWrapper):
             result = self._step_with(closure)
         else:
             self.settle()
+            self.reducer.check_assigned()
             try:
                 result = self._step_pieces(published)
             except OffloadError as caught:
@@ -413,14 +425,19 @@ class ZeroOptimizer(OptimizerWrapper):
                 self._offload_state(buckets)
             return result
         groups = [list(group["params"]) for group in self.param_groups]
+        has_stepped = False
         for bucket in buckets:
             with bucket.stepping():
                 own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
                 if own:
+                    has_stepped = True
                     with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
                         result = self.optim.step()
                     self._offload_state([bucket])
                 published[bucket] = bucket.publish()
+        if not has_stepped:  # schedulers count steps, also where this rank has nothing to update
+            with only(self.optim, [[] for _ in groups]):
+                result = self.optim.step()
         return result
 
     def _step_with(self, closure: Callable[[], float]) -> Any:
@@ -431,6 +448,7 @@ class ZeroOptimizer(OptimizerWrapper):
                 stack.close()
                 loss = closure()
                 self.settle()
+                self.reducer.check_assigned()
                 self._clip_as_configured()
                 for bucket in self.layout.buckets:
                     if self.is_used(bucket):

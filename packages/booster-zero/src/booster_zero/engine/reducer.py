@@ -7,12 +7,18 @@ zeros for parameters that took no part. Buckets that are not expected to be comp
 for them. Rounds add up until `Reducer.clear`.
 
 Where a rank holds all of a bucket's gradient, each parameter's is added to it as soon as it comes, paused or not: to
-keep it until the bucket is complete, or the pause is over, would only take memory.
+keep it until the bucket is complete, or the pause is over, would only take memory. Elsewhere a pause leaves gradients
+in ``parameter.grad``, to which autograd adds in the parameter's format. In bf16 and fp16 such a sum stops growing soon,
+so that those are added up here, in fp32.
+
+Once a gradient is taken, ``parameter.grad`` is a stand-in (`booster_zero.engine.stand_ins`). A backward that raises
+leaves its round open, which other ranks wait in; it is finished before the next one begins.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -21,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import GradientError
+from booster_core.precision import NARROW
+from booster_zero.engine.stand_ins import ShardedGradient, StandIns, assigned_error, holds_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -61,6 +69,7 @@ class Reducer:
         repeated: Parameters whose gradients come several times in one backward, on any rank.
         unused_somewhere: Parameters that took no part in the first round on some rank.
         unused_anywhere: Parameters that took no part on any rank when that was last agreed on.
+        dropped: Parameters whose gradients a script has dropped by ``parameter.grad = None``; whoever steps empties it.
     """
 
     def __init__(
@@ -89,7 +98,12 @@ class Reducer:
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._is_open = False
         self._is_guarded = False
+        self._is_interrupted = False
+        self._end_of_direct: Callable[[], object] = _nothing
         self._has_local = False
+        self._local: dict[int, Tensor] = {}
+        self._stand_ins = StandIns(names, self._zero_gradient)
+        self.dropped: set[int] = set()
         self._late: set[int] = set()
         self._hooks: dict[int, Any] = {}
         self._unhooked: dict[int, nn.Parameter] = {}
@@ -103,6 +117,7 @@ class Reducer:
         self._place = {slot.index: (bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots}
         self._filling = {}  # what it says of former buckets would keep their memory
         self._spare = {}
+        self._stand_ins.forget_pieces()
         self._unhooked = {
             slot.index: parameter
             for bucket in self.buckets
@@ -124,6 +139,8 @@ class Reducer:
         for handle in self._hooks.values():
             handle.remove()
         self._hooks = {}
+        self._stand_ins.hide()
+        self._stand_ins.clear()
 
     # ---- rounds
 
@@ -136,35 +153,80 @@ class Reducer:
 
         Collective: every rank of the shard group, unless paused.
         """
+        self._finish_interrupted()
+        self._take_dropped()
+        self._stand_ins.hide()
         if not self.is_paused:
             self._begin()
         self._is_guarded = True
         try:
             yield
+        except BaseException:
+            self._is_interrupted = self._is_open
+            raise
         finally:
             self._is_guarded = False
+            self._stand_ins.show_again()
         if self.is_paused:
             self._has_local = True
         elif ends:
             self.finish()
+        self._show_pieces(self.used)
 
     def settle(self) -> None:
         """Return once every gradient that backward has produced is in the shards.
 
         Collective: every rank of the shard group.
         """
+        self._finish_interrupted()
+        self._take_dropped()
         if self._has_local and not self._is_open:
             self._begin()
         self.finish()
 
+    def check_assigned(self) -> None:
+        """Check that no script has assigned a gradient, which the optimizer would not see. All are reduced.
+
+        Raises:
+            GradientError: If one has.
+
+        Collective: none.
+        """
+        for bucket in self.buckets:
+            for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
+                if parameter.grad is not None and holds_values(parameter.grad):
+                    raise assigned_error(self._names[slot.index])
+
+    def show_used(self, indices: Collection[int]) -> None:
+        """Show that there are gradients of parameters which any rank has used.
+
+        Collective: none.
+        """
+        for index in indices:
+            if not self._stand_ins.is_shown(index):
+                bucket, slot = self._place[index]
+                self._stand_ins.show(index, bucket.parameters[bucket.plan.slots.index(slot)])
+        self._show_pieces(indices)
+
+    def _show_pieces(self, indices: Collection[int]) -> None:
+        for bucket in self.buckets:
+            if not bucket.home.moves:  # which has them only while the optimizer steps
+                self._stand_ins.show_pieces(piece for piece in bucket.pieces if piece.index in indices)
+
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients.
+
+        Collective: none; after a backward that raised, every rank of the shard group.
+        """
+        self._finish_interrupted()
         while self._underway:
             self._end_oldest()
         self._is_open = self._has_local = False
         self._late.clear()
         self.used.clear()
+        self._local.clear()
         self._filling = {}
+        self._stand_ins.clear()
         for bucket in self.buckets:
             bucket.drop_gradient()
             for parameter in bucket.parameters:
@@ -172,10 +234,35 @@ class Reducer:
 
     def zero(self) -> None:
         """Set the gradients to zero; parameters that have one keep it."""
+        self._take_dropped()
+        for kept in self._local.values():
+            kept.zero_()
         for bucket in self.buckets:
             bucket.zero_gradient()
             for parameter in bucket.parameters:
-                parameter.grad = None
+                if holds_values(parameter.grad):
+                    parameter.grad = None
+
+    def _zero_gradient(self, index: int) -> None:
+        """Set the gradient of one parameter to zero."""
+        if index in self._local:
+            self._local[index].zero_()
+        self._place[index][0].zero_gradient_of(index)
+
+    def _take_dropped(self) -> None:
+        """Drop the gradients of parameters whose ``grad`` somebody has set to ``None``."""
+        dropped, are_all = self._stand_ins.take_dropped()
+        if are_all and not self._has_local:
+            self.clear()
+        for index in dropped:
+            self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        self._local.pop(index, None)
+        self.used.discard(index)
+        self._place[index][0].zero_gradient_of(index)
+        self._stand_ins.hide_piece(index)
+        self.dropped.add(index)
 
     def _begin(self) -> None:
         if self._is_open:
@@ -231,7 +318,7 @@ class Reducer:
             if filling.is_started:
                 continue
             for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
-                if parameter.grad is not None:
+                if slot.index in self._local or holds_values(parameter.grad):
                     self._take(bucket, filling, slot, parameter)
             self._start(bucket, filling)
         while self._underway:
@@ -246,13 +333,11 @@ class Reducer:
             self._has_local = True
             if bucket.adds_at_once:
                 self._add(bucket, slot, parameter)
+            elif bucket.format.working in NARROW or self._stand_ins.has(index):
+                self._keep(slot, parameter)
             return
-        if not self._is_open:
-            self._begin()
-        if not self._is_guarded:
-            # Somebody called `loss.backward()` themselves: the engine tells when that has ended.
-            self._is_guarded = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_unguarded)  # noqa: SLF001 - as DDP and FSDP do
+        if not self._is_guarded and self._end_of_direct() is None:
+            self._begin_direct(parameter)
         filling = self._filling.get(bucket)
         if filling is None:
             filling = self._filling[bucket] = _Filling(missing=len(bucket.parameters))
@@ -266,9 +351,36 @@ class Reducer:
         filling.missing -= is_new
         self._start_complete()
 
-    def _end_unguarded(self) -> None:
-        self._is_guarded = False
+    def _begin_direct(self, parameter: nn.Parameter) -> None:
+        """Begin a round for a script that called ``loss.backward()`` itself; autograd tells when that has ended.
+
+        Args:
+            parameter: The first one that got a gradient.
+        """
+        gradient, parameter.grad = parameter.grad, None  # which is none of an earlier round
+        self._finish_interrupted()
+        self._begin()
+        parameter.grad = gradient
+        end = functools.partial(self._end_direct)
+        # Autograd keeps it until backward has ended, also where that raises and nothing is called.
+        self._end_of_direct = weakref.ref(end)
+        self._is_interrupted = True
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # noqa: SLF001 - as DDP and FSDP do
+
+    def _end_direct(self) -> None:
+        self._end_of_direct = _nothing
+        self._is_interrupted = False
         self.finish()
+        self._show_pieces(self.used)
+
+    def _finish_interrupted(self) -> None:
+        """Finish the round of a backward that raised.
+
+        Collective: every rank of the shard group, where there is such a round; else none.
+        """
+        if self._is_interrupted and self._end_of_direct() is None:
+            self._is_interrupted = False
+            self.finish()
 
     def _come_late(self, index: int) -> None:
         if self.is_recording:
@@ -281,6 +393,14 @@ class Reducer:
         )
         raise GradientError(msg)
 
+    def _keep(self, slot: Slot, parameter: nn.Parameter) -> None:
+        """Add a gradient that is not reduced yet to those of earlier backward passes, in fp32 at least."""
+        with torch.no_grad():
+            gradient = self._gradient_of(slot, parameter)
+            assert gradient is not None, "asked for a gradient that is not there"
+            before = self._local.get(slot.index)
+            self._local[slot.index] = gradient if before is None else _sum(before, gradient)
+
     def _take(self, bucket: Bucket, filling: _Filling, slot: Slot, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, without a copy where it has the format that travels."""
         filling.taken.add(slot.index)
@@ -288,22 +408,32 @@ class Reducer:
             self._add(bucket, slot, parameter)
             return
         with torch.no_grad():
-            flat = self._gradient_of(slot, parameter).to(bucket.format.wire).reshape(-1)
+            gradient = self._gradient_of(slot, parameter)
+            kept = self._local.pop(slot.index, None)
+            if kept is not None:
+                gradient = kept if gradient is None else _sum(kept, gradient)
+            assert gradient is not None, "asked for a gradient that is not there"
+            flat = gradient.to(bucket.format.wire).reshape(-1)
             before = filling.gradients.get(slot.index)
             filling.gradients[slot.index] = flat if before is None else before + flat
 
     def _add(self, bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> None:
         """Add a parameter's gradient to the bucket's."""
         with torch.no_grad():
-            bucket.add_gradient(slot, self._gradient_of(slot, parameter))
+            gradient = self._gradient_of(slot, parameter)
+            assert gradient is not None, "asked for a gradient that is not there"
+            bucket.add_gradient(slot, gradient)
 
-    def _gradient_of(self, slot: Slot, parameter: nn.Parameter) -> Tensor:
-        """Return a parameter's gradient, and let the parameter forget it."""
+    def _gradient_of(self, slot: Slot, parameter: nn.Parameter) -> Tensor | None:
+        """Return what backward has accumulated in a parameter, and show its stand-in instead."""
         gradient = parameter.grad
-        assert gradient is not None, "asked for a gradient that is not there"
+        if type(gradient) is ShardedGradient:  # in a backward that a script called itself
+            gradient = gradient.take_added()
+        elif self._stand_ins.is_shown(slot.index):
+            self._drop(slot.index)  # a script did, before this backward
         self.used.add(slot.index)
-        parameter.grad = None
-        return gradient.to_dense() if gradient.is_sparse else gradient
+        self._stand_ins.show(slot.index, parameter)
+        return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
     def _start_complete(self) -> None:
         for bucket, filling in self._filling.items():
@@ -342,3 +472,12 @@ def _hook(reducer: weakref.ref[Reducer], index: int, parameter: nn.Parameter) ->
             owner.on_gradient(index, parameter)
 
     return parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+
+def _sum(kept: Tensor, gradient: Tensor) -> Tensor:
+    """Return the sum of two gradients, in fp32 where they are narrower; the first may be written to."""
+    return (kept.float() if kept.dtype in NARROW else kept).add_(gradient)
+
+
+def _nothing() -> None:
+    """Return ``None``, as the reference to an object that is gone does."""

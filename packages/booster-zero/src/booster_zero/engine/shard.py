@@ -117,6 +117,7 @@ class Shard:
         self.has_gradient = False
         self.pieces = list(self._cut())
         self._used: Mapping[int, bool] = {}
+        self._gradients: list[Tensor] | None = None  # slices of the gradient, as long as it stays where it is
         self._number = next(_numbers)
         self._uses: dict[Role, int] = {}  # of the blocks that a home may move
         self._states: dict[int, State] = {}
@@ -238,6 +239,7 @@ class Shard:
         """Return this rank's gradient to be written to; zeros where there was none."""
         if self.gradient is None:
             self.gradient = zeros_in_memory(self.numel, self.format.master, self.format.home, self.format.device)
+            self._gradients = None
             self._add(Role.GRAD, self.gradient)
         self.has_gradient = True
         return self.gradient
@@ -256,29 +258,44 @@ class Shard:
             with self.in_use(Role.GRAD, changes=True):
                 self.gradient.zero_()
 
-    def show_gradient(self, used: Mapping[int, bool]) -> None:
-        """Let the optimizer see the gradients of parameters that were used; it leaves the others as they are.
+    def zero_gradient_of(self, index: int) -> None:
+        """Set this rank's part of one parameter's gradient to zero, where there is one."""
+        if self.has_gradient and self.gradient is not None:
+            with self.in_use(Role.GRAD, changes=True):
+                for piece in self.pieces:
+                    if piece.index == index:
+                        self.slice_of(self.gradient, piece).zero_()
 
-        Where blocks are moved, it sees them in `stepping` alone.
-        """
+    def note_used(self, used: Mapping[int, bool]) -> None:
+        """Take note of which parameters were used: the optimizer leaves the others as they are."""
         self._used = used
-        if not self.home.moves:
-            for piece in self.pieces:
-                is_seen = self.gradient is not None and used.get(piece.index)
-                piece.values.grad = self.slice_of(self.gradient, piece) if is_seen else None  # type: ignore[arg-type]
+
+    def used_pieces(self) -> list[tuple[BucketPiece, Tensor]]:
+        """Return the pieces whose parameters were used, and their gradients. The block is in use."""
+        if self.gradient is None or not self.has_gradient:
+            return []
+        if self._gradients is None:
+            self._gradients = [self.slice_of(self.gradient, piece) for piece in self.pieces]
+        return self._used_among(self._gradients)
+
+    def _used_among(self, gradients: Sequence[Tensor]) -> list[tuple[BucketPiece, Tensor]]:
+        used = self._used
+        return [each for each in zip(self.pieces, gradients, strict=True) if used.get(each[0].index)]
+
+    def _gradients_beside_values(self) -> list[tuple[BucketPiece, Tensor]]:
+        """Return what `used_pieces` does, on the device of the pieces' values."""
+        if self.gradient is None or self.gradient.device == self.values.device:
+            return self.used_pieces()
+        whole = self.gradient.to(self.values.device)
+        return self._used_among([self.slice_of(whole, piece) for piece in self.pieces])
 
     def used_gradients(self) -> list[Tensor]:
         """Return the gradients of pieces whose parameters were used. The block is in use."""
-        if self.gradient is None or not self.has_gradient:
-            return []
-        return [
-            self.slice_of(self.gradient, piece)
-            for piece in self.pieces
-            if self._used.get(piece.index) and piece.values.numel()
-        ]
+        return [gradient for _, gradient in self.used_pieces() if gradient.numel()]
 
     def _rebind_gradient(self, flat: Tensor | None) -> None:
         assert self.gradient is not None, "a block that is kept has been made"
+        self._gradients = None
         self.gradient = _placeholder(self.gradient) if flat is None else flat
 
     # ---- optimizer state
@@ -286,27 +303,35 @@ class Shard:
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Have everything in use such that the optimizer can step on the pieces, where its state is."""
-        if not self.home.moves:
-            yield
-            return
-        with self.in_use(changes=True):
-            where = self.own.device if self._optim is None else self._optim.device
-            stays = self.format.has_copy or where == self.own.device
-            own = self.own
-            if not stays:
-                self._point(own.to(where))
-            assert self.gradient is not None, "the optimizer steps on buckets that have a gradient"
-            gradient = self.gradient.to(where)
+        with contextlib.ExitStack() as stack:
+            if self.home.moves:
+                stack.enter_context(self.in_use(changes=True))
+                stack.enter_context(self._beside_state())
+            shown = [piece.values.grad for piece in self.pieces]
             for piece in self.pieces:
-                piece.values.grad = self.slice_of(gradient, piece) if self._used.get(piece.index) else None
+                piece.values.grad = None
+            for piece, gradient in self._gradients_beside_values():
+                piece.values.grad = gradient
             try:
                 yield
             finally:
-                for piece in self.pieces:
-                    piece.values.grad = None
-                if not stays:
-                    own.copy_(self.values)
-                    self._point(own)
+                for piece, before in zip(self.pieces, shown, strict=True):
+                    piece.values.grad = before
+
+    @contextlib.contextmanager
+    def _beside_state(self) -> Iterator[None]:
+        """Have the pieces' values where the optimizer's state is. All blocks are in use."""
+        own = self.own
+        where = own.device if self._optim is None else self._optim.device
+        if self.format.has_copy or where == own.device:
+            yield
+            return
+        self._point(own.to(where))
+        try:
+            yield
+        finally:
+            own.copy_(self.values)
+            self._point(own)
 
     def memory_for_state(self, piece: BucketPiece, key: str, dtype: torch.dtype) -> Tensor:
         """Return memory for a piece's part of an elementwise state, in the shape of the piece's values; not filled."""

@@ -36,6 +36,11 @@ class ZeroStateAdapter(StateAdapter):
         self.optimizer = optimizer
         self.taken_as_parameters: set[int] = set()
 
+    @property
+    def keeps_values(self) -> bool:
+        """Whether no home moves values between memories."""
+        return self.optimizer is None or not self.optimizer.home.moves
+
     # ---- the model
 
     def model_shards(self) -> Iterator[TensorShard]:

@@ -19,10 +19,9 @@ from typing_extensions import override
 from booster_core.errors import CheckpointError
 from booster_core.state import Box, TensorMeta, box_numel, box_shape
 from booster_runtime.checkpoint.files.dcp_table import Slice, read_table
-from booster_runtime.checkpoint.files.formats import TensorFile
-from booster_runtime.checkpoint.files.raw import as_bytes, pread_into, read_strided
+from booster_runtime.checkpoint.files.reading import TensorFile, pread_into, read_strided
 from booster_runtime.state.jsonable import encode_json
-from booster_runtime.state.regions import intersect, is_contiguous, regions_of, slices_of, span_of
+from booster_runtime.state.regions import as_bytes, intersect, is_contiguous, regions_of, slices_of, span_of
 
 if TYPE_CHECKING:
     from pathlib import Path

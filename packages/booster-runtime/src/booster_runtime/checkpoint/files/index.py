@@ -8,22 +8,10 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
-
 
 _LONGEST_NAME = 255
 """What file systems take; a longer name would be an error of the operating system."""
-
-
-def index_text(files: Mapping[str, str], total_bytes: int) -> str:
-    """Return the content of an index as Hugging Face libraries write it.
-
-    Args:
-        files: Tensor name to file name.
-        total_bytes: Size of all tensors' values.
-    """
-    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2) + "\n"
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -1,20 +1,102 @@
-"""Which tensor goes into which file: pure arithmetic on names and sizes that every rank repeats alike.
+"""Where everything of a save goes: the names of its files, and which tensor is in which file.
 
-Tensors are put in the natural order of their names, so that files do not depend on the plugin, on the number of ranks
-or on who owns what: the same state gives the same bytes.
+Names are those that Hugging Face libraries write and look for. Tensors are put in the natural order of their names, so
+that files do not depend on the plugin, on the number of ranks or on who owns what: the same state gives the same bytes.
+All of it is arithmetic on names and sizes, which every rank repeats alike.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import secrets
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from booster_core.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     import torch
+
+    from booster_runtime.checkpoint.save.parts import Part
+
+SAFETENSORS, TORCH = ".safetensors", ".bin"
+MODEL, TORCH_MODEL, OPTIMIZER, EMA = "model", "pytorch_model", "optimizer", "ema"
+INTERRUPTED = ".interrupted"
+"""Suffix of the file that says that a save is replacing a checkpoint's files; after a kill, it stays."""
+TEMPORARY = ".tmp"
+TOKEN_CHARACTERS = 16
+"""Length of the hexadecimal text in temporary names that no two saves share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileNames:
+    """The names of one checkpoint's files.
+
+    Args:
+        base: ``"model"``, ``"pytorch_model"`` or ``"optimizer"``.
+        suffix: ``".safetensors"`` or ``".bin"``.
+        prefix: Put between base and suffix, as Hugging Face does with a ``variant``: ``model.ema.safetensors``.
+    """
+
+    base: str
+    suffix: str = SAFETENSORS
+    prefix: str | None = None
+
+    @property
+    def stem(self) -> str:
+        """The name of the single file without its suffix."""
+        return self.base if not self.prefix else f"{self.base}.{self.prefix}"
+
+    @property
+    def single(self) -> str:
+        """The name of the one file of an undivided checkpoint."""
+        return f"{self.stem}{self.suffix}"
+
+    @property
+    def index(self) -> str:
+        """The name of the index of a divided checkpoint."""
+        middle = "" if not self.prefix else f".{self.prefix}"
+        return f"{self.base}{self.suffix}.index{middle}.json"
+
+    @property
+    def mark(self) -> str:
+        """The name of the file that is there while the files of a divided checkpoint are replaced."""
+        return mark_of(self.index)
+
+    @property
+    def other_forms(self) -> tuple[FileNames, ...]:
+        """The other forms of the same checkpoint, one of which a reader might take in place of this one."""
+        if self.base == TORCH_MODEL:
+            return (FileNames(base=MODEL, prefix=self.prefix),)
+        return (FileNames(base=TORCH_MODEL, suffix=TORCH, prefix=self.prefix),) if self.base == MODEL else ()
+
+    @property
+    def groups(self) -> str:
+        """The name of the file with an optimizer's parameter groups."""
+        return "param_groups.json" if not self.prefix else f"param_groups.{self.prefix}.json"
+
+    def part(self, number: int, total: int) -> str:
+        """Return the name of one file of a divided checkpoint; ``number`` counts from 1."""
+        return f"{self.stem}-{number:05d}-of-{total:05d}{self.suffix}"
+
+    def is_part(self, name: str) -> bool:
+        """Whether a name is that of a file of a divided checkpoint of this stem."""
+        return re.fullmatch(rf"{re.escape(self.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(self.suffix)}", name) is not None
+
+    def includes(self, name: str) -> bool:
+        """Whether a name is that of any file of a checkpoint of this stem, the parameter groups left out."""
+        return name in (self.single, self.index) or self.is_part(name)
+
+
+def mark_of(index: str) -> str:
+    """Return the name of the file that is there while the files of an index are replaced."""
+    return f".{index}{INTERRUPTED}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +143,196 @@ def split_into_files(specs: Iterable[TensorSpec], max_bytes: int | None) -> list
             size = 0
         files[-1].append(spec)
         size += spec.nbytes
-    return [in_file_order(specs) for specs in files]
+    # A stable sort: by name among elements of one width.
+    return [tuple(sorted(specs, key=lambda spec: -spec.dtype.itemsize)) for specs in files]
 
 
-def in_file_order(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return tensors in the order of their values in a file: wider elements first, then by name."""
-    return tuple(sorted(specs, key=lambda spec: (-spec.dtype.itemsize, natural_order(spec.key))))
+@dataclass(frozen=True, kw_only=True)
+class PlannedFile:
+    """A file of tensors that a save writes.
+
+    Args:
+        name: Its name in the folder.
+        suffix: The kind of file.
+        specs: Its tensors, in the order of their values.
+        values: Its other values, as encoded JSON.
+    """
+
+    name: str
+    suffix: str
+    specs: tuple[TensorSpec, ...]
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenFile:
+    """A file that was written.
+
+    Args:
+        name: Its name in the folder.
+        nbytes: Its size.
+        checksum: The hexadecimal xxh3 (64 bits) of its content, where it was asked for.
+        tensors: The names of its tensors.
+    """
+
+    name: str
+    nbytes: int
+    checksum: str | None = None
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePlan:
+    """The layout of a save; the same on every rank.
+
+    Args:
+        folder: Where the files go.
+        token: Text that no other save uses; part of temporary names.
+        files: The files of tensors.
+        texts: Other files and their content.
+        last: The names of the texts that make the others valid (indexes), which are renamed last.
+        homes: For each part, and each of its tensors, the position of its file in ``files``.
+        elsewhere: For each part, names of tensors that this rank holds but that another rank writes.
+        obsolete: Tells names of files of an older save that this one replaces.
+        marks: Names of the files that say so while several files are replaced.
+        healed: Names of such files of interrupted saves that this save replaces, and their indexes.
+    """
+
+    folder: Path
+    token: str
+    files: tuple[PlannedFile, ...]
+    texts: dict[str, str]
+    last: tuple[str, ...]
+    homes: tuple[dict[str, int], ...]
+    elsewhere: tuple[set[str], ...]
+    obsolete: Callable[[str], bool]
+    marks: tuple[str, ...] = ()
+    healed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The files in the order in which they get their names."""
+        return [
+            *(file.name for file in self.files),
+            *(text for text in self.texts if text not in self.last),
+            *self.last,
+        ]
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all tensors' values."""
+        return sum(spec.nbytes for file in self.files for spec in file.specs)
+
+    def temporary(self, name: str) -> Path:
+        """Return a file's path until it is complete."""
+        return self.folder / f".{name}.{self.token}{TEMPORARY}"
+
+
+def new_token() -> str:
+    """Return text that no other save uses."""
+    return secrets.token_hex(TOKEN_CHARACTERS // 2)
+
+
+_Owned = tuple[str, tuple[int, ...], "torch.dtype", int]
+"""What a rank says of a tensor: its name, shape, dtype in the file, and number of elements that this rank writes."""
+
+
+def local_specs(part: Part) -> list[_Owned]:
+    """Return what this rank writes of each tensor of a part.
+
+    Collective: none.
+    """
+    specs: dict[str, list[Any]] = {}
+    for shard in part.owned_shards():
+        spec = specs.setdefault(shard.key, [shard.global_shape, part.file_dtype(shard), 0])
+        if spec[0] != shard.global_shape:
+            msg = f"'{shard.key}' has shards of shape {spec[0]} and of shape {shard.global_shape}."
+            raise CheckpointError(msg)
+        spec[2] += shard.numel
+    return [(key, shape, dtype, numel) for key, (shape, dtype, numel) in specs.items()]
+
+
+def merge_specs(gathered: Sequence[Sequence[_Owned]]) -> list[TensorSpec]:
+    """Return the whole tensors that all ranks' shards make up.
+
+    Raises:
+        CheckpointError: If a tensor is not owned exactly once, or ranks disagree about its shape or dtype.
+    """
+    specs: dict[str, TensorSpec] = {}
+    owned: dict[str, int] = defaultdict(int)
+    for entries in gathered:
+        for key, shape, dtype, numel in entries:
+            spec = specs.setdefault(key, TensorSpec(key=key, shape=shape, dtype=dtype))
+            if (spec.shape, spec.dtype) != (shape, dtype):
+                msg = f"Ranks disagree about '{key}': {spec.shape} of {spec.dtype}, and {shape} of {dtype}."
+                raise CheckpointError(msg)
+            owned[key] += numel
+    wrong = [
+        f"{key} ({owned[key]} of {math.prod(spec.shape)} elements)"
+        for key, spec in specs.items()
+        if owned[key] != math.prod(spec.shape)
+    ]
+    if wrong:
+        msg = (
+            f"{len(wrong)} tensors are not owned by exactly one rank in each of their parts: {shorten(wrong)}. Are "
+            "all ranks saving the same model, under the plugin that boosted it?"
+        )
+        raise CheckpointError(msg)
+    return list(specs.values())
+
+
+def make_plan(
+    folder: Path, token: str, parts: Sequence[Part], specs: Sequence[Sequence[TensorSpec]], texts: Mapping[str, str]
+) -> SavePlan:
+    """Return where everything goes, from what all ranks know alike.
+
+    Args:
+        folder: Where the files go.
+        token: Text that no other save uses.
+        parts: The parts; they have learned what all ranks said.
+        specs: For each part, its whole tensors.
+        texts: Further files and their content.
+    """
+    files: list[PlannedFile] = []
+    homes, all_texts, last = [], dict(sorted(texts.items())), []
+    for part, part_specs in zip(parts, specs, strict=True):
+        divided = split_into_files(part_specs, part.max_bytes)
+        home: dict[str, int] = {}
+        for number, file_specs in enumerate(divided, start=1):
+            name = part.names.part(number, len(divided)) if part.is_divided else part.file_name or part.names.single
+            values = part.values() if number == 1 else {}
+            home |= {spec.key: len(files) for spec in file_specs}
+            files.append(PlannedFile(name=name, suffix=part.names.suffix, specs=file_specs, values=values))
+        homes.append(home)
+        all_texts |= part.texts()
+        if part.is_divided:
+            all_texts[part.names.index] = _index_text(
+                {key: files[index].name for key, index in home.items()}, part_specs
+            )
+            last.append(part.names.index)
+    written = {file.name for file in files} | all_texts.keys()
+    # Another form would be read in place of this one by those who look for it first, or ask for it.
+    replaced = [form for part in parts if part.is_divided for form in (part.names, *part.names.other_forms)]
+    in_one_file = [part.names for part in parts if part.file_name in (None, part.names.single)]
+
+    def is_obsolete(name: str) -> bool:
+        return name not in written and any(names.includes(name) for names in replaced)
+
+    return SavePlan(
+        folder=folder,
+        token=token,
+        files=tuple(files),
+        texts=all_texts,
+        last=tuple(last),
+        homes=tuple(homes),
+        elsewhere=tuple(part.extra_elsewhere() for part in parts),
+        obsolete=is_obsolete,
+        marks=tuple(part.names.mark for part in parts if part.is_divided),
+        healed={names.mark: names.index for names in (*replaced, *in_one_file)},
+    )
+
+
+def _index_text(files: Mapping[str, str], specs: Iterable[TensorSpec]) -> str:
+    """Return the content of an index as Hugging Face libraries write it: which file holds which tensor."""
+    total_bytes = sum(spec.nbytes for spec in specs)
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2) + "\n"

@@ -1,23 +1,17 @@
-"""Choose the kind of a file of tensors: by the suffix to write one, by the content to read one."""
+"""Open a file of tensors of either kind, which its content tells."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointError
-from booster_runtime.checkpoint.files.names import SAFETENSORS
-from booster_runtime.checkpoint.files.safetensors_file import SafetensorsContainer, SafetensorsFile
-from booster_runtime.checkpoint.files.torch_file import TorchContainer, TorchFile
+from booster_runtime.checkpoint.files.safetensors_file import SafetensorsFile
+from booster_runtime.checkpoint.files.torch_file import TorchFile
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from booster_runtime.checkpoint.files.formats import Container, TensorFile
-
-
-def container_for(suffix: str) -> Container:
-    """Return the kind of file that a suffix names: ``".safetensors"`` or ``".bin"``."""
-    return SafetensorsContainer() if suffix == SAFETENSORS else TorchContainer()
+    from booster_runtime.checkpoint.files.reading import TensorFile
 
 
 def open_tensor_file(path: Path, *, in_memory: bool = False) -> TensorFile:

@@ -1,7 +1,7 @@
 """Files in the safetensors format: an 8-byte length, a JSON header, and the tensors' values.
 
-Written and read here instead of by the safetensors library because ranks write parts of one file side by side, and
-because a header is checked in full before the first value is read.
+Read here, and written in `booster_runtime.checkpoint.save.writer`, instead of by the safetensors library because ranks
+write parts of one file side by side, and because a header is checked in full before the first value is read.
 """
 
 from __future__ import annotations
@@ -19,17 +19,13 @@ from typing_extensions import override
 
 from booster_core.errors import CheckpointError
 from booster_core.state import TensorMeta
-from booster_runtime.checkpoint.files.formats import Container, TensorFile
-from booster_runtime.checkpoint.files.names import SAFETENSORS
-from booster_runtime.checkpoint.files.raw import as_bytes, pread_into, pwrite_from, read_strided
-from booster_runtime.state.regions import is_contiguous, span_of
+from booster_runtime.checkpoint.files.reading import TensorFile, pread_into, read_strided
+from booster_runtime.state.regions import as_bytes, is_contiguous, span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from booster_core.state import Box
-    from booster_runtime.checkpoint.files.layout import TensorSpec
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -53,69 +49,14 @@ DTYPE_NAMES = {
     torch.complex64: "C64",
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library accepts."""
 _LARGEST = 1 << 62
 """Torch's sizes are smaller than this."""
-_METADATA = "__metadata__"
-_VALUES = "booster."
+METADATA = "__metadata__"
+VALUES_PREFIX = "booster."
 """Prefix of the metadata entries that hold values of ours."""
-
-
-class SafetensorsContainer(Container):
-    """Writes safetensors files."""
-
-    suffix = SAFETENSORS
-
-    @override
-    def create(self, path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> None:
-        head, size = _head(specs, values)
-        descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)
-        try:
-            pwrite_from(descriptor, memoryview(head), 0)
-            os.ftruncate(descriptor, len(head) + size)
-        finally:
-            os.close(descriptor)
-
-    @override
-    def offsets(self, path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> dict[str, int]:
-        del path
-        offset = len(_head(specs, values)[0])
-        offsets = {}
-        for spec in specs:
-            offsets[spec.key] = offset
-            offset += spec.nbytes
-        return offsets
-
-
-def _head(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Return length and header as bytes, and the size of the values that follow."""
-    metadata = {"format": "pt", **{_VALUES + name: json.dumps(value) for name, value in values.items()}}
-    header: dict[str, Any] = {_METADATA: metadata}
-    offset = 0
-    for spec in specs:
-        if spec.dtype not in DTYPE_NAMES:
-            msg = (
-                f"'{spec.key}' has dtype {spec.dtype}, which safetensors files cannot hold. Use "
-                "`use_safetensors=False`."
-            )
-            raise CheckpointError(msg)
-        header[spec.key] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)
-    if len(text) > _MAX_HEADER_BYTES:
-        msg = (
-            f"The names of {len(specs)} tensors and {len(values)} other values make a header of {len(text)} bytes; a "
-            f"safetensors file takes {_MAX_HEADER_BYTES}. Use `shard=True` or a smaller `size_per_shard`."
-        )
-        raise CheckpointError(msg)
-    return struct.pack("<Q", len(text)) + text, offset
 
 
 class SafetensorsFile(TensorFile):
@@ -135,7 +76,7 @@ class SafetensorsFile(TensorFile):
         try:
             self._size = os.fstat(self._descriptor).st_size
             header, self._start = self._read_header()
-            metadata = header.pop(_METADATA, {})
+            metadata = header.pop(METADATA, {})
             self.values = _values_in(path, metadata)
             self._offsets: dict[str, int] = {}
             self.tensors = {key: self._check_entry(key, entry) for key, entry in header.items()}
@@ -174,15 +115,15 @@ class SafetensorsFile(TensorFile):
         return self._content
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
-        head = os.pread(self._descriptor, _LENGTH_BYTES, 0)
-        if len(head) < _LENGTH_BYTES:
+        head = os.pread(self._descriptor, LENGTH_BYTES, 0)
+        if len(head) < LENGTH_BYTES:
             msg = (
                 f"'{self.path}' has {self._size} bytes: too few for a safetensors file. It is truncated or another "
                 "kind of file."
             )
             raise CheckpointError(msg)
         length = struct.unpack("<Q", head)[0]
-        if length > min(self._size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+        if length > min(self._size - LENGTH_BYTES, MAX_HEADER_BYTES):
             msg = (
                 f"'{self.path}' announces a header of {length} bytes, but has {self._size} bytes. It is truncated, or "
                 "not "
@@ -190,7 +131,7 @@ class SafetensorsFile(TensorFile):
             )
             raise CheckpointError(msg)
         try:
-            text = os.pread(self._descriptor, length, _LENGTH_BYTES).decode()
+            text = os.pread(self._descriptor, length, LENGTH_BYTES).decode()
             header = json.loads(text, object_pairs_hook=_refuse_duplicates)
         except (ValueError, RecursionError) as error:
             msg = f"The header of '{self.path}' is damaged: {error}."
@@ -198,7 +139,7 @@ class SafetensorsFile(TensorFile):
         if not isinstance(header, dict):
             msg = f"The header of '{self.path}' is damaged: it is not a JSON object."
             raise CheckpointError(msg)
-        return header, _LENGTH_BYTES + length
+        return header, LENGTH_BYTES + length
 
     def _check_entry(self, key: str, entry: Any) -> TensorMeta:
         try:
@@ -273,9 +214,9 @@ def _values_in(path: Path, metadata: Any) -> dict[str, Any]:
         raise CheckpointError(msg)
     values = {}
     for name, text in metadata.items():
-        if name.startswith(_VALUES):
+        if name.startswith(VALUES_PREFIX):
             try:
-                values[name.removeprefix(_VALUES)] = json.loads(text)
+                values[name.removeprefix(VALUES_PREFIX)] = json.loads(text)
             except (TypeError, ValueError, RecursionError) as error:
                 msg = f"The header of '{path}' is damaged: its entry '{name}' is not JSON ({error})."
                 raise CheckpointError(msg) from error

@@ -1,4 +1,4 @@
-"""Files made by ``torch.save``: written in place like any other container, read without running what they hold.
+"""Files made by ``torch.save``: written in place like any other file, read without running what they hold.
 
 ``torch.save`` can leave the tensors' values out and keep their room, so ranks fill it in side by side. The checksums
 of the zip records with values are left at zero: torch does not look at them, general zip tools complain. Reading
@@ -18,11 +18,10 @@ from typing_extensions import override
 
 from booster_core.errors import CheckpointError
 from booster_core.state import TensorMeta, box_shape
-from booster_runtime.checkpoint.files.formats import Container, TensorFile
-from booster_runtime.checkpoint.files.names import SAFETENSORS, TORCH
-from booster_runtime.checkpoint.files.raw import as_bytes, pread_into, read_strided
+from booster_runtime.checkpoint.files.layout import SAFETENSORS
+from booster_runtime.checkpoint.files.reading import TensorFile, pread_into, read_strided
 from booster_runtime.state.jsonable import decode_json, encode_json, tensor_references
-from booster_runtime.state.regions import is_contiguous, slices_of, span_of
+from booster_runtime.state.regions import as_bytes, is_contiguous, slices_of, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,32 +31,38 @@ if TYPE_CHECKING:
     from booster_runtime.checkpoint.files.layout import TensorSpec
 
 
-class TorchContainer(Container):
-    """Writes what ``torch.save`` of a plain dict writes; values that are not tensors are entries of that dict."""
+def create_torch_file(path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> None:
+    """Write what ``torch.save`` of a plain dict writes, with room for the tensors' values instead of them.
 
-    suffix = TORCH
+    Args:
+        path: The file; replaced if it exists.
+        specs: The tensors, in the order of their values.
+        values: Other entries of the dict: encoded JSON (`booster_runtime.state.jsonable`) by name.
 
-    @override
-    def create(self, path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode  # what skip_data's documentation builds on
+    Collective: none.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # what skip_data's documentation builds on
 
-        with FakeTensorMode():
-            tensors = {spec.key: torch.empty(spec.shape, dtype=spec.dtype) for spec in specs}
-            content = _content(tensors, values)
-            with torch.serialization.skip_data(materialize_fake_tensors=True):
-                torch.save(content, path)
+    with FakeTensorMode():
+        tensors = {spec.key: torch.empty(spec.shape, dtype=spec.dtype) for spec in specs}
+        content = _content(tensors, values)
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(content, path)
 
-    @override
-    def offsets(self, path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> dict[str, int]:
-        from torch._subclasses.fake_tensor import FakeTensorMode
 
-        with FakeTensorMode():
-            content = torch.load(path, weights_only=True)
-        tensors: dict[str, torch.Tensor] = {}
-        for name, value in content.items():
-            encode_json(value, name, tensors)
-        del values
-        return {spec.key: _offset_of(tensors[spec.key]) for spec in specs}
+def offsets_in_torch_file(path: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
+    """Return where in a file that `create_torch_file` has made each tensor's values begin, in bytes.
+
+    Collective: none.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        content = torch.load(path, weights_only=True)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in content.items():
+        encode_json(value, name, tensors)
+    return {spec.key: _offset_of(tensors[spec.key]) for spec in specs}
 
 
 def _content(tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:

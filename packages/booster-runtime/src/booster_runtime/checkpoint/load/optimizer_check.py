@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from booster_core.errors import CheckpointError, shorten
 from booster_core.state import TensorMeta
 from booster_runtime.checkpoint.files.index import read_json
+from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
 from booster_runtime.checkpoint.load.compare import misfit
-from booster_runtime.checkpoint.save.parts import OptimizerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, shorten
 from booster_core.state import full_box
-from booster_runtime.checkpoint.files.formats import TensorFile
 from booster_runtime.checkpoint.files.index import read_index
-from booster_runtime.checkpoint.files.names import (
+from booster_runtime.checkpoint.files.layout import (
     INTERRUPTED,
     MODEL,
     OPTIMIZER,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from booster_core.state import Box, TensorMeta
-    from booster_runtime.checkpoint.files.formats import TensorFile
+    from booster_runtime.checkpoint.files.reading import TensorFile
 
 _CANDIDATES = {
     MODEL: (FileNames(base=MODEL), FileNames(base=TORCH_MODEL, suffix=TORCH)),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, shorten
 from booster_runtime.checkpoint.files.index import read_json
-from booster_runtime.checkpoint.save.job import file_checksum, sync_folder
+from booster_runtime.checkpoint.save.writer import file_checksum, sync_folder
 from booster_runtime.storage import leaves_folder
 
 if TYPE_CHECKING:

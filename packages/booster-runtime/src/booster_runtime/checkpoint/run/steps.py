@@ -2,7 +2,7 @@
 
 A step appears under its name complete or not at all; what is being written or removed has a name that starts with a
 dot, and the next save clears it away. A failed removal is logged, fails no save, and is tried again by the next one.
-The step that ``latest`` names is never touched: saving the same step once more makes ``step-00000100.1`` and removes
+A step is never replaced in place: saving the same step once more makes ``step-00000100.1`` and removes
 ``step-00000100`` after ``latest`` has moved.
 """
 
@@ -11,22 +11,22 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 import shutil
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointError
+from booster_runtime.checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_runtime.checkpoint.run.manifest import MANIFEST, verify_folder
-from booster_runtime.checkpoint.save.job import TEMPORARY, TOKEN_CHARACTERS, sync_folder
+from booster_runtime.checkpoint.save.writer import sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
 
-LATEST = "latest"
+LATEST, NEWEST_WHOLE = "latest", "newest-whole"
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _HIDDEN_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
 _HIDDEN = re.compile(rf"\.step-\d{{8,}}(\.\d+)?\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
@@ -46,11 +46,6 @@ def parse_name(name: str) -> tuple[int, int] | None:
 def log_failed_removal(where: str | Path, error: Exception) -> None:
     """Log that an old step, or a part of one, is still there."""
     _log.warning("'%s' could not be removed: %s. The next save into this folder tries again.", where, error)
-
-
-def new_token() -> str:
-    """Return text that no other save uses."""
-    return secrets.token_hex(TOKEN_CHARACTERS // 2)
 
 
 class Steps(ABC):
@@ -75,12 +70,16 @@ class Steps(ABC):
         """Return the complete steps' folders, oldest step first."""
 
     @abstractmethod
+    def taken(self) -> list[str]:
+        """Return the names that no new step can have."""
+
+    @abstractmethod
     def latest_name(self) -> str | None:
         """Return what ``latest`` names; ``None`` where there is no such file."""
 
     @abstractmethod
     def place(self, temporary: Path, name: str) -> None:
-        """Make a complete temporary folder a step's folder, durably. A folder of that name is replaced."""
+        """Make a complete temporary folder a step's folder, durably; there is none of that name."""
 
     @abstractmethod
     def set_latest(self, name: str) -> None:
@@ -115,9 +114,9 @@ class Steps(ABC):
         Returns:
             The name of the step's folder.
         """
-        latest = self.latest_name()
-        parsed = parse_name(latest) if latest else None
-        name = folder_name(step, parsed[1] + 1 if parsed is not None and parsed[0] == step else 0)
+        # What is there of the same step stays until the new one is in place, and may then fail to be removed.
+        revisions = [parsed[1] for parsed in map(parse_name, self.taken()) if parsed is not None and parsed[0] == step]
+        name = folder_name(step, max(revisions) + 1 if revisions else 0)
         self.place(temporary, name)
         self.set_latest(name)
         self._remove_obsolete(name, step, keep_last)
@@ -151,6 +150,24 @@ class Steps(ABC):
             for name, number in steps.items()
             if name != kept and (number == step or (number < step and number not in wanted))
         ]
+
+    def candidates(self) -> list[str]:
+        """Return the folders to try for the newest whole step: the latest, those before it, then those beyond it.
+
+        Raises:
+            CheckpointError: If there is none.
+        """
+        names = self.names()
+        latest = self.latest_name()
+        limit = parse_name(latest) if latest is not None else None
+        if latest not in names:
+            found = names[::-1]
+        else:
+            before = [name for name in names if limit is not None and (parse_name(name) or limit) <= limit]
+            found = [*before[::-1], *(name for name in names[::-1] if name not in before)]
+        if not found:
+            found = [self.find(LATEST)]  # which raises
+        return found
 
     def find(self, step: int | str) -> str:
         """Return the folder of a step.
@@ -241,6 +258,9 @@ class LocalSteps(Steps):
         found = [(parsed, entry) for entry in self.path.iterdir() if (parsed := parse_name(entry.name))]
         return [entry.name for _, entry in sorted(found) if (entry / MANIFEST).is_file()]
 
+    def taken(self) -> list[str]:
+        return [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
+
     def latest_name(self) -> str | None:
         try:
             return (self.path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
@@ -248,8 +268,6 @@ class LocalSteps(Steps):
             return None
 
     def place(self, temporary: Path, name: str) -> None:
-        if (self.path / name).exists():
-            self.remove(name)
         temporary.rename(self.path / name)
         sync_folder(self.path)
         sync_folder(self.path.resolve().parent)

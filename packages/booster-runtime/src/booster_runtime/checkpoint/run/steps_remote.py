@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError
 from booster_core.ranks import this_host
+from booster_runtime.checkpoint.files.layout import TEMPORARY
 from booster_runtime.checkpoint.run.manifest import MANIFEST, verify_folder
 from booster_runtime.checkpoint.run.steps import LATEST, LocalSteps, Steps, folder_name, log_failed_removal, parse_name
-from booster_runtime.checkpoint.save.job import TEMPORARY, as_checkpoint_error
+from booster_runtime.checkpoint.save.writer import as_checkpoint_error
 from booster_runtime.storage import leaves_folder, storage_for
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ class RemoteSteps(Steps):
         found = [path.removesuffix(f"/{MANIFEST}") for path in self._storage.list(self.root)]
         return sorted((name for name in found if parse_name(name)), key=lambda name: parse_name(name) or (0, 0))
 
+    def taken(self) -> list[str]:
+        return sorted({path.partition("/")[0] for path in self._storage.list(self.root)})
+
     def latest_name(self) -> str | None:
         if LATEST not in self._storage.list(self.root):
             return None
@@ -76,8 +80,6 @@ class RemoteSteps(Steps):
             return (Path(folder) / LATEST).read_text(encoding="utf-8", errors="replace").strip()
 
     def place(self, temporary: Path, name: str) -> None:
-        if name in self.names():
-            self.remove(name)
         files = sorted(path for path in temporary.rglob("*") if path.is_file() and path.name != MANIFEST)
         for path in [*files, temporary / MANIFEST]:
             self._storage.upload(path, f"{self.root}/{name}/{path.relative_to(temporary).as_posix()}")

@@ -15,7 +15,7 @@ import torch
 from booster_core.errors import CheckpointError
 from booster_core.state import full_box
 from booster_runtime.checkpoint.files.index import read_json
-from booster_runtime.checkpoint.files.names import FileNames
+from booster_runtime.checkpoint.files.layout import FileNames
 from booster_runtime.checkpoint.files.opening import open_tensor_file
 from booster_runtime.checkpoint.run.random_state import capture_random_state, restore_random_state
 from booster_runtime.checkpoint.run.scheduler import scheduler_from_json, scheduler_to_json
@@ -70,6 +70,10 @@ class TrainingPart(Part):
         }
         self._step = step
         self._content: dict[str, Any] = {}
+
+    @property
+    def keeps_values(self) -> bool:
+        return True
 
     def owned_shards(self) -> Iterator[TensorShard]:
         yield from whole_shards(self._tensors)

@@ -7,42 +7,39 @@ checks the manifest before it changes anything, and random states come last, bec
 
 from __future__ import annotations
 
+import itertools
+import logging
 import shutil
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_core.checkpoint_io import LoadedCheckpoint
 from booster_core.errors import CheckpointError, ConfigError
-from booster_runtime.checkpoint.files.names import EMA, MODEL, OPTIMIZER, FileNames
+from booster_runtime.checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames, new_token
 from booster_runtime.checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, damaged, required
-from booster_runtime.checkpoint.run.steps import LATEST, Steps, arrange, new_token
+from booster_runtime.checkpoint.run.steps import LATEST, NEWEST_WHOLE, arrange
 from booster_runtime.checkpoint.run.steps_remote import local_copy, open_steps
 from booster_runtime.checkpoint.run.training_part import BASE, TENSORS, VALUES, SavedTraining, TrainingPart
-from booster_runtime.checkpoint.save.job import as_checkpoint_error
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
-from booster_runtime.checkpoint.save.pretrained_files import pretrained_files
-from booster_runtime.checkpoint.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from booster_core.checkpoint_io import TrainingState
-    from booster_core.ranks import DistCoordinator
     from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
-    from booster_runtime.checkpoint.save.job import WrittenFile
+    from booster_runtime.checkpoint.files.layout import WrittenFile
     from booster_runtime.checkpoint.save.parts import Part
+    from booster_runtime.checkpoint.session import Session
 
+_log = logging.getLogger(__name__)
 _EMA_NAMES = FileNames(base=MODEL, prefix=EMA)
 _SAVE, _LOAD = "save_checkpoint", "load_checkpoint"
-_VERIFY_TIMEOUT_SECONDS = 24 * 3600.0
-"""How long ranks wait while others read files to check them. That all take part is known by then."""
 
 
 def save_training_state(
     io: CheckpointFiles,
-    coordinator: DistCoordinator,
+    session: Session,
     make_state: Callable[[], TrainingState],
     root: str | Path,
     *,
@@ -52,13 +49,12 @@ def save_training_state(
     keep_last: int | None,
     use_async: bool,
     size_per_shard: int,
-    timeout_seconds: float,
 ) -> None:
     """Write a step; see `Booster.save_checkpoint`.
 
     Args:
         io: Writes the parts.
-        coordinator: Rank facts and rendezvous.
+        session: The ranks.
         make_state: Returns the state; may raise what the user got wrong.
         root: The folder of all steps.
         facts: What the manifest says of the run.
@@ -67,18 +63,16 @@ def save_training_state(
         keep_last: How many steps to keep.
         use_async: Write in the background.
         size_per_shard: Largest size of a file of tensors in MiB.
-        timeout_seconds: How long to wait for ranks that do not call.
 
     Collective: every rank.
     """
-    session = Session(coordinator, shared_filesystem=None, timeout_seconds=timeout_seconds)
+    coordinator = session.coordinator
     io.wait(_SAVE)
     where = Path(root)
     with session.together(_SAVE, where):
         _check_numbers(step, keep_last, size_per_shard)
         steps = open_steps(root)
         state = make_state()
-        texts = pretrained_files(state.module, state.dtype)
         training = TrainingPart(state.objects, rank=coordinator.rank, step=step, extra=extra)
     has_ema = state.ema is not None
     asked = {"step": step, "keep_last": keep_last, "use_async": use_async, "root": str(root), "ema": has_ema}
@@ -94,7 +88,6 @@ def save_training_state(
             FileNames(base=MODEL),
             max_bytes=max_bytes,
             dtype=state.dtype,
-            texts=texts,
             module=state.module,
         )
     ]
@@ -123,7 +116,7 @@ def save_training_state(
 
 def load_training_state(
     io: CheckpointFiles,
-    coordinator: DistCoordinator,
+    session: Session,
     make_state: Callable[[], TrainingState],
     root: str | Path,
     *,
@@ -131,85 +124,94 @@ def load_training_state(
     strict: bool,
     verify: bool,
     num_threads: int,
-    timeout_seconds: float,
 ) -> LoadedCheckpoint:
     """Read a step; see `Booster.load_checkpoint`.
 
     Args:
         io: Reads the parts.
-        coordinator: Rank facts and rendezvous.
+        session: The ranks.
         make_state: Returns the state that is written into.
         root: The folder of all steps.
-        step: The step, or ``"latest"``.
+        step: The step, ``"latest"`` or ``"newest-whole"``.
         strict: As for `CheckpointFiles.load_model`.
         verify: Compare each file's checksum first.
         num_threads: As for `CheckpointFiles.load_model`.
-        timeout_seconds: How long to wait for ranks that do not call.
 
     Collective: every rank.
     """
-    session = Session(coordinator, shared_filesystem=None, timeout_seconds=timeout_seconds)
+    coordinator = session.coordinator
     io.wait(_LOAD)
-    where, name = Path(root), None
-    with _together_for_long(session, where):
-        _check_step(step, allow_latest=True)
+    where, names = Path(root), list[str]()
+    with session.together(_LOAD, where, for_long=True):
+        _check_step(step, is_load=True)
         state = make_state()
         steps = open_steps(root)
         if coordinator.rank == 0:
-            name = steps.find(step)
-    name = coordinator.broadcast_object(name)
+            names = steps.candidates() if step == NEWEST_WHOLE else [steps.find(step)]
+    names = coordinator.broadcast_object(names)
     wanted = [MODEL, VALUES, TENSORS]
     wanted += [OPTIMIZER] if state.optimizer is not None else []
     wanted += [EMA] if state.ema is not None else []
-    with local_copy(session, steps, name, wanted) as folder:
-        manifest = _check_folder(session, steps, folder, name, wanted, verify=verify)
-        with session.together(_LOAD, where):
-            saved = SavedTraining(folder)
-            saved.check(state.objects)
-        report = io.load_model(state.model, folder / MODEL, strict, num_threads=num_threads)
-        if state.optimizer is not None:
-            io.load_optimizer(state.optimizer, folder / OPTIMIZER, num_threads=num_threads)
-        if state.ema is not None:
-            io.load_model(state.ema, folder / EMA, strict, num_threads=num_threads)
-        with session.together(_LOAD, where):
-            saved.restore_objects(state.objects)
-            extra = saved.extra()
-            saved.restore_random_state(state.objects.device, coordinator.rank)
-    path = f"{steps.root.rstrip('/')}/{name}"
-    return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
+    for name, next_name in itertools.zip_longest(names, names[1:]):
+        with local_copy(session, steps, name, wanted) as folder:
+            manifest, problem = _look_into(session, folder, wanted, verify=verify)
+            if problem is not None:
+                if next_name is None:
+                    with session.together(_LOAD, folder, for_long=True):
+                        if coordinator.rank == 0:
+                            raise CheckpointError(problem + steps.advice(name))
+                if coordinator.rank == 0:
+                    _log.warning("%s Trying '%s' instead.", problem, next_name)
+                continue
+            with session.together(_LOAD, where):
+                saved = SavedTraining(folder)
+                saved.check(state.objects)
+            report = io.load_model(state.model, folder / MODEL, strict, num_threads=num_threads)
+            if state.optimizer is not None:
+                io.load_optimizer(state.optimizer, folder / OPTIMIZER, num_threads=num_threads)
+            if state.ema is not None:
+                io.load_model(state.ema, folder / EMA, strict, num_threads=num_threads)
+            with session.together(_LOAD, where):
+                saved.restore_objects(state.objects)
+                extra = saved.extra()
+                saved.restore_random_state(state.objects.device, coordinator.rank)
+        path = f"{steps.root.rstrip('/')}/{name}"
+        return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
+    msg = "a load tries one step at least"
+    raise AssertionError(msg)
 
 
-def has_training_state(coordinator: DistCoordinator, root: str | Path) -> bool:
+def has_training_state(session: Session, root: str | Path) -> bool:
     """Return whether there is a step to load; see `Booster.has_checkpoint`.
 
     Collective: every rank.
     """
-    found, error = False, None
-    if coordinator.rank == 0:
-        try:
+    found = False
+    with session.together("has_checkpoint", Path(root)):
+        if session.rank == 0:
             steps = open_steps(root)
             found = steps.latest_name() is not None or bool(steps.names())
-        except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
-            error = as_checkpoint_error(caught, Path(root))
-    coordinator.raise_together(error, name="has_checkpoint")
-    return bool(coordinator.broadcast_object(found))
+    return bool(session.coordinator.broadcast_object(found))
 
 
-def _check_folder(
-    session: Session, steps: Steps, folder: Path, name: str, wanted: list[str], *, verify: bool
-) -> Manifest:
+def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: bool) -> tuple[Manifest, str | None]:
     """Check a step against its manifest; ranks that see the same files share the work.
 
+    Returns:
+        The manifest, and what is damaged; the same on every rank.
+
     Raises:
-        CheckpointError: If it is damaged, with the newest step that is not; or lacks what is wanted.
+        CheckpointError: If the step lacks what is wanted.
     """
-    with _together_for_long(session, folder):
-        if session.rank == 0:
-            try:
-                Manifest.read(folder)
-            except CheckpointError as error:
-                msg = f"{error}{steps.advice(name)}"
-                raise CheckpointError(msg) from error
+    manifest, problem = Manifest(step=0, files={}), None
+    if session.rank == 0:
+        try:
+            Manifest.read(folder)
+        except CheckpointError as error:
+            problem = str(error)
+    problem = session.coordinator.broadcast_object(problem)
+    if problem is not None:
+        return manifest, problem
     with session.together(_LOAD, folder):
         manifest = Manifest.read(folder)
         required(manifest, folder, wanted)
@@ -219,31 +221,12 @@ def _check_folder(
     mates = [rank for rank, disk in enumerate(disks) if disk == disks[session.rank]]
     names = [file for file in manifest.files if any(file == want or file.startswith(f"{want}/") for want in wanted)]
     own = names[mates.index(session.rank) :: len(mates)]
-    with _together_for_long(session, folder):
+    with session.together(_LOAD, folder, for_long=True):
         problems = manifest.size_problems(folder, own)
         if verify and not problems:
             problems = manifest.content_problems(folder, own)
     found = [problem for problems in session.coordinator.all_gather_object(problems) for problem in problems]
-    with _together_for_long(session, folder):
-        if found and session.rank == 0:
-            msg = f"{damaged(folder, list(dict.fromkeys(found)))}{steps.advice(name)}"
-            raise CheckpointError(msg)
-    return manifest
-
-
-@contextmanager
-def _together_for_long(session: Session, path: Path) -> Iterator[None]:
-    """Run the body, which may read all of a checkpoint, and raise on every rank what it raised on any.
-
-    Collective: every rank.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:  # noqa: BLE001 - whatever happened here, the other ranks have to hear of it
-        error = as_checkpoint_error(caught, path)
-    limit = max(session.coordinator.timeout_seconds, _VERIFY_TIMEOUT_SECONDS)
-    session.coordinator.raise_together(error, name=_LOAD, timeout_seconds=limit)
+    return manifest, str(damaged(folder, list(dict.fromkeys(found)))) if found else None
 
 
 def _home(name: str) -> str:
@@ -257,7 +240,7 @@ def _home(name: str) -> str:
 
 
 def _check_numbers(step: int, keep_last: int | None, size_per_shard: int) -> None:
-    _check_step(step, allow_latest=False)
+    _check_step(step, is_load=False)
     if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
         msg = f"`keep_last={keep_last!r}` is not a number of steps. Use 1 or more, or None to keep all."
         raise ConfigError(msg)
@@ -266,11 +249,11 @@ def _check_numbers(step: int, keep_last: int | None, size_per_shard: int) -> Non
         raise ConfigError(msg)
 
 
-def _check_step(step: int | str, *, allow_latest: bool) -> None:
-    if allow_latest and step == LATEST:
+def _check_step(step: int | str, *, is_load: bool) -> None:
+    if is_load and step in (LATEST, NEWEST_WHOLE):
         return
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        others = " or 'latest'" if allow_latest else ""
+        others = f", or '{LATEST}' or '{NEWEST_WHOLE}'" if is_load else ""
         msg = f"`step={step!r}` is not a step. Use the number of steps taken so far{others}."
         raise ConfigError(msg)
 

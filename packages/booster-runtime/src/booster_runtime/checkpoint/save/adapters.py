@@ -17,7 +17,7 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors, own_class
 from booster_runtime.adapted import is_adapted
-from booster_runtime.checkpoint.files.names import SAFETENSORS, TORCH, FileNames
+from booster_runtime.checkpoint.files.layout import SAFETENSORS, TORCH, FileNames
 from booster_runtime.checkpoint.save.parts import ModelPart
 from booster_runtime.checkpoint.save.view import ModelView
 

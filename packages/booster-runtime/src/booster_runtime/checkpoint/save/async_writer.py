@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_runtime.checkpoint.save.fragments import Fragment, fill_buckets
-from booster_runtime.checkpoint.save.writer import synchronize_devices
+from booster_runtime.checkpoint.save.writer import Fragment, fill_buckets, synchronize_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -58,7 +57,7 @@ class SnapshotBuffers:
             used += 1
             return self._buffers[used - 1]
 
-        copies = [fragment for bucket in fill_buckets(fragments, next_buffer) for fragment in bucket.fragments]
+        copies = [copy for copies in fill_buckets(fragments, next_buffer, copies_ready=True) for copy in copies]
         synchronize_devices()
         return copies
 
@@ -68,9 +67,14 @@ class SnapshotBuffers:
 
 
 class BackgroundWriter:
-    """Runs one job at a time in a thread, and keeps its error until somebody asks."""
+    """Runs one job at a time in a thread, and keeps its error until somebody asks.
+
+    Attributes:
+        is_started: Whether there is a job to `join`.
+    """
 
     def __init__(self) -> None:
+        self.is_started = False
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._name = ""
@@ -78,17 +82,13 @@ class BackgroundWriter:
         self._followers: list[Callable[[], object]] = []
         self._is_over = True
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job is running."""
-        return self._thread is not None and self._thread.is_alive()
-
     def start(self, name: str, work: Callable[[], object]) -> None:
         """Run ``work`` in a thread. The job before it has been waited for.
 
         Collective: none.
         """
         assert self._thread is None, "the job before was waited for"
+        self.is_started = True
         self._name, self._error = name, None
         self._followers, self._is_over = [], False
 
@@ -143,7 +143,7 @@ class BackgroundWriter:
         if self._thread is None:
             return None
         self._thread.join()
-        self._thread = None
+        self._thread, self.is_started = None, False
         atexit.unregister(self._at_exit)
         error, self._error = self._error, None
         if error is not None:

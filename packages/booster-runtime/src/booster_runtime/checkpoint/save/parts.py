@@ -5,31 +5,29 @@ A part is asked on every rank for what it owns there, told what all ranks said, 
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from typing_extensions import override
 
-from booster_core.errors import CheckpointError
-from booster_core.state import ParamGroup, TensorShard, full_box
-from booster_runtime.checkpoint.files.layout import natural_order
-from booster_runtime.checkpoint.save.unsaved import check_model_is_saved_whole, check_optimizer_is_saved_whole
-from booster_runtime.state.jsonable import decode_json, encode_json
+from booster_core.errors import CheckpointError, shorten
+from booster_core.state import NamedTensors, TensorShard, full_box, own_class, without_adapters
+from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
+from booster_runtime.state.jsonable import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch
-    from torch import nn
 
     from booster_core.state import StateAdapter
-    from booster_runtime.checkpoint.files.names import FileNames
+    from booster_runtime.checkpoint.files.layout import FileNames
 
-FORMAT_VERSION = 1
-"""Version of ``param_groups.json``."""
+_EXTRA_STATE = "_extra_state"
 
 
 class Part(ABC):
@@ -51,6 +49,11 @@ class Part(ABC):
         """Whether the part is a set of numbered files with an index."""
         return self.max_bytes is not None
 
+    @property
+    def keeps_values(self) -> bool:
+        """Whether a shard's values stay where they are when the next shard is asked for."""
+        return False
+
     @abstractmethod
     def owned_shards(self) -> Iterator[TensorShard]:
         """Yield the shards that this rank writes."""
@@ -66,6 +69,10 @@ class Part(ABC):
     def file_dtype(self, shard: TensorShard) -> torch.dtype:
         """Return the element type that a shard's tensor has in the file."""
         return shard.dtype
+
+    def aliases(self) -> Mapping[str, str]:
+        """Return, for each further name of a tied tensor, the first name."""
+        return {}
 
     def local_facts(self) -> Any:
         """Return what the other ranks have to know; it is pickled on the way."""
@@ -98,8 +105,9 @@ class ModelPart(Part):
         max_bytes: Largest size of a file's values; ``None`` writes one file.
         file_name: Name of the one file, where it is not ``names.single``.
         dtype: Element type that floating tensors are written in; ``None`` leaves each as it is.
-        texts: Further files and their content, such as ``config.json``.
-        module: The user's own model; state that only its ``state_dict`` shows is refused.
+        texts: Further files and their content.
+        module: The user's own model. State that only its ``state_dict`` shows is refused, and its ``config.json`` goes
+            next to an index.
     """
 
     def __init__(
@@ -122,6 +130,11 @@ class ModelPart(Part):
         self._extra_tensors: dict[str, dict[str, torch.Tensor]] = {}
         self._owners: dict[str, int] = {}
         self._mine: list[str] = []
+
+    @property
+    @override
+    def keeps_values(self) -> bool:
+        return self._adapter.keeps_values
 
     @override
     def owned_shards(self) -> Iterator[TensorShard]:
@@ -149,7 +162,9 @@ class ModelPart(Part):
     @override
     def local_facts(self) -> Any:
         if self._module is not None:
-            check_model_is_saved_whole(self._module)
+            _check_model_is_saved_whole(self._module)
+            if self.is_divided:
+                self._texts |= pretrained_files(self._module, self._dtype)
         self._extra_tensors = {}
         encoded = {}
         for name, value in self._adapter.extra_state().items():
@@ -181,6 +196,10 @@ class ModelPart(Part):
             for key, shape, dtype in tensors
         ]
 
+    @override
+    def aliases(self) -> Mapping[str, str]:
+        return self._adapter.tied_names()
+
     def extra_here(self) -> dict[str, Any]:
         """Return the extra state that this rank writes, not encoded."""
         here = self._adapter.extra_state()
@@ -200,127 +219,6 @@ def whole_shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorShard]:
     for key, tensor in tensors.items():
         shape = tuple(tensor.shape)
         yield TensorShard(name=key, global_shape=shape, dtype=tensor.dtype, box=full_box(shape), data=tensor.detach())
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerInfo:
-    """An optimizer's state, its tensors left out.
-
-    Args:
-        groups: Parameter groups.
-        scalars: State that is not a tensor, by parameter and state name.
-        shapes: The shape of each parameter.
-    """
-
-    groups: tuple[ParamGroup, ...]
-    scalars: Mapping[str, Mapping[str, Any]]
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON, ordered by name: the file does not depend on which rank held what."""
-        return {
-            "format_version": FORMAT_VERSION,
-            "param_groups": [
-                {
-                    "params": sorted(group.params, key=natural_order),
-                    **{key: encode_json(group.options[key], key) for key in sorted(group.options)},
-                }
-                for group in self.groups
-            ],
-            "scalars": {
-                name: {state: encode_json(states[state], f"{name}/{state}") for state in sorted(states)}
-                for name, states in sorted(self.scalars.items(), key=lambda item: natural_order(item[0]))
-            },
-            "param_shapes": {name: list(self.shapes[name]) for name in sorted(self.shapes, key=natural_order)},
-        }
-
-    @classmethod
-    def from_json(cls, content: Any, where: str) -> OptimizerInfo:
-        """Return what `to_json` was made of.
-
-        Raises:
-            CheckpointError: If the content is something else; ``where`` names its file.
-        """
-        try:
-            if content["format_version"] > FORMAT_VERSION:
-                msg = (
-                    f"'{where}' has format version {content['format_version']}; this Booster reads up to "
-                    f"{FORMAT_VERSION}."
-                )
-                raise CheckpointError(msg)
-            groups = tuple(
-                ParamGroup(
-                    params=_names(group["params"]),
-                    options={key: decode_json(item) for key, item in group.items() if key != "params"},
-                )
-                for group in _list(content["param_groups"])
-            )
-            scalars = {
-                name: {state: decode_json(value) for state, value in states.items()}
-                for name, states in content["scalars"].items()
-            }
-            shapes = {name: _shape(shape) for name, shape in content["param_shapes"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            msg = f"'{where}' does not describe an optimizer's parameter groups: {error!r}."
-            raise CheckpointError(msg) from error
-        return cls(groups=groups, scalars=scalars, shapes=shapes)
-
-    @classmethod
-    def of(cls, adapter: StateAdapter) -> OptimizerInfo:
-        """Return what this rank knows."""
-        groups = tuple(adapter.param_groups())
-        members = {name for group in groups for name in group.params}
-        return cls(
-            groups=groups,
-            scalars=adapter.optimizer_scalars(),
-            shapes={shard.name: shard.global_shape for shard in adapter.model_shards() if shard.name in members},
-        )
-
-    @classmethod
-    def merge(cls, infos: Sequence[OptimizerInfo]) -> OptimizerInfo:
-        """Return what all ranks know together: a rank may hold only some of the parameters.
-
-        Raises:
-            CheckpointError: If ranks disagree about a group's options.
-        """
-        groups = []
-        for index in range(max(len(info.groups) for info in infos)):
-            present = [info.groups[index] for info in infos if index < len(info.groups)]
-            params = tuple(dict.fromkeys(name for group in present for name in group.params))
-            options = present[0].options
-            for group in present[1:]:
-                if group.options != options and encode_json(dict(group.options), "") != encode_json(dict(options), ""):
-                    msg = f"Ranks disagree about parameter group {index}: {dict(options)} and {dict(group.options)}."
-                    raise CheckpointError(msg)
-            groups.append(ParamGroup(params=params, options=options))
-        scalars: dict[str, dict[str, Any]] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for info in infos:
-            shapes |= info.shapes
-            for name, states in info.scalars.items():
-                scalars.setdefault(name, {}).update(states)
-        return cls(groups=tuple(groups), scalars=scalars, shapes=shapes)
-
-
-def _list(values: Any) -> list[Any]:
-    if not isinstance(values, list):
-        msg = f"a list was expected, not a {type(values).__name__}"
-        raise TypeError(msg)
-    return values
-
-
-def _names(values: Any) -> tuple[str, ...]:
-    if not all(isinstance(value, str) for value in _list(values)):
-        msg = "names are text"
-        raise TypeError(msg)
-    return tuple(values)
-
-
-def _shape(values: Any) -> tuple[int, ...]:
-    if not all(type(value) is int and value >= 0 for value in _list(values)):
-        msg = "sizes are numbers"
-        raise TypeError(msg)
-    return tuple(values)
 
 
 class OptimizerPart(Part):
@@ -345,6 +243,11 @@ class OptimizerPart(Part):
         self._adapter = adapter
         self._info: dict[str, Any] = {}
 
+    @property
+    @override
+    def keeps_values(self) -> bool:
+        return self._adapter.keeps_values
+
     @override
     def owned_shards(self) -> Iterator[TensorShard]:
         for shard in self._adapter.optimizer_shards():
@@ -353,7 +256,13 @@ class OptimizerPart(Part):
 
     @override
     def local_facts(self) -> Any:
-        check_optimizer_is_saved_whole(self._adapter.unsaved_state())
+        unsaved = self._adapter.unsaved_state()
+        if unsaved:
+            msg = (
+                f"{len(unsaved)} entries of the optimizer's state would be lost, since they belong to no parameter: "
+                f"{shorten(unsaved)}. Keep them in a parameter group, or in the state of a parameter."
+            )
+            raise CheckpointError(msg)
         return OptimizerInfo.of(self._adapter)
 
     @override
@@ -368,3 +277,64 @@ class OptimizerPart(Part):
     @override
     def texts(self) -> dict[str, str]:
         return {self.names.groups: json.dumps(self._info, indent=1) + "\n"} if self.is_divided else {}
+
+
+def _check_model_is_saved_whole(model: nn.Module) -> None:
+    """Raise if modules add entries to ``state_dict`` that are neither tensors of theirs nor extra state.
+
+    Quantised layers do so (``weight.absmax``), by an own ``_save_to_state_dict`` or by hooks.
+
+    Raises:
+        CheckpointError: If so; the message names the entries.
+
+    Collective: none.
+    """
+    if not any(_adds_entries(module) for module in model.modules()):
+        return
+    named = NamedTensors.of(model)
+    known = {*named.paths, *named.paths.values()}
+    # Not by the model's own method, which may take other arguments.
+    saved = nn.Module.state_dict(model, keep_vars=True)
+    added = [key for key in saved if key not in known and key.rpartition(".")[2] != _EXTRA_STATE]
+    if added:
+        msg = (
+            f"{len(added)} entries of the model's `state_dict` would be lost: {shorten(added)}. They come from an own "
+            "`_save_to_state_dict` or from hooks; checkpoints hold parameters, persistent buffers and what "
+            "`get_extra_state` returns. Keep them in one of these."
+        )
+        raise CheckpointError(msg)
+
+
+def _adds_entries(module: nn.Module) -> bool:
+    own = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict  # noqa: SLF001 - what torch has authors override
+    return own or bool(module._state_dict_hooks)  # noqa: SLF001 - torch lists them nowhere else
+
+
+def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, str]:
+    """Return ``config.json`` and ``generation_config.json`` of a model that has them, by name.
+
+    Args:
+        model: The user's own model. It is not changed.
+        dtype: The dtype that its weights are written in, where it is not their own.
+
+    Collective: none.
+    """
+    files = {}
+    model = without_adapters(model)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        config = copy.deepcopy(config)
+        if hasattr(config, "architectures"):
+            config.architectures = [own_class(model).__name__]
+            floating = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+            kept = dtype or (floating[0] if floating else None)
+            if kept is not None:
+                config.dtype = str(kept).removeprefix("torch.")
+        files["config.json"] = config.to_json_string()
+    elif isinstance(config, dict) and hasattr(model, "save_config"):  # diffusers
+        content = {**config, "_class_name": own_class(model).__name__}
+        files["config.json"] = json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string") and getattr(model, "can_generate", lambda: False)():
+        files["generation_config.json"] = generation.to_json_string()
+    return files

@@ -1,39 +1,80 @@
-"""How a save goes: what ranks tell each other, who writes, and when files get their names; now or in the background."""
+"""How a save goes: what ranks tell each other, who writes, and when files get their names; now or in the background.
+
+Files are laid out under temporary names, every rank writes its bytes and syncs them, all agree that they have, and only
+then rank 0 renames the files and commits what they belong to (the order of torchsnapshot). After the first gather,
+ranks agree over the store alone.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
-from booster_runtime.checkpoint.progress import Progress
-from booster_runtime.checkpoint.save.async_writer import BackgroundWriter, SnapshotBuffers
-from booster_runtime.checkpoint.save.fragments import Fragment
-from booster_runtime.checkpoint.save.job import (
-    JobPlan,
-    WriteJob,
+from booster_runtime.checkpoint.files.layout import (
+    TEMPORARY,
+    TOKEN_CHARACTERS,
     WrittenFile,
-    fragments_of,
     local_specs,
     make_plan,
     merge_specs,
+    new_token,
 )
+from booster_runtime.checkpoint.save.async_writer import BackgroundWriter, SnapshotBuffers
 from booster_runtime.checkpoint.save.writer import (
-    FileWriter,
-    OneBucket,
-    receive_fragments,
-    send_fragments,
+    Fragment,
+    create_file,
+    file_checksum,
+    sync_folder,
     write_directly,
+    write_text,
 )
+from booster_runtime.checkpoint.session import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
 
+    from booster_runtime.checkpoint.files.layout import PlannedFile, SavePlan
     from booster_runtime.checkpoint.save.parts import Part
-    from booster_runtime.checkpoint.session import Route, Session
+    from booster_runtime.checkpoint.session import Session
+
+_NUMBERED = re.compile(r"-\d{5,}-of-\d{5,}\.")
+_TEMPORARY_NAME = re.compile(rf"\.(.+)\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
+_background_saves = itertools.count()
+"""Ranks start saves in the background in step, so that a number names the same save on each."""
+Told = dict[str, tuple[int, "str | None"]]
+"""What the writers of files say of them, by name: size, and checksum where it was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Save:
+    """One call; see `Saver.save`.
+
+    Args:
+        facts: Returns what this rank tells the others of each part.
+        fragments: Returns what this rank writes; a fragment is read before the next one is asked for.
+        keeps_values: Fragments may be read later as well.
+        is_shown: Whether a progress bar may be shown.
+        group: The group that a save in the background communicates in.
+    """
+
+    name: str
+    folder: Path
+    parts: Sequence[Part]
+    texts: dict[str, str]
+    want_checksums: bool
+    commit: Callable[[list[WrittenFile]], None] | None
+    facts: Callable[[], Any]
+    fragments: Callable[[], Iterable[Fragment]]
+    keeps_values: bool
+    is_shown: bool
+    group: ProcessGroup | None = None
 
 
 class Saver:
@@ -42,17 +83,36 @@ class Saver:
     Args:
         session: The ranks that save together.
         bucket_bytes: Most memory that a save takes besides the state, in bytes.
+        shared_filesystem: Whether all ranks see the same files; found out when ``None``.
 
     Attributes:
         background: The save that goes on in the background, if any.
         buffers: The memory of its snapshot.
     """
 
-    def __init__(self, session: Session, bucket_bytes: int) -> None:
+    def __init__(self, session: Session, bucket_bytes: int, *, shared_filesystem: bool | None) -> None:
         self._session = session
         self._bucket_bytes = bucket_bytes
+        self._shared_filesystem = shared_filesystem
         self.background = BackgroundWriter()
         self.buffers = SnapshotBuffers(bucket_bytes)
+
+    def begin(self, name: str, check: Callable[[], None] | None = None) -> None:
+        """Meet all ranks, when the save before has ended.
+
+        Args:
+            name: What the user called; appears in messages.
+            check: Raises, on rank 0, where the folder can't be written to.
+
+        Collective: every rank.
+        """
+        error = self.background.join() if self.background.is_started else None
+        if error is None and check is not None and self._session.rank == 0:
+            try:
+                check()
+            except (CheckpointError, OSError) as found:
+                error = found
+        self._session.begin(name, error)
 
     def save(
         self,
@@ -61,100 +121,143 @@ class Saver:
         parts: Sequence[Part],
         *,
         texts: Mapping[str, str] | None = None,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] | None = None,
         use_async: bool = False,
         want_checksums: bool = False,
         commit: Callable[[list[WrittenFile]], None] | None = None,
     ) -> list[WrittenFile]:
-        """Write parts and further files into a folder; see `CheckpointFiles.write_folder`.
+        """Write parts and further files into a folder, and commit them together.
+
+        The folder itself is not renamed; ``commit`` may do that. Files have their own names when it runs,
+        synced, after every rank has written. If anything fails, on any rank, ``commit`` has not been called.
 
         Args:
             name: What the user called; appears in messages.
             folder: Where the files go; made if it does not exist.
             parts: Models and optimizers.
-            texts: Further files and their content.
-            check: Raises, on rank 0, where the folder can't be written to.
-            use_async: Copy all values, return, and do the rest in the background.
+            texts: Further files and their content; those of all ranks are written, the lowest rank's of equal names.
+            check: As for `begin`.
+            use_async: Copy all values, return, and do the rest in the background, ``commit`` too.
             want_checksums: Tell each file's xxh3 in the list.
-            commit: Called on rank 0 with the list of files, after every rank has written.
+            commit: Called on rank 0 with the list of files; with ``use_async`` in a thread, where it must not use
+                process groups.
+
+        Returns:
+            The files, on rank 0; an empty list elsewhere, and with ``use_async``.
 
         Raises:
             CheckpointError: If anything failed on any rank.
+            MissingRanksError: If some ranks do not call this.
 
         Collective: every rank.
         """
-        session = self._session
-        error = self.background.join()
-        if error is None and session.rank == 0:
-            error = _error_of(check)
-        session.begin(name, error)
+        self.begin(name, check)
         job = _Save(
-            name=name, folder=folder, parts=parts, texts=dict(texts or {}), want_checksums=want_checksums, commit=commit
+            name=name,
+            folder=folder,
+            parts=parts,
+            texts=dict(texts or {}),
+            want_checksums=want_checksums,
+            commit=commit,
+            facts=lambda: [(part.local_facts(), local_specs(part)) for part in parts],
+            fragments=lambda: _fragments_of(parts),
+            keeps_values=all(part.keeps_values for part in parts),
+            is_shown=self._session.rank == 0,
         )
-        if not use_async:
-            return self._run(
-                job, lambda: [(part.local_facts(), local_specs(part)) for part in parts], lambda: fragments_of(parts)
-            )
-        # From here on, whatever goes wrong is told to the other ranks in the background: this rank is through when
-        # its values are copied. The background has a process group of its own.
+        if use_async:
+            self._start(job)
+            return []
+        return self._run(job)
+
+    def _start(self, save: _Save) -> None:
+        """Copy all values and go on in the background.
+
+        From here on, whatever goes wrong is told to the other ranks in the background: this rank is through when its
+        values are copied. The background has a process group of its own.
+        """
+        session = self._session
         facts, fragments, failure = None, list[Fragment](), None
         try:
-            facts = [(part.local_facts(), local_specs(part)) for part in parts]
-            fragments = self.buffers.take(fragments_of(parts))
+            facts = save.facts()
+            fragments = self.buffers.take(save.fragments())
         except Exception as caught:  # noqa: BLE001 - raised in the background, on every rank
             failure = caught
-        group = session.cpu_group() if session.world_size > 1 else None
 
         def known_facts() -> Any:
             if failure is not None:
                 raise failure
             return facts
 
+        job = replace(
+            save,
+            facts=known_facts,
+            fragments=lambda: fragments,
+            keeps_values=True,
+            is_shown=False,
+            group=session.cpu_group() if session.world_size > 1 else None,
+        )
+        number = next(_background_saves)
+
+        def run() -> None:
+            try:
+                self._run(job)
+            finally:
+                session.linger(f"checkpoint/{number}/left")
+
         session.before_close(self.background.settle)
-        self.background.start(
-            name, lambda: self._run(replace(job, group=group, in_background=True), known_facts, lambda: fragments)
-        )
-        return []
+        self.background.start(save.name, run)
 
-    def _run(
-        self, save: _Save, facts: Callable[[], Any], fragments: Callable[[], Iterable[Fragment]]
-    ) -> list[WrittenFile]:
+    def _run(self, save: _Save) -> list[WrittenFile]:
         """Plan a save with all ranks, write, and commit."""
-        session = self._session
-        token, undo = session.prepare_folder(save.folder, save.group)
+        session, name, folder = self._session, save.name, save.folder
+        made: list[Path] = []
+        plan: SavePlan | None = None
         try:
-            plan, route = self._plan(save, token, facts)
-            if not route.is_shared:
-                session.cpu_group()
-            job = WriteJob(
-                plan,
-                rank=session.rank,
-                world_size=session.world_size,
-                write=lambda: self._write(plan, route, fragments(), is_shown=not save.in_background),
-                agree=session.agree(save.name),
-                exchange=session.exchange(save.name, token),
-                is_route_shared=route.is_shared,
-                one_host=route.one_host or not route.is_shared,
-                want_checksums=save.want_checksums,
-                commit=save.commit,
-            )
-            job.run()
+            plan = self._plan(save, made)
+            elsewhere = plan.elsewhere
+            fragments = (each for each in save.fragments() if each.key not in elsewhere[each.part])
+            told: Told = {}
+            with Progress("Saving", plan.total_bytes // session.world_size, is_shown=save.is_shown) as progress:
+                if self._shared_filesystem is False or len(set(session.hosts(save.group))) > 1:
+                    told = self._write_by_owners(save, plan, fragments, progress.advance)
+                else:
+                    with session.together(f"{name} (create files)", folder, for_long=True):
+                        if session.rank == 0:
+                            _create(plan, plan.files)
+                    with session.together(f"{name} (write)", folder, for_long=True):
+                        write_directly(plan, fragments, self._bucket_bytes, progress.advance)
+                    if save.want_checksums:
+                        told = self._read_checksums(save, plan)
+            written: list[WrittenFile] = []
+            with session.together(f"{name} (commit)", folder, for_long=True):
+                if session.rank == 0:
+                    written = _written(plan, told)
+                    _rename(plan)
+                    if save.commit is not None:
+                        save.commit(written)
         except BaseException:
-            undo()
+            if session.rank == 0:
+                _undo(plan, made)
             raise
-        finally:
-            if save.in_background:
-                session.linger(token)
-        return job.written
+        return written
 
-    def _plan(self, save: _Save, token: str, facts: Callable[[], Any]) -> tuple[JobPlan, Route]:
-        """Tell all ranks what each writes, and compute the same layout on each."""
+    def _plan(self, save: _Save, made: list[Path]) -> SavePlan:
+        """Make the folder, tell all ranks what each writes, and compute the same layout on each.
+
+        Args:
+            save: The call.
+            made: Filled, on rank 0, with the folders that were made.
+        """
         session, folder = self._session, save.folder
-        gathered = session.gather(
-            save.name, folder, lambda: (facts(), save.texts, session.look_for_token(folder, token)), save.group
-        )
+
+        def tell() -> Any:
+            if session.rank == 0:
+                made.extend(path for path in (folder, *folder.parents) if not path.exists())
+                folder.mkdir(parents=True, exist_ok=True)
+            return save.facts(), save.texts, new_token()
+
+        gathered = session.gather(save.name, folder, tell, save.group)
         # What follows is computed from the same values on every rank, and so raises on all of them or on none.
-        route = session.choose_route(folder, token, [seen for _, _, seen in gathered])
         texts: dict[str, str] = {}
         for _, rank_texts, _ in reversed(gathered):
             texts |= rank_texts
@@ -165,53 +268,146 @@ class Saver:
             owned = [rank_facts[index][1] for rank_facts, _, _ in gathered]
             extra = [part.learned_specs(entry, rank) for rank, entry in enumerate(part_facts)]
             specs.append(merge_specs([[*a, *b] for a, b in zip(owned, extra, strict=True)]))
-        return make_plan(folder, token, save.parts, specs, texts), route
+        return make_plan(folder, gathered[0][2], save.parts, specs, texts)
 
-    def _write(self, plan: JobPlan, route: Route, fragments: Iterable[Fragment], *, is_shown: bool) -> None:
-        session = self._session
-        fragments = (fragment for fragment in fragments if fragment.key not in plan.elsewhere[fragment.part])
-        bucket = OneBucket(self._bucket_bytes)
-        total = plan.total_bytes // (session.world_size if route.is_shared else 1)
-        with Progress("Saving", total, is_shown=is_shown and session.rank == 0) as progress:
-            if route.is_shared:
-                with FileWriter(plan, one_host=route.one_host, progress=progress.advance) as writer:
-                    write_directly(writer, fragments, bucket)
-                    writer.sync()
-                return
-            group = session.cpu_group()
-            if session.rank != 0:
-                send_fragments(fragments, bucket, group, 0)
-                return
-            with FileWriter(plan, progress=progress.advance) as writer:
-                failure: Exception | None = None
-                try:
-                    write_directly(writer, fragments, bucket)
-                except Exception as error:  # noqa: BLE001 - the senders have to be heard out first
-                    failure = error
-                sources = range(1, session.world_size)
-                receive_fragments(writer if failure is None else None, plan, bucket, group, sources)
-                if failure is not None:
-                    raise failure
-                writer.sync()
+    def _read_checksums(self, save: _Save, plan: SavePlan) -> Told:
+        """Return each file's size and checksum, read back from this host's page cache; ranks share the work by file."""
+        session, told = self._session, Told()
+        with session.together(f"{save.name} (compute checksums)", save.folder, for_long=True):
+            if session.rank == 0:
+                told = {name: _size_and_checksum(plan.temporary(name)) for name in plan.texts}
+            for file in plan.files[session.rank :: session.world_size]:
+                told[file.name] = _size_and_checksum(plan.temporary(file.name))
+        return _merged(session.gather(save.name, save.folder, lambda: told, save.group))
+
+    def _write_by_owners(
+        self, save: _Save, plan: SavePlan, fragments: Iterable[Fragment], advance: Callable[[int], None]
+    ) -> Told:
+        """Let one rank write each file; return what all say of theirs."""
+        from booster_runtime.checkpoint.save.owners import OwnerWrite, choose_owners
+
+        session, told = self._session, Told()
+        group = save.group or (session.cpu_group() if session.world_size > 1 else None)
+        owners = choose_owners(
+            session, save.folder, plan.token, shared_filesystem=self._shared_filesystem, group=save.group
+        )
+        try:
+            with session.together(f"{save.name} (create files)", save.folder, for_long=True):
+                if session.rank == 0:
+                    _create(plan, ())
+                    told = {name: _size_and_checksum(plan.temporary(name)) for name in plan.texts}
+                job = OwnerWrite(
+                    plan,
+                    fragments if save.keeps_values else self.buffers.take(fragments),
+                    owners,
+                    rank=session.rank,
+                    world_size=session.world_size,
+                    bucket_bytes=self._bucket_bytes,
+                    want_checksums=save.want_checksums,
+                    progress=advance,
+                )
+            with session.together(f"{save.name} (write)", save.folder, for_long=True):
+                told |= job.run(group)
+        finally:
+            if not save.keeps_values:
+                self.buffers.release()
+        return _merged(session.gather(save.name, save.folder, lambda: told, save.group))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Save:
-    """One call's wishes; see `Saver.save`."""
-
-    name: str
-    folder: Path
-    parts: Sequence[Part]
-    texts: dict[str, str]
-    want_checksums: bool
-    commit: Callable[[list[WrittenFile]], None] | None
-    in_background: bool = False
-    group: ProcessGroup | None = None
+def _merged(gathered: Sequence[Told]) -> Told:
+    return {name: entry for told in gathered for name, entry in told.items()}
 
 
-def _error_of(check: Callable[[], None]) -> Exception | None:
-    try:
-        check()
-    except (CheckpointError, OSError) as error:
-        return error
-    return None
+def _size_and_checksum(path: Path) -> tuple[int, str]:
+    return path.stat().st_size, file_checksum(path)
+
+
+def _fragments_of(parts: Sequence[Part]) -> Iterator[Fragment]:
+    """Yield what this rank writes, one shard after the other; a fragment is read before the next one is asked for."""
+    for index, part in enumerate(parts):
+        for shard in itertools.chain(part.owned_shards(), part.extra_shards()):
+            if shard.numel:
+                yield Fragment(
+                    part=index,
+                    key=shard.key,
+                    shape=shard.global_shape,
+                    dtype=part.file_dtype(shard),
+                    box=shard.box,
+                    flat=shard.flat_range,
+                    data=shard.data.detach(),
+                )
+
+
+def _create(plan: SavePlan, files: Iterable[PlannedFile]) -> None:
+    """Remove what a killed save of the same checkpoint has left, and lay out files; all on rank 0."""
+    names = set(plan.names)
+    for path in plan.folder.iterdir():
+        match = _TEMPORARY_NAME.fullmatch(path.name)
+        if match and (match[1] in names or plan.obsolete(match[1])):
+            path.unlink(missing_ok=True)
+    for file in files:
+        create_file(plan.temporary(file.name), file)
+    for name, text in plan.texts.items():
+        write_text(plan.temporary(name), text)
+
+
+def _written(plan: SavePlan, told: Told) -> list[WrittenFile]:
+    """Return the files as rank 0 sees them.
+
+    Raises:
+        CheckpointError: If that is not what their writers say.
+    """
+    tensors = {file.name: tuple(spec.key for spec in file.specs) for file in plan.files}
+    written = []
+    for name in plan.names:
+        path = plan.temporary(name)
+        nbytes = path.stat().st_size if path.exists() else -1
+        size, checksum = told.get(name, (nbytes, None))
+        if size != nbytes or nbytes < 0:
+            seen = f"has {nbytes} bytes" if nbytes >= 0 else "does not exist"
+            msg = (
+                f"'{plan.folder / name}' {seen} on rank 0's host after another rank has written {size}: the hosts do "
+                "not see the same files. Save to a folder that all of them share."
+            )
+            raise CheckpointError(msg)
+        written.append(WrittenFile(name=name, nbytes=nbytes, checksum=checksum, tensors=tensors.get(name, ())))
+    return written
+
+
+def _rename(plan: SavePlan) -> None:
+    """Give the files their names, those that make them valid last, and remove what they replace; on rank 0."""
+    folder = plan.folder
+    present = {entry.name for entry in folder.iterdir()}
+    # Without its index or its only file, an older form is not looked for: its numbered files go afterwards.
+    obsolete = sorted(filter(plan.obsolete, present), key=lambda name: (bool(_NUMBERED.search(name)), name))
+    # One file is replaced at once. Several are not: until the last is in place, a note tells readers so.
+    marks = plan.marks if obsolete or not present.isdisjoint(plan.names) else ()
+    for mark in marks:
+        (folder / mark).touch()
+    if marks:
+        sync_folder(folder)
+    for name in plan.names:
+        plan.temporary(name).replace(folder / name)
+    for name in obsolete:
+        (folder / name).unlink(missing_ok=True)
+    # Marks of interrupted saves that this one replaces go too, and the indexes of files of two saves.
+    healed = {mark: index for mark, index in plan.healed.items() if mark in present}
+    for index in healed.values():
+        if index not in plan.last:
+            (folder / index).unlink(missing_ok=True)
+    if marks or healed:
+        sync_folder(folder)
+    for mark in {*marks, *healed}:
+        (folder / mark).unlink(missing_ok=True)
+    sync_folder(folder)
+
+
+def _undo(plan: SavePlan | None, made: Sequence[Path]) -> None:
+    """Remove what a save has left that failed; on rank 0."""
+    temporary = [] if plan is None else [plan.temporary(name) for name in plan.names]
+    for path in temporary:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    for path in made:
+        with contextlib.suppress(OSError):
+            path.rmdir()

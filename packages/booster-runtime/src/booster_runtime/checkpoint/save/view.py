@@ -24,6 +24,11 @@ class ModelView(StateAdapter):
     def __init__(self, inner: StateAdapter) -> None:
         self.inner = inner
 
+    @property
+    @override
+    def keeps_values(self) -> bool:
+        return self.inner.keeps_values
+
     @override
     def model_shards(self) -> Iterator[TensorShard]:
         return self.inner.model_shards()

@@ -1,266 +1,288 @@
-"""Writes this rank's fragments at their offsets: every rank its own, or one rank for all where they share no disk."""
+"""From memory to files: fragments of tensors, the bucket that carries some of them, and the files that they go to.
+
+A file is laid out before its values exist, so that a fragment is written at its offset as it comes, straight from
+memory where that holds the very bytes. What lies elsewhere or in another dtype passes through one bucket.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import tempfile
-from dataclasses import dataclass, field
-from pathlib import Path
+import struct
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core.errors import CheckpointError
-from booster_runtime.checkpoint.files.names import SAFETENSORS
-from booster_runtime.checkpoint.files.opening import container_for
-from booster_runtime.checkpoint.files.raw import as_bytes, pwrite_from, reserve, write_runs, write_strided
-from booster_runtime.checkpoint.save.fragments import Bucket, Fragment, fill_buckets, synchronize
-from booster_runtime.state.regions import is_contiguous, regions_of, span_of
+from booster_core.errors import BoosterError, CheckpointError
+from booster_runtime.checkpoint.files.layout import SAFETENSORS
+from booster_runtime.checkpoint.files.safetensors_file import (
+    DTYPE_NAMES,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    METADATA,
+    VALUES_PREFIX,
+)
+from booster_runtime.state.regions import as_bytes, is_contiguous, pack, regions_of, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from types import TracebackType
+    from pathlib import Path
 
-    from torch.distributed import ProcessGroup
-    from typing_extensions import Self
+    from booster_core.state import Box
+    from booster_runtime.checkpoint.files.layout import PlannedFile, SavePlan, TensorSpec
 
-    from booster_runtime.checkpoint.files.layout import TensorSpec
-    from booster_runtime.checkpoint.save.job import JobPlan, PlannedFile
-
-
-class FileWriter:
-    """The files of a plan, open for writing parts of them. A context manager; leaving it closes the files.
-
-    Args:
-        plan: The plan; its files have been created.
-        one_host: Whether all ranks that write run on one host. If not, files are opened write-only and written by
-            ``pwrite`` only: a client of a network file system that has read a page may write all of it back, over what
-            other hosts wrote to it meanwhile.
-        progress: Told the number of bytes after each write.
-    """
-
-    def __init__(self, plan: JobPlan, *, one_host: bool = True, progress: Callable[[int], None] | None = None) -> None:
-        self._plan = plan
-        self._one_host = one_host
-        self._progress = progress
-        self._open: dict[int, _OpenFile] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._open.values():
-            os.close(file.descriptor)
-        self._open = {}
-
-    def write(self, fragment: Fragment) -> None:
-        """Write a fragment whose ``data`` is ready (see `Fragment.is_ready`)."""
-        file = self._file(self._plan.homes[fragment.part][fragment.key])
-        offset = file.offsets[fragment.key]
-        write_box = write_strided if file.may_map else write_runs
-        itemsize = fragment.dtype.itemsize
-        values = fragment.data.reshape(-1)
-        for region in regions_of(fragment.box, fragment.flat):
-            part = values[region.start : region.start + region.numel]
-            if is_contiguous(fragment.shape, region.box):
-                first = offset + span_of(fragment.shape, region.box)[0] * itemsize
-                pwrite_from(file.descriptor, as_bytes(part), first)
-            else:
-                write_box(file.descriptor, offset, fragment.shape, itemsize, region.box, part)
-        if self._progress is not None:
-            self._progress(fragment.nbytes)
-
-    def sync(self) -> None:
-        """Wait until what was written is on disk."""
-        for file in self._open.values():
-            os.fsync(file.descriptor)
-
-    def _file(self, index: int) -> _OpenFile:
-        if index not in self._open:
-            file = self._plan.files[index]
-            path = self._plan.temporary(file.name)
-            may_map = self._one_host and reserve(path, 1)
-            descriptor = os.open(path, os.O_RDWR if self._one_host else os.O_WRONLY)
-            opened = _OpenFile(descriptor, may_map=may_map)
-            self._open[index] = opened  # closed on exit, also if finding the offsets fails
-            opened.offsets = self._offsets(file, path)
-        return self._open[index]
-
-    def _offsets(self, file: PlannedFile, path: Path) -> dict[str, int]:
-        container = container_for(file.suffix)
-        if self._one_host or file.suffix == SAFETENSORS:  # whose offsets are computed without a look at the file
-            return container.offsets(path, file.specs, file.values)
-        with tempfile.TemporaryDirectory(prefix="booster-") as folder:
-            twin = Path(folder) / path.name  # sparse, and laid out alike; the name is in the file
-            container.create(twin, file.specs, file.values)
-            return container.offsets(twin, file.specs, file.values)
+_MAX_CALL_BYTES = 1 << 30
+"""Linux moves at most 2 GiB - 4 KiB per call."""
 
 
-@dataclass
-class _OpenFile:
-    """A file open for writing.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fragment:
+    """Some values of one tensor, and where they belong.
 
     Args:
-        descriptor: Its descriptor.
-        may_map: Whether it may be written through a mapping.
-        offsets: Where each tensor's values begin.
+        part: Position of the part in the save.
+        key: The tensor's name in the file.
+        shape: Shape of the whole tensor.
+        dtype: Element type in the file.
+        box: The index range that the values were cut from.
+        flat: The range of the flattened box that they are.
+        data: The values, of any shape, strides, dtype and device; their row-major order is that of ``flat``.
     """
 
-    descriptor: int
-    may_map: bool = field(kw_only=True)
-    offsets: dict[str, int] = field(default_factory=dict)
+    part: int
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    flat: tuple[int, int]
+    data: torch.Tensor
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return self.flat[1] - self.flat[0]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the memory of ``data`` holds the very bytes to be written."""
+        data = self.data
+        is_plain = data.device.type == "cpu" and data.dtype == self.dtype and data.is_contiguous()
+        return is_plain and not data.is_conj() and not data.is_neg()
 
 
-class OneBucket:
-    """The only buffer of a save, made when it is first asked for.
+def fill_buckets(
+    fragments: Iterable[Fragment], next_buffer: Callable[[], torch.Tensor], *, copies_ready: bool
+) -> Iterator[list[Fragment]]:
+    """Yield fragments that are ready to be written, once `synchronize_devices` has been called.
+
+    They are views of buffers, cut where a buffer was full.
 
     Args:
-        nbytes: Its size.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._buffer: torch.Tensor | None = None
-
-    def get(self) -> torch.Tensor:
-        """Return the buffer, shape ``(nbytes,)``, uint8; what it held may be overwritten."""
-        if self._buffer is None:
-            self._buffer = torch.empty(self._nbytes, dtype=torch.uint8)
-        return self._buffer
-
-
-def write_directly(writer: FileWriter, fragments: Iterable[Fragment], bucket: OneBucket) -> None:
-    """Write fragments straight from their memory; those in other memory or of another dtype travel through the bucket.
+        fragments: Read one at a time; a fragment is not touched after the next one was asked for.
+        next_buffer: Returns an empty uint8 buffer on the CPU, at least 16 bytes long. It is asked for one when the
+            last one has been handed on, so it may return the same one again.
+        copies_ready: Copy fragments that are ready, too. ``False`` yields them as they are, one at a time.
 
     Collective: none.
     """
-    for filled in fill_buckets(_others(writer, fragments), bucket.get):
-        synchronize_devices()
-        for fragment in filled.fragments:
-            writer.write(fragment)
-
-
-def _others(writer: FileWriter, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
-    """Write fragments that are ready and yield the others."""
+    buffer: torch.Tensor | None = None
+    used, held = 0, list[Fragment]()
     for fragment in fragments:
-        if fragment.is_ready:
-            writer.write(fragment)
-        else:
-            yield fragment
+        if not copies_ready and fragment.is_ready:
+            yield [fragment]
+            continue
+        done, itemsize = 0, fragment.dtype.itemsize
+        while done < fragment.numel:
+            if buffer is None:
+                buffer, used, held = next_buffer(), 0, []
+            used += -used % itemsize
+            count = min(fragment.numel - done, (buffer.numel() - used) // itemsize)
+            if count <= 0:
+                yield held
+                buffer = None
+                continue
+            values = buffer[used : used + count * itemsize].view(fragment.dtype)
+            pack(fragment.data, done, done + count, values, non_blocking=True)
+            start = fragment.flat[0] + done
+            held.append(replace(fragment, flat=(start, start + count), data=values))
+            used += count * itemsize
+            done += count
+    if buffer is not None and held:
+        yield held
 
 
 def synchronize_devices() -> None:
     """Wait for copies from an accelerator, where there is one."""
     if torch.accelerator.is_available():
-        synchronize({torch.accelerator.current_accelerator().type})  # type: ignore[union-attr]
+        torch.accelerator.synchronize()
 
 
-_DONE, _FAILED = 0, -1
-
-
-def send_fragments(fragments: Iterable[Fragment], bucket: OneBucket, group: ProcessGroup, owner: int) -> None:
-    """Send fragments to the rank that writes them, one bucket at a time.
-
-    Args:
-        fragments: This rank's fragments.
-        bucket: Holds one message.
-        group: A group with a CPU backend, used for nothing else meanwhile.
-        owner: World rank of the receiver.
-
-    Collective: this rank and the owner, which calls `receive_fragments`.
-    """
-    try:
-        for filled in fill_buckets(fragments, bucket.get):
-            synchronize_devices()
-            _send_bucket(filled, group, owner)
-    except Exception:
-        _send_header(_FAILED, 0, group, owner)
-        raise
-    _send_header(_DONE, 0, group, owner)
-
-
-def _send_bucket(bucket: Bucket, group: ProcessGroup, owner: int) -> None:
-    import torch.distributed as dist
-
-    content = [
-        [fragment.part, fragment.key, fragment.box, fragment.flat, fragment.data.data_ptr() - bucket.buffer.data_ptr()]
-        for fragment in bucket.fragments
-    ]
-    description = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
-    _send_header(description.numel(), bucket.buffer.numel(), group, owner)
-    dist.send(description, dst=owner, group=group)
-    dist.send(bucket.buffer, dst=owner, group=group)
-
-
-def _send_header(description_bytes: int, bucket_bytes: int, group: ProcessGroup, owner: int) -> None:
-    import torch.distributed as dist
-
-    dist.send(torch.tensor([description_bytes, bucket_bytes]), dst=owner, group=group)
-
-
-def receive_fragments(
-    writer: FileWriter | None, plan: JobPlan, bucket: OneBucket, group: ProcessGroup, sources: Iterable[int]
+def write_directly(
+    plan: SavePlan, fragments: Iterable[Fragment], bucket_bytes: int, progress: Callable[[int], None]
 ) -> None:
-    """Write the fragments that other ranks send, rank after rank.
+    """Write this rank's fragments at their offsets, straight from their memory, and wait until they are on disk.
 
-    What arrives after a failure is received all the same, so that no sender waits for ever.
+    Ranks of one host may write to the same files side by side, because they share a page cache.
 
     Args:
-        writer: The files; ``None`` drops everything.
-        plan: The plan.
-        bucket: Holds one message; of the size that the senders use.
-        group: As in `send_fragments`.
-        sources: World ranks of the senders.
+        plan: The plan; its files have been created.
+        fragments: Those in other memory or of another dtype pass through a bucket.
+        bucket_bytes: Size of the bucket.
+        progress: Told the number of bytes after each write.
 
-    Raises:
-        CheckpointError: If a sender failed.
-        OSError: If writing failed.
-
-    Collective: this rank and the sources, which call `send_fragments`.
+    Collective: none.
     """
-    import torch.distributed as dist
+    buffers: list[torch.Tensor] = []
 
-    specs = [
-        {spec.key: spec for file in set(homes.values()) for spec in plan.files[file].specs} for homes in plan.homes
-    ]
-    buffer = bucket.get()
-    header = torch.zeros(2, dtype=torch.int64)
-    failure: Exception | None = None
-    for source in sources:
-        while True:
-            dist.recv(header, src=source, group=group)
-            description_bytes, used = int(header[0]), int(header[1])
-            if description_bytes == _FAILED:
-                failure = failure or CheckpointError(f"Rank {source} could not send its part of the checkpoint.")
-            if description_bytes <= 0:
-                break
-            description = torch.empty(description_bytes, dtype=torch.uint8)
-            dist.recv(description, src=source, group=group)
-            dist.recv(buffer[:used], src=source, group=group)
-            if writer is None or failure is not None:
-                continue
-            try:
-                for fragment in _unpack(json.loads(description.numpy().tobytes()), buffer, specs):
-                    writer.write(fragment)
-            except Exception as error:  # noqa: BLE001 - reported when all senders are through
-                failure = error
-    if failure is not None:
-        raise failure
+    def the_buffer() -> torch.Tensor:
+        if not buffers:
+            buffers.append(torch.empty(bucket_bytes, dtype=torch.uint8))
+        return buffers[0]
+
+    files: dict[int, tuple[Path, int, dict[str, int]]] = {}
+    try:
+        for ready in fill_buckets(fragments, the_buffer, copies_ready=False):
+            synchronize_devices()
+            for fragment in ready:
+                index = plan.homes[fragment.part][fragment.key]
+                if index not in files:
+                    path = plan.temporary(plan.files[index].name)
+                    files[index] = path, os.open(path, os.O_WRONLY), offsets_in(path, plan.files[index])
+                path, descriptor, offsets = files[index]
+                _write_fragment(path, descriptor, offsets[fragment.key], fragment)
+                progress(fragment.numel * fragment.dtype.itemsize)
+        for _, descriptor, _ in files.values():
+            os.fsync(descriptor)
+    finally:
+        for _, descriptor, _ in files.values():
+            os.close(descriptor)
 
 
-def _unpack(content: Any, buffer: torch.Tensor, specs: Sequence[Mapping[str, TensorSpec]]) -> Iterator[Fragment]:
-    for part, key, box, flat, offset in content:
-        spec = specs[part][key]
-        values = buffer[offset : offset + (flat[1] - flat[0]) * spec.dtype.itemsize].view(spec.dtype)
-        yield Fragment(
-            part=part,
-            key=key,
-            shape=spec.shape,
-            dtype=spec.dtype,
-            box=tuple((start, stop) for start, stop in box),
-            flat=(flat[0], flat[1]),
-            data=values,
+def _write_fragment(path: Path, descriptor: int, offset: int, fragment: Fragment) -> None:
+    """Write a fragment that is ready into the tensor whose values begin at an offset."""
+    itemsize, shape = fragment.dtype.itemsize, fragment.shape
+    values = fragment.data.reshape(-1)
+    for region in regions_of(fragment.box, fragment.flat):
+        memory = as_bytes(values[region.start : region.start + region.numel])
+        if is_contiguous(shape, region.box):
+            write_at(descriptor, memory, offset + span_of(shape, region.box)[0] * itemsize)
+        else:
+            from booster_runtime.checkpoint.save.strided import write_strided
+
+            write_strided(path, offset, shape, itemsize, region.box, memory)
+
+
+def write_at(descriptor: int, source: memoryview, offset: int) -> None:
+    """Write all of ``source`` at a byte offset of a file."""
+    while source:
+        written = os.pwrite(descriptor, source[:_MAX_CALL_BYTES], offset)
+        source = source[written:]
+        offset += written
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file and wait until it is on disk."""
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def create_file(path: Path, file: PlannedFile) -> None:
+    """Write a file that is complete except for the tensors' values, for which it has room; an older one is replaced."""
+    if file.suffix == SAFETENSORS:
+        head = _safetensors_head(file.specs, file.values)
+        with path.open("wb") as stream:
+            stream.write(head)
+            stream.truncate(len(head) + sum(spec.nbytes for spec in file.specs))
+    else:
+        from booster_runtime.checkpoint.files.torch_file import create_torch_file
+
+        create_torch_file(path, file.specs, file.values)
+
+
+def offsets_in(path: Path, file: PlannedFile) -> dict[str, int]:
+    """Return where in a file that was created each tensor's values begin, in bytes."""
+    if file.suffix != SAFETENSORS:
+        from booster_runtime.checkpoint.files.torch_file import offsets_in_torch_file
+
+        return offsets_in_torch_file(path, file.specs)
+    offset = len(_safetensors_head(file.specs, file.values))
+    offsets = {}
+    for spec in file.specs:
+        offsets[spec.key] = offset
+        offset += spec.nbytes
+    return offsets
+
+
+def _safetensors_head(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> bytes:
+    """Return what precedes the values in a safetensors file: the header's length and the header."""
+    metadata = {"format": "pt", **{VALUES_PREFIX + name: json.dumps(value) for name, value in values.items()}}
+    header: dict[str, Any] = {METADATA: metadata}
+    offset = 0
+    for spec in specs:
+        if spec.dtype not in DTYPE_NAMES:
+            msg = (
+                f"'{spec.key}' has dtype {spec.dtype}, which safetensors files cannot hold. Use "
+                "`use_safetensors=False`."
+            )
+            raise CheckpointError(msg)
+        header[spec.key] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        msg = (
+            f"The names of {len(specs)} tensors and {len(values)} other values make a header of {len(text)} bytes; a "
+            f"safetensors file takes {MAX_HEADER_BYTES}. Use `shard=True` or a smaller `size_per_shard`."
         )
+        raise CheckpointError(msg)
+    return struct.pack("<Q", len(text)) + text
+
+
+def file_checksum(path: Path) -> str:
+    """Return the hexadecimal xxh3 (64 bits) of a file's content, as ``xxhsum -H3`` prints it."""
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(1 << 22))
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder last through a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def as_checkpoint_error(error: Exception, path: Path) -> Exception:
+    """Return an error of the operating system as one that says what it means for a checkpoint."""
+    if isinstance(error, BoosterError) or not isinstance(error, OSError):
+        return error
+    remedies = {
+        errno.ENOSPC: "The disk is full: free some space, or save elsewhere.",
+        errno.EDQUOT: "The disk quota is used up: free some space, or save elsewhere.",
+        errno.EACCES: "Permission is denied: check the folder's owner and mode.",
+        errno.EPERM: "Permission is denied: check the folder's owner and mode.",
+        errno.EROFS: "The file system is read-only: save elsewhere.",
+        errno.EEXIST: "A part of the path is a file, not a folder: pass another path.",
+        errno.ENOTDIR: "A part of the path is a file, not a folder: pass another path.",
+    }
+    where = error.filename or path
+    reason = error.strerror or str(error)
+    remedy = remedies.get(error.errno or 0, "")
+    failure = CheckpointError(f"'{path}' cannot be written: {reason} ('{where}'). {remedy}".rstrip())
+    failure.__cause__ = error
+    return failure

@@ -13,12 +13,20 @@ from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks import DistCoordinator
 from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
 from booster_runtime.checkpoint.files.dcp_table import METADATA
-from booster_runtime.checkpoint.files.names import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
+from booster_runtime.checkpoint.files.layout import (
+    MODEL,
+    OPTIMIZER,
+    SAFETENSORS,
+    TEMPORARY,
+    TORCH,
+    TORCH_MODEL,
+    FileNames,
+    new_token,
+)
 from booster_runtime.checkpoint.load.source import Source, is_dcp_folder
 from booster_runtime.checkpoint.run.manifest import MANIFEST
-from booster_runtime.checkpoint.run.steps import new_token
-from booster_runtime.checkpoint.save.job import TEMPORARY, sync_folder
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part
+from booster_runtime.checkpoint.save.writer import sync_folder
 from booster_runtime.checkpoint.tools.source_adapter import SourceAdapter
 
 if TYPE_CHECKING:

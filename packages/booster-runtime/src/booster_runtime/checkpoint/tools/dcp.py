@@ -7,6 +7,7 @@ A tied tensor is written once and listed under all of its names, and an optimize
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
 import warnings
@@ -31,19 +32,19 @@ from booster_core.errors import CheckpointError
 from booster_core.state import box_shape
 from booster_runtime.checkpoint.files.dcp_file import GROUPS, SHAPES, STATE
 from booster_runtime.checkpoint.files.dcp_table import read_table
-from booster_runtime.checkpoint.files.names import MODEL, OPTIMIZER, FileNames
-from booster_runtime.checkpoint.save.job import local_specs, merge_specs, sync_folder
-from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerInfo, OptimizerPart, Part
+from booster_runtime.checkpoint.files.layout import TEMPORARY, local_specs, merge_specs, new_token
+from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
+from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part
+from booster_runtime.checkpoint.save.writer import sync_folder
 from booster_runtime.state.regions import pack, regions_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from torch import nn
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from booster_core.state import StateAdapter, TensorShard
+    from booster_core.state import TensorShard
     from booster_runtime.checkpoint.session import Session
 
 _PathInState = tuple[Any, ...]
@@ -157,52 +158,42 @@ class _AliasWriter(FileSystemWriter):
         super().finish(metadata, [*results, further])
 
 
-def save_model_dcp(
-    session: Session, adapter: StateAdapter, path: Path, dtype: torch.dtype | None, module: nn.Module | None = None
-) -> None:
-    """Write a model as a DCP folder.
+def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
+    """Write a model or an optimizer as a DCP folder.
+
+    Args:
+        name: What the user called.
+        session: The ranks.
+        part: The model or optimizer.
+        path: The folder; one that holds another kind of files is refused.
 
     Raises:
         CheckpointError: If the folder cannot be written, or holds something else.
 
     Collective: every rank.
     """
-    part = ModelPart(adapter, FileNames(base=MODEL), dtype=dtype, module=module)
-    _save_part("save_model", session, part, path, aliases=adapter.tied_names())
+    made: list[Path] = []
+    temporary: Path | None = None
 
-
-def save_optimizer_dcp(session: Session, adapter: StateAdapter, path: Path) -> None:
-    """Write an optimizer as a DCP folder.
-
-    Raises:
-        CheckpointError: If the folder cannot be written, or holds something else.
-
-    Collective: every rank.
-    """
-    _save_part("save_optimizer", session, OptimizerPart(adapter, FileNames(base=OPTIMIZER)), path, aliases={})
-
-
-def _save_part(name: str, session: Session, part: Part, path: Path, *, aliases: Mapping[str, str]) -> None:
-    with session.together(name, path):
+    def tell() -> Any:
         if session.rank == 0:
             _check_target(path, is_optimizer=isinstance(part, OptimizerPart))
-    token, undo = session.prepare_folder(path.parent)
-    temporary = path.parent / f".{path.name}.{token}.tmp"
+            made.extend(parent for parent in path.parents if not parent.exists())
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return part.local_facts(), local_specs(part), part.aliases(), new_token()
+
     try:
-        gathered = session.gather(
-            name,
-            path,
-            lambda: (part.local_facts(), local_specs(part), session.look_for_token(path.parent, token), dict(aliases)),
-        )
-        route = session.choose_route(path.parent, token, [entry[2] for entry in gathered])
-        if not route.is_shared:
+        gathered = session.gather(name, path, tell)
+        token = gathered[0][3]
+        if len(session.ranks_that_see(path.parent, token)) < session.world_size:
             msg = (
                 f"`gather_dtensor=False` needs a folder that all ranks see; '{path}' is not. Use `gather_dtensor=True`."
             )
             raise CheckpointError(msg)
+        temporary = path.parent / f".{path.name}.{token}{TEMPORARY}"
         part.learn([entry[0] for entry in gathered], session.rank)
         merge_specs([[*entry[1], *part.learned_specs(entry[0], rank)] for rank, entry in enumerate(gathered)])
-        all_aliases = {alias: first for entry in gathered for alias, first in entry[3].items()}
+        aliases = {alias: first for entry in gathered for alias, first in entry[2].items()}
         with session.together(name, path):
             planner = _make_planner(part, session.rank)
         group = session.cpu_group() if session.world_size > 1 else None
@@ -211,7 +202,7 @@ def _save_part(name: str, session: Session, part: Part, path: Path, *, aliases: 
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one is meant
             save(
                 {},
-                storage_writer=_AliasWriter(temporary, all_aliases),
+                storage_writer=_AliasWriter(temporary, aliases),
                 planner=planner,
                 process_group=group,
                 no_dist=group is None,
@@ -220,9 +211,11 @@ def _save_part(name: str, session: Session, part: Part, path: Path, *, aliases: 
             if session.rank == 0:
                 _put_in_place(temporary, path)
     except BaseException:
-        if session.rank == 0:
+        if session.rank == 0 and temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-        undo()
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         raise
 
 

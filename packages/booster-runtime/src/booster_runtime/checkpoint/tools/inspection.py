@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
 from booster_runtime.checkpoint.files.index import read_index, read_json
-from booster_runtime.checkpoint.files.names import MODEL, OPTIMIZER
+from booster_runtime.checkpoint.files.layout import MODEL, OPTIMIZER
 from booster_runtime.checkpoint.load.optimizer_check import read_optimizer_info
 from booster_runtime.checkpoint.load.source import Source
 from booster_runtime.checkpoint.run.manifest import MANIFEST, Manifest

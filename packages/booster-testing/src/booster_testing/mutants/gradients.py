@@ -1,0 +1,181 @@
+"""Mutants of `ReferencePlugin` that get gradients, norms or overflows wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from booster_core.gradients import clip_by_norm
+from booster_core.plugin import ModelWrapper
+from booster_testing.mutants.reference import ReferenceOptimizer, ReferencePlugin
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from booster_core.plugin import BoostContext, Boosted
+
+
+class _Sums(ReferenceOptimizer):
+    @override
+    def reduce(self, gradient: Tensor) -> None:
+        dist.all_reduce(gradient)
+
+
+class SumsGradients(ReferencePlugin):
+    """Sums gradients over ranks in place of averaging them."""
+
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _Sums
+
+
+class _DoesNotAverage(ReferenceOptimizer):
+    @override
+    def average(self) -> None:
+        pass
+
+
+class WithoutAveraging(ReferencePlugin):
+    """Steps with each rank's own gradients."""
+
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _DoesNotAverage
+
+
+class _KeepsLast(ReferenceOptimizer):
+    @override
+    def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
+        self.optim.zero_grad()
+        super().backward(loss, inputs, retain_graph=retain_graph)
+
+
+class KeepsLastMicroBatch(ReferencePlugin):
+    """Keeps the gradients of the last micro-batch only."""
+
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _KeepsLast
+
+
+class _ForgetsToAverage(ReferenceOptimizer):
+    is_evaluated = False
+
+    @override
+    def average(self) -> None:
+        if not self.is_evaluated:
+            super().average()
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.is_evaluated = False
+        return result
+
+
+class _NotesEvaluation(ModelWrapper):
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training and self.__dict__["boosted_optimizer"] is not None:
+            self.__dict__["boosted_optimizer"].is_evaluated = True
+        return super()._forward(*args, **kwargs)
+
+
+class AveragesNoMoreAfterEvaluation(ReferencePlugin):
+    """Does not average gradients between an evaluation and the next step."""
+
+    model_class: ClassVar[type[ModelWrapper]] = _NotesEvaluation
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _ForgetsToAverage
+
+
+class SyncsUnderNoSync(ReferencePlugin):
+    """Communicates under ``no_sync`` as outside of it; the gradients are right."""
+
+    @override
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class SyncsModelThatWasBoostedFirst(ReferencePlugin):
+    """Knows the optimizer of the last model only, which any ``no_sync`` is for; the gradients are right."""
+
+    @override
+    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+        boosted = super().configure(objects, context)
+        self.last_optimizer = boosted.optimizer
+        return boosted
+
+    @override
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+        return super().no_sync(model, self.last_optimizer)
+
+
+class _NormOfOwnPart(ReferenceOptimizer):
+    @override
+    def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        gradients = self.gradients()
+        own = gradients[dist.get_rank() :: dist.get_world_size()]
+        return clip_by_norm(gradients, max_norm, norm_type, counted=own, error_if_nonfinite=error_if_nonfinite)
+
+
+class NormOfOwnPart(ReferencePlugin):
+    """Clips by the norm of the gradients that this rank counts, without adding the other ranks'."""
+
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _NormOfOwnPart
+
+
+class _EuclideanNorm(ReferenceOptimizer):
+    @override
+    def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        return super().clip_gradients(max_norm, 2.0, error_if_nonfinite=error_if_nonfinite)
+
+
+class IgnoresNormType(ReferencePlugin):
+    """Clips by the Euclidean norm, whatever is asked for."""
+
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _EuclideanNorm
+
+
+class _NeverRaises(ReferenceOptimizer):
+    @override
+    def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=False)
+
+
+class IgnoresErrorIfNonfinite(ReferencePlugin):
+    """Does not raise where the norm is infinite."""
+
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _NeverRaises
+
+
+class _KeepsGradients(ReferenceOptimizer):
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if set_to_none:
+            super().zero_grad(set_to_none)
+
+
+class HasNoEffectOfZeroGrad(ReferencePlugin):
+    """Leaves gradients as they are when they are to be zeroed."""
+
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _KeepsGradients
+
+
+class _OwnOverflow(ReferenceOptimizer):
+    found_here = False
+
+    @override
+    def average(self) -> None:
+        if self.has_local_gradients:
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            self.found_here = not all(bool(gradient.isfinite().all()) for gradient in gradients)
+        super().average()
+
+    @override
+    def overflow_anywhere(self, overflow: bool) -> bool:
+        return self.found_here
+
+
+class DecidesOverflowLocally(ReferencePlugin):
+    """Skips a step on the rank alone whose own gradients overflowed."""
+
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _OwnOverflow

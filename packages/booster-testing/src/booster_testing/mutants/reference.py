@@ -1,0 +1,275 @@
+"""`ReferencePlugin`: data parallelism that is correct and short, for mutants to break in one place each."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from booster_core.plugin import (
+    BoostContext,
+    Boosted,
+    Capability,
+    ModelWrapper,
+    OptimizerWrapper,
+    Plugin,
+    place_model,
+    unwrap_model,
+)
+from booster_core.state import NamedTensors, TensorShard, full_box
+from booster_runtime.state import MASTER, ReplicatedStateAdapter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from booster_core.precision import PrecisionPolicy
+    from booster_core.ranks import DistCoordinator
+    from booster_core.state import ParamGroup, StateAdapter, TensorMeta
+
+
+class ReferenceOptimizer(OptimizerWrapper):
+    """Average gradients over ranks, and step on fp32 masters where compute is in low precision.
+
+    Between steps the parameters have the masters' values, rounded to the compute format.
+
+    Args:
+        optim: The optimizer inside.
+        model: The user's model.
+        rounded_to: The compute format, where masters are kept.
+        **kwargs: As for `OptimizerWrapper`.
+
+    Attributes:
+        is_accumulating: Whether `ReferencePlugin.no_sync` of this model is active.
+        masters: The true values of trained parameters, where they are kept.
+    """
+
+    def __init__(self, optim: Optimizer, model: nn.Module, rounded_to: torch.dtype | None, **kwargs: Any) -> None:
+        super().__init__(optim, **kwargs)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.rounded_to = rounded_to
+        self.masters: dict[nn.Parameter, Tensor] = {}
+        self.is_accumulating = False
+        self.has_local_gradients = False
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._notice)  # type: ignore[no-untyped-call]
+        if rounded_to is not None:
+            self.masters = {parameter: parameter.detach().clone() for parameter in self.parameters}
+            self.round_parameters()
+
+    @override
+    def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
+        super().backward(loss, inputs, retain_graph=retain_graph)
+        if not self.is_accumulating:
+            self.average()
+
+    @override
+    def gradients(self) -> list[Tensor]:
+        self.average()
+        return super().gradients()
+
+    @override
+    def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
+        self.average()
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                parameter.copy_(master)
+            result = super().update_parameters(closure)
+            for parameter, master in self.masters.items():
+                master.copy_(parameter)
+        self.round_parameters()
+        return result
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Leave the gradients of backward inside this context as they are.
+
+        Collective: none.
+        """
+        before, self.is_accumulating = self.is_accumulating, True
+        try:
+            yield
+        finally:
+            self.is_accumulating = before
+
+    def average(self) -> None:
+        """Average gradients that ranks have changed since the last call; what was averaged before stays as it is.
+
+        Collective: every rank of the world.
+        """
+        if not self.has_local_gradients:
+            return
+        self.has_local_gradients = False
+        is_used = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.int32)
+        dist.all_reduce(is_used)
+        for parameter, count in zip(self.parameters, is_used.tolist(), strict=True):
+            if count:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self.reduce(parameter.grad)
+
+    def reduce(self, gradient: Tensor) -> None:
+        """Average a gradient over ranks, in place.
+
+        Collective: every rank of the world.
+        """
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+
+    def round_parameters(self) -> None:
+        """Give the parameters their masters' values, rounded.
+
+        Collective: none.
+        """
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                parameter.copy_(master.to(self.rounded_to))
+
+    def _notice(self, parameter: Tensor) -> None:
+        del parameter
+        self.has_local_gradients = True
+
+
+class ReferenceStateAdapter(ReplicatedStateAdapter):
+    """Shows a replicated model, and the masters of its parameters where they are kept.
+
+    Args:
+        model: The boosted model.
+        optimizer: Its optimizer.
+        coordinator: Tells rank and number of ranks.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: ReferenceOptimizer | None, coordinator: DistCoordinator) -> None:
+        super().__init__(model, optimizer, coordinator)
+        self.model = model
+        self.is_owner = coordinator.rank == 0
+        self.boosted_optimizer = optimizer
+        name_of = NamedTensors.of(unwrap_model(model)).name_of
+        masters = {} if optimizer is None else optimizer.masters
+        self.parameter_of = {name_of[id(parameter)]: parameter for parameter in masters}
+        self._loads_masters_of: set[str] | None = None
+
+    @override
+    def optimizer_shards(self) -> Iterator[TensorShard]:
+        yield from super().optimizer_shards()
+        if self._loads_masters_of is None:
+            yield from self.master_shards()
+
+    def master_shards(self) -> Iterator[TensorShard]:
+        """Yield the masters; rank 0 owns all."""
+        if self.boosted_optimizer is None:
+            return
+        for name, parameter in self.parameter_of.items():
+            data = self.boosted_optimizer.masters[parameter]
+            shape = tuple(data.shape)
+            yield TensorShard(
+                name=name,
+                state=MASTER,
+                global_shape=shape,
+                dtype=data.dtype,
+                box=full_box(shape),
+                data=data,
+                is_owner=self.is_owner,
+            )
+
+    @override
+    def prepare_optimizer_load(
+        self,
+        tensors: Mapping[str, Mapping[str, TensorMeta]],
+        scalars: Mapping[str, Mapping[str, Any]],
+        groups: Sequence[ParamGroup],
+    ) -> None:
+        # The adapter for runs without masters takes the file's masters as parameters.
+        super().prepare_optimizer_load(tensors, scalars, groups)
+        self._loads_masters_of = {name for name, states in tensors.items() if MASTER in states}
+
+    @override
+    def finish_load(self, *, model: bool, optimizer: bool) -> None:
+        super().finish_load(model=model, optimizer=optimizer)
+        taken = set(self.parameter_of) if model else (self._loads_masters_of or set())
+        self._loads_masters_of = None
+        if self.boosted_optimizer is None:
+            return
+        with torch.no_grad():
+            for name, parameter in self.parameter_of.items():
+                if name in taken:
+                    self.boosted_optimizer.masters[parameter].copy_(parameter)
+        self.boosted_optimizer.round_parameters()
+
+
+class ReferencePlugin(Plugin):
+    """Train a full replica on every rank; gradients are averaged after backward."""
+
+    name: ClassVar[str] = "reference"
+    api_version: ClassVar[int] = 1
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.CPU,
+            Capability.FP32,
+            Capability.BF16,
+            Capability.FP16,
+            Capability.DATA_PARALLEL,
+            Capability.SYNCHRONOUS,
+        }
+    )
+    model_class: ClassVar[type[ModelWrapper]] = ModelWrapper
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = ReferenceOptimizer
+    adapter_class: ClassVar[type[ReferenceStateAdapter]] = ReferenceStateAdapter
+
+    def __init__(self, *, precision: PrecisionPolicy | str | None = None) -> None:
+        self.precision = precision
+
+    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+        """Take rank 0's values, and wrap model and optimizer.
+
+        Collective: every rank of the world.
+        """
+        model = objects.model
+        place_model(model, objects.optimizer, context.device, context.precision)
+        self.make_equal(model)
+        precision = self.precision_of_forward(context.precision)
+        optimizer = objects.optimizer and self.optimizer_class(
+            objects.optimizer,
+            model,
+            precision.compute_dtype if precision.uses_autocast else None,
+            precision=context.precision,
+            after_step=context.after_step,
+        )
+        wrapper = self.model_class(model, precision=precision)
+        wrapper.__dict__["boosted_optimizer"] = optimizer
+        return objects._replace(model=wrapper, optimizer=optimizer)
+
+    def make_equal(self, model: nn.Module) -> None:
+        """Broadcast rank 0's parameters and buffers.
+
+        Collective: every rank of the world.
+        """
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.data, src=0)
+
+    def precision_of_forward(self, policy: PrecisionPolicy) -> PrecisionPolicy:
+        """Return the precision in which forward computes."""
+        return policy
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+        """Leave gradients as they are on each rank; the next backward outside, or the step, averages them."""
+        if isinstance(optimizer, ReferenceOptimizer):
+            return optimizer.accumulating()
+        return super().no_sync(model, optimizer)
+
+    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+        """Return a parameter's gradient, averaged over all ranks."""
+        if isinstance(optimizer, ReferenceOptimizer):
+            optimizer.average()
+        return super().full_gradient(model, optimizer, name)
+
+    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+        """Return the view of the state that checkpoints are written against."""
+        assert optimizer is None or isinstance(optimizer, ReferenceOptimizer)
+        return self.adapter_class(model, optimizer, context.coordinator)

@@ -1,0 +1,111 @@
+"""Checkpoints of every strategy in its variants load on one device, and those of one device under every strategy.
+
+The state is compared bit for bit, and then the next step. The conformance kit tests each plugin's usual settings so, in
+each precision; here are other numbers of ranks, other options, and optimizers of whole matrices. The slow tests load
+the checkpoint of each strategy under each other one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_testing import checkpoint_runs, run_on_ranks
+from booster_testing.checkpoint_conformance import assert_same_next_step, assert_same_state, saved_on_one_device
+from booster_testing.models import TinyStateful
+from booster_testing.training import Training
+from booster_zero import LowLevelZeroPlugin
+
+RUNS = {
+    "ddp x3": (TorchDDPPlugin, {}, 3),
+    "fsdp x1": (TorchFSDPPlugin, {"unit_min_numel": 1}, 1),
+    "fsdp x3": (TorchFSDPPlugin, {}, 3),
+    "fsdp x4, replicas": (TorchFSDPPlugin, {"replica_size": 2, "ignored_modules": ["LayerNorm"]}, 4),
+    "fsdp x2, whole": (TorchFSDPPlugin, {"partition": "parameter"}, 2),
+    "zero1 x1, cpu_offload": (LowLevelZeroPlugin, {"stage": 1, "cpu_offload": True}, 1),
+    "zero2 x3, disk": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256, "offload": "disk"}, 3),
+    "gemini x1": (GeminiPlugin, {}, 1),
+    "gemini x3, whole": (GeminiPlugin, {"min_chunk_bytes": 256, "partition": "parameter"}, 3),
+}
+SHARDED = ["fsdp x3", "fsdp x4, replicas", "zero2 x3, disk", "gemini x3, whole"]
+MATRIX_OPTIMIZERS = ["adafactor", "muon"]
+
+
+def training_of(name, folder, optimizer="adamw"):
+    plugin_class, options, _ = RUNS[name]
+    if options.get("offload") == "disk":
+        options = {**options, "offload_dir": str(folder)}
+    return Training(plugin_class=plugin_class, options=options, optimizer=optimizer, model_factory=TinyStateful)
+
+
+def save(name, folder, optimizer="adamw"):
+    training = training_of(name, folder, optimizer)
+    return run_on_ranks(checkpoint_runs.save_and_continue, RUNS[name][2], training, str(folder / "run"))
+
+
+def assert_loads(name, expected, root, folder, optimizer="adamw"):
+    training = training_of(name, folder, optimizer)
+    loaded = run_on_ranks(checkpoint_runs.load_and_continue, RUNS[name][2], training, root)
+    for of_rank in loaded:
+        assert_same_state(of_rank.snapshot, expected.snapshot)
+    assert_same_next_step(loaded, expected, None)
+
+
+def assert_loads_on_one_device(name, folder, optimizer="adamw"):
+    saved = save(name, folder, optimizer)
+    one = checkpoint_runs.on_one_device(training_of(name, folder, optimizer))
+    (loaded,) = run_on_ranks(checkpoint_runs.load_and_continue, 1, one, str(folder / "run"))
+    assert_same_state(loaded.snapshot, saved[0].snapshot)
+    assert_same_next_step(saved, loaded, None)
+
+
+def assert_loads_from_one_device(name, folder, folders, optimizer="adamw"):
+    one = checkpoint_runs.on_one_device(training_of(name, folder, optimizer))
+    expected, root = saved_on_one_device(one, folders)
+    assert_loads(name, expected, root, folder, optimizer)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_checkpoint_loads_on_one_device(name, tmp_path):
+    assert_loads_on_one_device(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_checkpoint_of_one_device_loads(name, tmp_path, tmp_path_factory):
+    assert_loads_from_one_device(name, tmp_path, tmp_path_factory)
+
+
+@pytest.mark.parametrize("optimizer", MATRIX_OPTIMIZERS)
+@pytest.mark.parametrize("name", SHARDED)
+def test_state_of_matrix_optimizers_loads_on_one_device(name, optimizer, tmp_path):
+    assert_loads_on_one_device(name, tmp_path, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", MATRIX_OPTIMIZERS)
+@pytest.mark.parametrize("name", SHARDED)
+def test_state_of_matrix_optimizers_of_one_device_loads(name, optimizer, tmp_path, tmp_path_factory):
+    assert_loads_from_one_device(name, tmp_path, tmp_path_factory, optimizer)
+
+
+@pytest.fixture(scope="module")
+def saved_runs(tmp_path_factory):
+    """Return a function that returns what a run that saved went on to, and the folder; each run saves once."""
+    known = {}
+
+    def saved(name):
+        if name not in known:
+            folder = tmp_path_factory.mktemp("matrix")
+            known[name] = save(name, folder)[0], str(folder / "run")
+        return known[name]
+
+    return saved
+
+
+@pytest.mark.slow  # both strategies of each pair exchange checkpoints with one device in the tests above
+@pytest.mark.parametrize("loaded", RUNS)
+@pytest.mark.parametrize("saved", RUNS)
+def test_any_checkpoint_loads_under_any_strategy(saved, loaded, saved_runs, tmp_path):
+    expected, root = saved_runs(saved)
+    assert_loads(loaded, expected, root, tmp_path)

@@ -1,0 +1,198 @@
+"""Experts that the data chooses, differently on every rank: right with `leaf_modules`, an error without."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_gemini import GeminiPlugin
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+
+CLOSE = tolerance_for(torch.float32)
+WIDTH, EXPERTS, STEPS = 16, 4, 3
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+@dataclass
+class Mixed:
+    hidden: torch.Tensor
+    weights: torch.Tensor
+
+
+class Mixture(nn.Module):
+    """Sends each row to the expert that its token names, weighed by a router; calls no others."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, tokens):
+        weights = self.router(x).softmax(-1)
+        out = self.shared(x)
+        for number in (tokens % EXPERTS).unique().tolist():
+            rows = (tokens % EXPERTS == number).nonzero().squeeze(1)
+            out = out.index_add(0, rows, self.experts[number](x[rows]) * weights[rows, number, None])
+        return Mixed(out, weights)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.mixture = Mixture()
+
+    def forward(self, x, tokens):
+        mixed = self.mixture(torch.tanh(self.dense(x)), tokens)
+        return x + mixed.hidden, mixed.weights.square().mean()
+
+
+class Net(nn.Module):
+    """Layers with experts; the loss has a term of the routers of all layers, which backward begins with."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.table = nn.Embedding(32, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, tokens):
+        x, routed = self.table(tokens), 0
+        for layer in self.layers:
+            if self.how == "plain" or not torch.is_grad_enabled():
+                x, term = layer(x, tokens)
+            else:
+                x, term = checkpoint(layer, x, tokens, use_reentrant=self.how == "reentrant")
+            routed = routed + term
+        return self.head(x).square().mean() + routed
+
+
+def make(how="plain"):
+    torch.manual_seed(1)
+    return Net(how)
+
+
+def tokens_of(step, rank):
+    """Return tokens of one or two experts, of which ranks have different ones."""
+    first = (step + 2 * rank) % EXPERTS
+    chosen = torch.tensor([first, (first + 1) % EXPERTS if (step + rank) % 2 else first])
+    return chosen.repeat(3) + EXPERTS * torch.arange(6)
+
+
+def plainly(world_size):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    gradients = []
+    for step in range(STEPS):
+        for rank in range(world_size):
+            (model(tokens_of(step, rank)) / world_size).backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients
+
+
+def boosted(how, direct, options):
+    original = make(how)
+    names = [name for name, _ in original.named_parameters()]
+    booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=1024, **options))
+    model, optimizer, *_ = booster.boost(original, torch.optim.SGD(original.parameters(), lr=0.5))
+    gradients, kept = [], []
+    for step in range(STEPS):
+        model.eval()
+        with torch.no_grad():
+            model(tokens_of(step + 1, dist.get_rank()))
+        model.train()
+        loss = model(tokens_of(step, dist.get_rank()))
+        loss.backward() if direct else booster.backward(loss, optimizer)
+        kept.append(sum(chunk.pins for chunk in model.manager.layout.buckets))
+        whole = {name: booster.full_gradient(model, name) for name in names}
+        gradients.append({name: gradient for name, gradient in whole.items() if gradient is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, kept, len(model.manager.layout.buckets)
+
+
+LEAVES = {
+    "by class": [Mixture],
+    "by name of a class": ["Mixture"],
+    "lists by path": [f"layers.{number}.mixture.experts" for number in range(2)],
+    "all layers": ["layers"],
+}
+
+
+@pytest.mark.parametrize(("leaves", "world_size"), [*((name, 2) for name in LEAVES), ("by class", 3)])
+def test_gradients_of_chosen_experts_equal_one_process(leaves, world_size):
+    expected = plainly(world_size)
+    for gradients, kept, num_chunks in run_on_ranks(
+        boosted, world_size, "plain", False, {"leaf_modules": LEAVES[leaves]}
+    ):
+        for found, told in zip(gradients, expected, strict=True):
+            assert_same_tensors(found, told, CLOSE)
+        assert num_chunks > 6
+        assert kept == [0] * STEPS
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["booster.backward", "loss.backward"])
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "reentrant"])
+def test_experts_may_be_recomputed_and_prefetched(how, direct):
+    expected = plainly(2)
+    for gradients, _, _ in run_on_ranks(boosted, 2, how, direct, {"leaf_modules": [Mixture], "max_prefetch": 3}):
+        for found, told in zip(gradients, expected, strict=True):
+            assert_same_tensors(found, told, CLOSE)
+
+
+class OneOfTwo(nn.Module):
+    """Runs the layer that its input chooses, so that all ranks gather equally much."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4 * WIDTH, 4 * WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x, number):
+        return self.layers[number](x)
+
+
+def uses_another_layer():
+    model = OneOfTwo()
+    booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=1024))  # a layer has a chunk of its own
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    booster.backward(boosted(torch.ones(1, 4 * WIDTH), dist.get_rank()).sum(), optimizer)
+    optimizer.step()
+
+
+def test_ranks_that_gather_different_chunks_raise_at_the_step():
+    expect_on_ranks(ConfigError, r"Ranks used the model's parameters in different orders", uses_another_layer, 2)
+
+
+def refuses(leaves):
+    Booster(plugin=GeminiPlugin(leaf_modules=leaves)).boost(make())
+
+
+def test_a_leaf_that_is_not_there_raises_on_every_rank():
+    match = r"`leaf_modules` lists 'Mixtures', and the model has no such module\..*classes: .*Mixture"
+    expect_on_ranks(ConfigError, match, refuses, 2, ["Mixtures"])
+    match = r"`leaf_modules` lists the class `Conv2d`, and the model has no such module"
+    expect_on_ranks(ConfigError, match, refuses, 2, [nn.Conv2d])
+
+
+@pytest.mark.parametrize("leaves", ["Mixture", Mixture, [3], [int]])
+def test_leaves_of_a_wrong_type_raise_at_once(leaves):
+    with pytest.raises(TypeError, match="`leaf_modules"):
+        GeminiPlugin(leaf_modules=leaves)

@@ -1,0 +1,56 @@
+"""The conformance kit finds every mutant, by the test whose name says what is wrong."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from booster_testing import RankError, mutants
+from booster_testing.conformance import PluginConformance
+
+DRIFT = r"differ between ranks: .*embedding\.weight.* \(ranks 0 and 1\)"
+DIFFER = "tensors differ by more than"
+FOUND = [
+    ("StartsApart", "test_boost_makes_ranks_equal_or_raises", {}, "Replicas of .* differ between ranks"),
+    ("ChangesWeightsInEvaluation", "test_evaluation_changes_nothing", {}, r"the evaluation changed \['embedding"),
+    ("UntiesWeights", "test_equals_one_process", {"optimizer": "sgd"}, "not the model's|Only in|" + DIFFER),
+    ("IgnoresGroups", "test_equals_one_process", {"optimizer": "sgd"}, DIFFER),
+    ("IgnoresWeightDecay", "test_equals_one_process", {"optimizer": "adamw"}, DIFFER),
+    ("OtherBeta2", "test_equals_one_process", {"optimizer": "adamw"}, DIFFER),
+    ("SumsGradients", "test_equals_one_process", {"optimizer": "sgd"}, DIFFER),
+    ("WithoutAveraging", "test_ranks_hold_equal_parameters", {}, DRIFT),
+    ("OffByOneRounding", "test_ranks_hold_equal_parameters", {}, DRIFT),
+    ("OffByOneRoundingOutsideOfShards", "test_ranks_hold_equal_parameters", {}, "Ranks 0 and 1 compute different"),
+    ("SameSamples", "test_plain_data_loader_is_split_between_ranks", {}, "At index 1 diff: 0 != 1"),
+    ("KeepsLastMicroBatch", "test_accumulation_equals_one_large_batch", {"micro_batches": "unequal"}, DIFFER),
+    ("AveragesNoMoreAfterEvaluation", "test_loop_equals_one_process", {"loop": "evaluation between"}, DIFFER),
+    ("HasNoEffectOfZeroGrad", "test_zeroed_gradients_equal_one_process", {}, DIFFER),
+    ("SyncsUnderNoSync", "test_no_sync_saves_the_communication_of_its_model", {}, "inside"),
+    ("SyncsModelThatWasBoostedFirst", "test_no_sync_saves_the_communication_of_its_model", {}, "inside"),
+    ("NormOfOwnPart", "test_norm_is_the_same_on_every_rank", {"max_norm": 0.05, "norm_type": 2.0}, "differ between"),
+    ("IgnoresNormType", "test_clips_by_the_global_norm", {"max_norm": 0.05, "norm_type": 1.0}, "comparison failed"),
+    ("IgnoresErrorIfNonfinite", "test_infinite_norm_raises_on_every_rank_if_asked", {}, "rank 0 raised nothing"),
+    ("DecidesOverflowLocally", "test_overflow_on_one_rank_skips_the_step_on_all_ranks", {}, "the scale falls"),
+    ("ComputesInFP32", "test_low_precision_is_computed_in", {"precision": "bf16"}, "gradients are those of fp32"),
+    ("ForgetsMasters", "test_resumed_run_continues_exactly", {"precision": "bf16"}, DIFFER),
+    ("IgnoresSavedLearningRate", "test_resumed_run_continues_exactly", {"precision": "fp32"}, r"'lr': 0.07"),
+    ("SwapsMoments", "test_checkpoint_loads_on_one_device", {"precision": "fp32"}, DIFFER),
+    ("ForgetsBuffers", "test_resumed_run_continues_exactly", {"precision": "fp32"}, DIFFER),
+    ("ForgetsExtraState", "test_resumed_run_continues_exactly", {"precision": "fp32"}, "counter._extra_state"),
+    ("ForgetsParameter", "test_resumed_run_continues_exactly", {"precision": "fp32"}, DIFFER),
+]
+
+
+@pytest.mark.parametrize(("mutant", "test", "arguments", "message"), FOUND, ids=[case[0] for case in FOUND])
+def test_mutant_fails_the_test_of_its_fault(mutant, test, arguments, message, tmp_path_factory):
+    members = {"plugin_class": getattr(mutants, mutant), "shares_calls": False}
+    run = getattr(type("Kit", (PluginConformance,), members)(), test)
+    if "tmp_path_factory" in inspect.signature(run).parameters:
+        arguments = {**arguments, "tmp_path_factory": tmp_path_factory}
+    with pytest.raises((AssertionError, RankError, pytest.fail.Exception), match=message):
+        run(**arguments)
+
+
+def test_every_mutant_is_listed():
+    assert {case[0] for case in FOUND} == set(mutants.__all__) - {"ReferencePlugin"}

@@ -1,0 +1,117 @@
+"""A deep copy of a boosted model, as averages are made: it computes what the model does, or raises where it is made."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError, GradientError
+from booster_testing import expect_on_ranks, run_on_ranks
+
+WHOLE = {"ddp": 2, "zero": 2}
+"""Strategies whose ranks hold all parameters, and the number of ranks."""
+SPLIT = ["fsdp", "gemini", "hybrid"]
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+def boost(plugin, precision=None):
+    booster = Booster("cpu", precision, plugin)
+    net = make()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return booster, model, optimizer
+
+
+def step(booster, model, optimizer, seed):
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))
+    booster.backward(model(x).square().mean(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluated(model, x):
+    model.eval()
+    with torch.no_grad():
+        return model(x).clone()
+
+
+def copied(plugin, precision, inside):
+    """Return what a copy and the model compute, before and after the model has gone on training."""
+    booster, model, optimizer = boost(plugin, precision)
+    step(booster, model, optimizer, 0)
+    twin = copy.deepcopy(model.unwrap() if inside else model)
+    x = torch.ones(2, 6)
+    before = evaluated(model, x)
+    assert torch.equal(evaluated(twin, x), before)
+    model.train()
+    step(booster, model, optimizer, 1)
+    assert torch.equal(evaluated(twin, x), before)
+    assert not torch.equal(evaluated(model, x), before)
+    assert [name for name, _ in twin.named_parameters()] == [name for name, _ in make().named_parameters()]
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("plugin", list(WHOLE))
+def test_a_copy_computes_what_the_model_did(plugin, precision):
+    run_on_ranks(copied, WHOLE[plugin], plugin, precision, False)
+
+
+@pytest.mark.parametrize("plugin", list(WHOLE))
+def test_a_copy_of_the_own_model_computes_what_that_did(plugin):
+    run_on_ranks(copied, WHOLE[plugin], plugin, None, True)
+
+
+def averaged(plugin):
+    """Average as torch's tutorials do, next to the average of what the model holds."""
+    booster, model, optimizer = boost(plugin)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    expected = None
+    for seed in range(3):
+        step(booster, model, optimizer, seed)
+        average.update_parameters(model)
+        now = {name: p.detach().clone() for name, p in model.named_parameters()}
+        expected = now if expected is None else {name: 0.5 * expected[name] + 0.5 * now[name] for name in now}
+    twin = make()
+    twin.load_state_dict({**model.state_dict(), **expected})
+    torch.testing.assert_close(evaluated(average.module, torch.ones(2, 6)), evaluated(twin, torch.ones(2, 6)))
+
+
+@pytest.mark.parametrize("plugin", list(WHOLE))
+def test_averages_of_copies_are_right(plugin):
+    run_on_ranks(averaged, WHOLE[plugin], plugin)
+
+
+def trains_a_copy(plugin):
+    _, model, _ = boost(plugin)
+    copy.deepcopy(model)(torch.ones(2, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("plugin", list(WHOLE))
+def test_a_copy_does_not_train_on_each_rank_for_itself(plugin):
+    match = "got a gradient, but the model was boosted without an optimizer"
+    expect_on_ranks(GradientError, match, trains_a_copy, 2, plugin)
+
+
+def make_copy(plugin, inside, how):
+    booster, model, optimizer = boost(plugin)
+    step(booster, model, optimizer, 0)
+    twin = how(model.unwrap() if inside else model)
+    evaluated(twin, torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, AveragedModel], ids=["deepcopy", "AveragedModel"])
+@pytest.mark.parametrize("plugin", SPLIT)
+def test_a_copy_of_a_split_model_raises_with_the_remedy(plugin, how):
+    expect_on_ranks(ConfigError, r"can't be copied.*booster[._].*ema", make_copy, 2, plugin, False, how)
+
+
+@pytest.mark.parametrize("plugin", ["gemini"])
+def test_a_copy_of_the_own_model_raises_when_it_is_called(plugin):
+    expect_on_ranks(ConfigError, r"can't be copied.*`booster.ema\(model\)`", make_copy, 2, plugin, True, copy.deepcopy)

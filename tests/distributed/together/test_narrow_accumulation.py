@@ -1,0 +1,74 @@
+"""Gradients of many micro-batches in bf16 add up in fp32 under every plugin: a sum in bf16 soon stops growing."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_testing import run_on_ranks
+from booster_testing.compare import Tolerance, assert_same_tensors
+from booster_zero import LowLevelZeroPlugin
+
+ROUNDED_ONCE = Tolerance(relative=2**-8, reason="sums in fp32 that travel in bf16, which rounds once")
+MICRO_BATCHES = 256
+
+
+PLUGINS = {
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+    "zero 1": lambda: LowLevelZeroPlugin(stage=1),
+    "zero 1, replicas": lambda: LowLevelZeroPlugin(stage=1, replica_size=2),
+    "zero 2": lambda: LowLevelZeroPlugin(stage=2),
+    "gemini": lambda: GeminiPlugin(min_chunk_bytes=256),
+    "hybrid, zero 0": lambda: HybridParallelPlugin(zero_stage=0),
+    "hybrid, zero 1": lambda: HybridParallelPlugin(zero_stage=1),
+}
+
+
+def make_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 4))
+
+
+def micro_batch(micro, rank):
+    return torch.rand(1, 8, generator=torch.Generator().manual_seed(2 * micro + rank)) + 0.5
+
+
+def expected_gradients(world_size):
+    """Return the mean over ranks of the sums in fp32 of each micro-batch's gradients, as one process computes them."""
+    net = make_net().bfloat16()
+    sums = {name: torch.zeros(p.shape) for name, p in net.named_parameters()}
+    for rank in range(world_size):
+        for micro in range(MICRO_BATCHES):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = net(micro_batch(micro, rank)).sum()
+            loss.backward()
+            for name, parameter in net.named_parameters():
+                sums[name] += parameter.grad.float() / world_size
+            net.zero_grad()
+    return sums
+
+
+def accumulated(plugin):
+    net = make_net()
+    names = [name for name, _ in net.named_parameters()]
+    booster = Booster("cpu", "bf16", PLUGINS[plugin]())
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for micro in range(MICRO_BATCHES):
+        with booster.no_sync(model, optimizer) if micro < MICRO_BATCHES - 1 else contextlib.nullcontext():
+            booster.backward(model(micro_batch(micro, dist.get_rank())).sum(), optimizer)
+    return {name: booster.full_gradient(model, name).float() for name in names}
+
+
+@pytest.mark.parametrize("plugin", list(PLUGINS))
+def test_gradients_of_many_micro_batches_equal_a_sum_in_fp32(plugin):
+    expected = expected_gradients(2)
+    for gradients in run_on_ranks(accumulated, 2, plugin):
+        assert_same_tensors(gradients, expected, ROUNDED_ONCE)

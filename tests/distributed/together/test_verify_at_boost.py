@@ -1,0 +1,391 @@
+"""`Booster(verify=True)` verifies at `boost`, names what differs, and leaves no trace on the training that follows."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from booster_core import Booster
+from booster_core.errors import ConfigError, GradientError
+from booster_core.plugin import hookimpl, register_hooks, unregister_hooks
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_runtime.lazy import LazyInitContext
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import tiny_llama
+from booster_zero import LowLevelZeroPlugin
+
+PLUGINS = {
+    "single": None,
+    "ddp": (TorchDDPPlugin, {}),
+    "fsdp": (TorchFSDPPlugin, {}),
+    "zero2": (LowLevelZeroPlugin, {"stage": 2}),
+    "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}),
+    "hybrid-tp": (HybridParallelPlugin, {"tp_size": 2}),
+    "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}),
+}
+
+
+def plugin_named(name):
+    return None if PLUGINS[name] is None else PLUGINS[name][0](**PLUGINS[name][1])
+
+
+class Samples(torch.utils.data.Dataset):
+    """Items with noise from the global generators and from generators of the data set's own; counts what was read."""
+
+    def __init__(self):
+        self.own = np.random.default_rng(3)
+        self.reads = 0
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        self.reads += 1
+        noise = random.random() + np.random.rand() + float(torch.rand(())) + self.own.random()  # noqa: NPY002
+        return torch.full((8,), index + noise), index % 3
+
+
+class Net(nn.Module):
+    """Has dropout and buffers that training changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.drop, self.last = (
+            nn.Linear(8, 16),
+            nn.BatchNorm1d(16),
+            nn.Dropout(0.3),
+            nn.Linear(16, 3),
+        )
+
+    def forward(self, x):
+        return self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps something besides groups and state, as users' optimizers do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        self.param_groups[0]["weight_decay"] = 0.01 * self.calls
+        return super().step(closure)
+
+
+def loaders():
+    data = Samples()
+    sampler = WeightedRandomSampler([1.0] * 16, 8, generator=torch.Generator().manual_seed(4))
+    return {
+        "shuffled": DataLoader(data, batch_size=2, shuffle=True),
+        "generator": DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5)),
+        "sampler": DataLoader(data, batch_size=2, sampler=sampler),
+        "stream": DataLoader(Stream(), batch_size=2),
+    }
+
+
+class Stream(IterableDataset):
+    """Goes on where the pass before has stopped."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        for _ in range(8):
+            self.position += 1
+            yield torch.full((8,), float(self.position)), self.position % 3
+
+
+def trained(plugin, kind, verify):
+    """Return everything that a training leaves behind."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    model = Net()
+    loader = loaders()[kind]
+    optimizer = Remembering(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+    steps = []
+    booster = Booster(plugin=plugin_named(plugin), verify=verify)
+    data = loader.dataset
+    reads = getattr(data, "reads", None)
+    watch = Watch(steps)
+    register_hooks(watch)
+    try:
+        model, optimizer, criterion, loader, scheduler = booster.boost(
+            model, optimizer, nn.CrossEntropyLoss(), loader, scheduler
+        )
+    finally:
+        unregister_hooks(watch)
+    assert getattr(data, "reads", None) == reads
+    assert model.training
+    assert not steps
+    losses = []
+    for _ in range(2):
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(loss.item())
+    adapter = booster.state_adapter(model)
+    tensors = [shard.data.clone() for shard in (*adapter.model_shards(), *adapter.optimizer_shards())]
+    randomness = torch.get_rng_state(), random.random(), np.random.rand()  # noqa: NPY002
+    return losses, tensors, randomness, scheduler.get_last_lr()
+
+
+class Watch:
+    """Notes optimizer steps."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    @hookimpl
+    def after_step(self, optimizer):
+        self.steps.append(optimizer)
+
+
+def leaves_no_trace(plugin, kind):
+    plain, verified = trained(plugin, kind, verify=False), trained(plugin, kind, verify=True)
+    assert plain[0] == verified[0]
+    assert len(plain[1]) == len(verified[1]) > 0
+    for one, other in zip(plain[1], verified[1], strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(plain[2][0], verified[2][0])
+    assert plain[2][1:] == verified[2][1:]
+    assert plain[3] == verified[3]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "kind"),
+    [
+        ("ddp", "shuffled"),
+        ("ddp", "generator"),
+        ("ddp", "sampler"),
+        ("ddp", "stream"),
+        ("fsdp", "shuffled"),
+        ("zero2", "shuffled"),
+        ("gemini", "sampler"),
+    ],
+)
+def test_the_training_that_follows_is_the_same_bit_for_bit(plugin, kind):
+    run_on_ranks(leaves_no_trace, 2, plugin, kind)
+
+
+def test_one_process_without_a_plugin_leaves_no_trace():
+    run_on_ranks(leaves_no_trace, 1, "single", "shuffled")
+
+
+def trained_llama(plugin, verify):
+    tokens = torch.randint(16, (8, 6), generator=torch.Generator().manual_seed(0))
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=4, shuffle=True)
+    torch.manual_seed(0)
+    model = tiny_llama(attention_dropout=0.2)
+    booster = Booster(plugin=plugin_named(plugin), verify=verify)
+    model, optimizer, _, loader, _ = booster.boost(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), dataloader=loader
+    )
+    losses = []
+    for batch in loader:
+        if plugin == "hybrid-pp":
+            losses.append(booster.execute_pipeline(iter([batch]), model, lambda out, _: out.loss, optimizer)["loss"])
+        else:
+            losses.append(model(**batch).loss)
+            booster.backward(losses[-1], optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    adapter = booster.state_adapter(model)
+    tensors = [shard.data.clone() for shard in (*adapter.model_shards(), *adapter.optimizer_shards())]
+    return [None if loss is None else float(loss.detach()) for loss in losses], tensors, torch.get_rng_state()
+
+
+def leaves_llama_alone(plugin):
+    plain, verified = trained_llama(plugin, verify=False), trained_llama(plugin, verify=True)
+    assert plain[0] == verified[0]
+    assert all(torch.equal(one, other) for one, other in zip(plain[1], verified[1], strict=True))
+    assert torch.equal(plain[2], verified[2])
+
+
+@pytest.mark.parametrize("plugin", ["hybrid-tp", "hybrid-pp"])
+def test_the_training_of_a_model_in_parts_is_the_same_bit_for_bit(plugin):
+    run_on_ranks(leaves_llama_alone, 2, plugin)
+
+
+def boost_llama(plugin, capture, precision=None):
+    tokens = torch.randint(16, (8, 6), generator=torch.Generator().manual_seed(0))
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=4)
+    torch.manual_seed(0)
+    model = tiny_llama()
+    booster = Booster(plugin=plugin_named(plugin), mixed_precision=precision, verify=True)
+    with mock.patch("booster_core.ranks.coordinator.DistCoordinator.print_on_master", capture):
+        booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2), dataloader=loader)
+
+
+def printed(plugin, precision):
+    texts = []
+    boost_llama(plugin, lambda _, report: texts.append(str(report)), precision)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("plugin", "precision"),
+    [("ddp", None), ("zero2", "bf16"), ("gemini", None), ("fsdp", None), ("hybrid-tp", None), ("hybrid-pp", None)],
+)
+def test_it_says_how_long_it_took(plugin, precision):
+    for (text,) in run_on_ranks(printed, 2, plugin, precision):
+        assert text.startswith("Verified in ")
+        assert "on 2 rank(s) trains as one process does" in text
+
+
+class ScalesOneGradient(TorchDDPPlugin):
+    """Gets one parameter's gradient wrong by a tenth."""
+
+    api_version = 1
+
+    def configure(self, objects, context):
+        boosted = super().configure(objects, context)
+        objects.model.last.weight.register_hook(lambda gradient: gradient * 1.1)
+        return boosted
+
+
+def boost_net(plugin=None, verify=True, **changes):
+    model = Net()
+    given = {
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "criterion": nn.CrossEntropyLoss(),
+        "dataloader": DataLoader(TensorDataset(torch.randn(8, 8), torch.arange(8) % 3), batch_size=2),
+        **{name: make() for name, make in changes.items()},
+    }
+    return Booster(plugin=plugin or TorchDDPPlugin(), verify=verify).boost(model, **given)
+
+
+def boost_wrong():
+    boost_net(ScalesOneGradient())
+
+
+def test_a_plugin_that_is_wrong_raises_at_boost_and_the_parameter_is_named():
+    expect_on_ranks(GradientError, r"differs from one process .*\n  gradient 'last\.weight' at step 1", boost_wrong, 2)
+
+
+def nothing():
+    return None
+
+
+def dicts():
+    return DataLoader([{"x": torch.randn(8), "y": 0}] * 4, batch_size=2)
+
+
+def empty():
+    return DataLoader([], batch_size=2)
+
+
+class Uncopyable(IterableDataset):
+    """Keeps a generator."""
+
+    def __init__(self):
+        self.rows = (torch.randn(8) for _ in range(8))
+
+    def __iter__(self):
+        return self.rows
+
+
+def uncopyable():
+    return DataLoader(Uncopyable(), batch_size=2)
+
+
+def vector_loss():
+    return nn.CrossEntropyLoss(reduction="none")
+
+
+REFUSED = {
+    "no-loader": ({"dataloader": nothing}, "`boost` got no data loader"),
+    "no-optimizer": ({"optimizer": nothing}, "`boost` got no optimizer"),
+    "dicts": ({"dataloader": dicts}, r"(?s)could not compute a loss as it guessed .*Pass a function"),
+    "no-criterion": (
+        {"criterion": nothing},
+        r"(?s)could not compute .* no criterion was given.*Pass a function",
+    ),
+    "empty": ({"dataloader": empty}, "has none|fewer samples|samples"),
+    "uncopyable": ({"dataloader": uncopyable}, r"`copy\.deepcopy` failed with TypeError"),
+    "vector-loss": ({"criterion": vector_loss}, r"got a tensor of shape \(2,\)"),
+}
+
+
+def refuse(case):
+    boost_net(**REFUSED[case][0])
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_verified_raises_on_every_rank(case):
+    expect_on_ranks(ConfigError, REFUSED[case][1], refuse, 2, case)
+
+
+def with_workers():
+    return DataLoader(
+        Samples(), batch_size=2, num_workers=1, multiprocessing_context="forkserver", timeout=60, prefetch_factor=2
+    )
+
+
+def boost_with_workers():
+    with mock.patch("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", side_effect=AssertionError):
+        return boost_net(dataloader=with_workers).dataloader.num_workers
+
+
+def test_no_worker_is_started():
+    assert run_on_ranks(boost_with_workers, 2) == [1, 1]
+
+
+def refuse_lazy():
+    with LazyInitContext():
+        model = Net()
+    loader = DataLoader(TensorDataset(torch.randn(8, 8), torch.arange(8) % 3), batch_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Booster(plugin="zero", verify=True).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
+
+
+def test_a_lazy_model_is_refused():
+    expect_on_ranks(ConfigError, "this model is lazy", refuse_lazy, 2)
+
+
+def refuse_large():
+    free = 1 << 14 if torch.distributed.get_rank() else None
+    with mock.patch("booster_runtime.verification.at_boost.available_bytes", return_value=free):
+        boost_net()
+
+
+def test_a_model_whose_copies_do_not_fit_raises_on_every_rank():
+    expect_on_ranks(ConfigError, r"GiB on each of 2 rank\(s\); 0\.0 GiB are available", refuse_large, 2)
+
+
+def by_function():
+    seen = []
+
+    def loss_of(model, batch):
+        seen.append(batch["y"].shape)
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    boost_net(verify=loss_of, dataloader=dicts)
+    return seen
+
+
+def test_a_function_says_how_the_loss_is_computed():
+    for seen in run_on_ranks(by_function, 2):
+        assert seen
+        assert set(seen) == {(2,)}
+
+
+@pytest.mark.parametrize("wrong", ["yes", 1, None])
+def test_a_wrong_argument_raises(wrong):
+    with pytest.raises(TypeError, match="`verify` is True, False or a function"):
+        Booster(verify=wrong)
