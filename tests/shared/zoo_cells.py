@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from model_zoo import MATRIX, ZooModel, get_model
 from torch import Tensor, nn
+from zoo_compare import gradient_findings, parameter_findings, same_bits
 from zoo_results import COLUMNS, Cell
 from zoo_training import (
     STEPS,
@@ -21,13 +22,10 @@ from zoo_training import (
     CellError,
     capture,
     first_line,
-    gradient_findings,
     load_reference,
     loss_on_ranks,
     make_optimizer,
-    parameter_findings,
     quiet,
-    same_bits,
     take_step,
     train_plainly,
     trained,

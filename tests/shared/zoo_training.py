@@ -2,9 +2,6 @@
 
 The optimizer is AdamW with an epsilon above most gradients, so that rounding errors of tiny gradients stay tiny in
 the parameters: this tests the plugin, not the conditioning of Adam. Dropout probabilities are 0.
-
-A tensor may differ from that of one process by the tolerance of its dtype, or by a few times the rounding error of
-that process, which is its distance to the same training in fp64.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +19,6 @@ from torch import Tensor, nn
 
 from booster_core import Booster
 from booster_core.plugin import ModelWrapper
-from booster_testing.compare import largest_difference, tolerance_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,12 +29,6 @@ WORLD_SIZE = 2
 SAMPLES = 4
 STEPS = 3
 """Steps before the checkpoint; one more follows it."""
-_NO_EFFECT = 1e-6
-"""Rounding error of a zero gradient, relative to the model's largest gradient: a few times fp32's 2**-24."""
-_ZERO = 1e-9
-"""Largest gradient, in fp64 and relative to the model's largest, of a parameter without effect on the loss."""
-_ROUNDINGS = 4.0
-"""Allowed error relative to that of one process: two ranks round as often, but in another order."""
 
 
 class Plain(NamedTuple):
@@ -187,93 +176,6 @@ def loss_on_ranks(booster: Booster, zoo: ZooModel, model: nn.Module, step: int) 
         losses = (zoo.loss_of(model, zoo.share(step, each, SAMPLES)) for each in range(WORLD_SIZE))
         return sum(losses, torch.zeros(())) / WORLD_SIZE
     return zoo.loss_of(model, zoo.whole(step, WORLD_SIZE, SAMPLES))
-
-
-def gradient_findings(ours: dict[str, Tensor], reference: Reference, step: int, zoo: ZooModel) -> list[str]:
-    """Return a sentence for the gradient that differs most from that of one process, if one does."""
-    plain, exact = reference.plain.gradients[step], reference.exact.gradients[step] if reference.exact else None
-    return _findings(f"gradient of step {step + 1}", ours, plain, exact, reference, step, zoo)
-
-
-def parameter_findings(ours: dict[str, Tensor], reference: Reference, last: int, zoo: ZooModel) -> list[str]:
-    """Return a sentence for the parameter that differs most: at the checkpoint (``last=0``) or one step later."""
-    plain = reference.plain.parameters[last]
-    exact = reference.exact.parameters[last] if reference.exact else None
-    # A step of this optimizer is at most a tenth of the gradient, so the tolerance of gradients holds for steps, too.
-    return _findings(f"after step {STEPS + last}", ours, plain, exact, reference, STEPS - 1 + last, zoo)
-
-
-def _findings(
-    what: str,
-    ours: dict[str, Tensor],
-    plain: dict[str, Tensor],
-    exact: dict[str, Tensor] | None,
-    reference: Reference,
-    step: int,
-    zoo: ZooModel,
-) -> list[str]:
-    """Compare each tensor on its own scale, and those without effect on the loss on the model's scale."""
-    if ours.keys() != plain.keys():
-        return [f"{what}: other names, {', '.join(sorted(ours.keys() ^ plain.keys())[:3])}"]
-    largest = max(float(value.abs().max()) for value in reference.plain.gradients[step].values() if value.numel())
-    without = _without_effect(reference, step, zoo)
-    beyond: dict[str, float] = {}
-    for name, expected in plain.items():
-        if ours[name].shape != expected.shape:
-            return [f"{what}: shape of `{name}` is {tuple(ours[name].shape)}, not {tuple(expected.shape)}"]
-        allowed = tolerance_for(reference.dtype).relative
-        if exact is not None:
-            allowed = max(allowed, _ROUNDINGS * _difference(expected, exact[name]))
-        difference = _difference(ours[name], expected)
-        if name in without and float((ours[name] - expected).abs().max()) <= _NO_EFFECT * largest:
-            continue
-        if not difference <= allowed:
-            beyond[name] = difference
-    if not beyond:
-        return []
-    worst = max(beyond, key=lambda name: beyond[name])
-    return [f"{what}: `{worst}` differs by {beyond[worst]:.1e} of its largest value ({len(beyond)} of {len(plain)} do)"]
-
-
-def _without_effect(reference: Reference, step: int, zoo: ZooModel) -> set[str]:
-    """Return the names of parameters whose gradients are zero except for rounding."""
-    names = reference.plain.gradients[step].keys()
-    listed = {name for name in names if any(fnmatch(name, pattern) for pattern in zoo.no_effect)}
-    exact = reference.plain.gradients[step] if reference.dtype == torch.float64 else None
-    if reference.exact is not None:
-        exact = reference.exact.gradients[step]
-    if exact is None:
-        return listed
-    largest = {name: float(value.abs().max()) for name, value in exact.items() if value.numel()}
-    return listed | {name for name, value in largest.items() if value <= _ZERO * max(largest.values())}
-
-
-def _difference(actual: Tensor, expected: Tensor) -> float:
-    if actual.is_complex():
-        return largest_difference(torch.view_as_real(actual.detach()), torch.view_as_real(expected.detach()))
-    return largest_difference(actual.detach(), expected.detach())
-
-
-def same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Return a sentence for the first tensor or extra state that differs at all; NaNs are equal."""
-    if ours.keys() != theirs.keys():
-        return [f"other names: {', '.join(sorted(ours.keys() ^ theirs.keys())[:3])}"]
-    for name, expected in theirs.items():
-        actual = ours[name]
-        if not isinstance(expected, Tensor):
-            if actual != expected:
-                return [f"`{name}` is {actual!r}, not {expected!r}"]
-            continue
-        if actual.dtype != expected.dtype or actual.shape != expected.shape:
-            return [f"`{name}` is {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"]
-        if not torch.equal(_bits(actual), _bits(expected)):
-            return [f"`{name}` differs by {_difference(actual, expected):.1e} of its largest value"]
-    return []
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return a tensor's values, with NaNs replaced."""
-    return tensor.detach().nan_to_num() if tensor.is_floating_point() else tensor.detach()
 
 
 def load_reference(home: str) -> Reference:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from model_zoo import MATRIX
+from zoo_compare import gradient_findings, parameter_findings, same_bits
 from zoo_results import Cell, page, read_cell, write_cell
-from zoo_training import Plain, Reference, gradient_findings, parameter_findings, same_bits
+from zoo_training import Plain, Reference
 
 ZOO = MATRIX["own/frozen_inside"]
 
