@@ -40,11 +40,13 @@ class Result:
         codes: Their exit codes, negative for signals.
         output: What they printed, all together.
         end: The time when the last had ended.
+        queued_seconds: For how long the main thread of one of them, the slowest, waited for a processor.
     """
 
     codes: list[int]
     output: str
     end: float
+    queued_seconds: float = 0.0
 
 
 class ForkedScripts:
@@ -105,10 +107,10 @@ def _main() -> None:
                     runpy.run_path(job["script"], run_name="__main__")
                     return
                 children.append(child)
-            codes = _wait(children)
-            end = time.time()
+            codes, queued_seconds = _wait(children)
+            result = {"codes": codes, "end": time.time(), "queued_seconds": queued_seconds}
             screen.seek(0)
-            print(json.dumps({"codes": codes, "output": screen.read(), "end": end}), flush=True)
+            print(json.dumps({**result, "output": screen.read()}), flush=True)
 
 
 def _become(job: dict[str, Any], number: int, screen: int) -> None:
@@ -124,20 +126,24 @@ def _become(job: dict[str, Any], number: int, screen: int) -> None:
     os.environ.update(job["environments"][number])
 
 
-def _wait(children: list[int]) -> list[int]:
-    """Return the children's exit codes; kill those that take too long."""
+def _wait(children: list[int]) -> tuple[list[int], float]:
+    """Return the children's exit codes, and how long one of them waited for a processor; kill those that hang."""
     codes: dict[int, int] = {}
+    queued = 0
     deadline = time.monotonic() + JOB_SECONDS
     while len(codes) < len(children):
         for child in children:
             if child not in codes:
+                with contextlib.suppress(OSError, ValueError, IndexError):  # a kernel that does not tell
+                    text = Path(f"/proc/{child}/schedstat").read_text(encoding="ascii")
+                    queued = max(queued, int(text.split()[1]))
                 if time.monotonic() > deadline:
                     os.kill(child, signal.SIGKILL)
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended:
                     codes[child] = os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
-    return [codes[child] for child in children]
+    return [codes[child] for child in children], queued * 1e-9
 
 
 if __name__ == "__main__":

@@ -22,11 +22,13 @@ from booster_testing import (
     RankDiedError,
     RankError,
     RankTimeoutError,
+    close_ranks,
     expect_on_ranks,
     rank_worker,
     ranks,
     run_on_ranks,
 )
+from booster_testing.rank_forks import can_fork
 from booster_testing.rank_pool import worker_pids
 
 
@@ -51,6 +53,10 @@ def _sum_of_ranks(offset):
 
 def _pid():
     return os.getpid()
+
+
+def _parent_pid():
+    return os.getppid()
 
 
 def _echo(point, *, scale=1):
@@ -152,6 +158,33 @@ def test_workers_are_reused_and_added():
     pids = run_on_ranks(_pid, 1)
     assert run_on_ranks(_pid, 2)[:1] == pids
     assert run_on_ranks(_pid, 1) == pids
+
+
+@pytest.mark.skipif(not can_fork(), reason="workers are forks on Linux without CUDA")
+def test_workers_are_forks_of_one_process_that_outlives_them():
+    (parent,) = set(run_on_ranks(_parent_pid, 2))
+    close_ranks()
+    assert run_on_ranks(_parent_pid, 1) == [parent]
+    assert parent in worker_pids()
+
+
+def test_a_rank_that_cannot_load_the_function_is_named(tmp_path, monkeypatch):
+    (tmp_path / "loads_once.py").write_text(
+        textwrap.dedent(f"""
+        import os
+        from pathlib import Path
+
+        if os.getpid() != {os.getpid()}:
+            Path({str(tmp_path / "first")!r}).open("x").close()
+
+        def nothing():
+            pass
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RankError, match="RuntimeError: another rank could not load the function") as caught:
+        run_on_ranks(importlib.import_module("loads_once").nothing, 2)
+    assert isinstance(caught.value.__cause__, FileExistsError)
 
 
 def test_classes_of_the_test_file_can_be_arguments_and_results():

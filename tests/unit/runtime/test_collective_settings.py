@@ -20,7 +20,7 @@ from booster_runtime.hooks import before_launch
 def test_a_launch_refuses_a_wrong_setting(monkeypatch, name, value, message):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        before_launch()
+        before_launch("gloo")
 
 
 @pytest.mark.parametrize(("value", "transport"), [("", "auto"), ("torch", "torch"), ("direct", "direct")])

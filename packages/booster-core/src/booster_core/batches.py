@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from booster_core.errors import ConfigError, needs_runtime
+from booster_core.plugin.wrappers import ModelWrapper, boosted_inside
+from booster_core.saving import Saving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-    from booster_core.plugin.interface import BoostContext
 
 
 class Evaluation(NamedTuple):
@@ -32,20 +31,11 @@ class Evaluation(NamedTuple):
     weight: float
 
 
-class Batches(ABC):
+class Batches(Saving):
     """Trains and evaluates on whole batches."""
 
     # The batches that `join` handed out last; nobody else keeps them where a loop over them is left.
     _joined_batches: weakref.ref[Any] | None = None
-
-    @property
-    @abstractmethod
-    def context(self) -> BoostContext:
-        """Device, ranks, precision and hooks of this run."""
-
-    @abstractmethod
-    def _the_model(self, model: nn.Module | None, call: str) -> nn.Module:
-        """Return the boosted model that was passed to a call."""
 
     def train_batch(
         self,
@@ -157,8 +147,22 @@ class Batches(ABC):
         """Return the batches that are being joined, which weigh losses; ``None`` where there are none."""
         return None if self._joined_batches is None else self._joined_batches()
 
-    def _hook(self, call: str) -> Any:
-        hook = getattr(self.context.hooks, call)
+    def _hook(self, name: str, what: str = "Batches are run") -> Any:
+        hook = getattr(self.context.hooks, name)
         if not hook.get_hookimpls():
-            raise ConfigError(needs_runtime(f"`Booster.{call}` is run"))
+            raise ConfigError(needs_runtime(what))
         return hook
+
+    def _the_model(self, model: nn.Module | None, call: str) -> nn.Module:
+        """Return the boosted model that was passed to a call, or the only one there is."""
+        if model is None:
+            if len(self._optimizers) != 1:
+                msg = f"`Booster.{call}` needs to be told which model: {len(self._optimizers)} models are boosted."
+                raise ConfigError(msg)
+            return next(iter(self._optimizers))
+        model = boosted_inside(model)
+        if not isinstance(model, ModelWrapper) or model not in self._optimizers:
+            got = f"{type(model).__module__}.{type(model).__qualname__}"
+            msg = f"`Booster.{call}` needs the model returned by `Booster.boost`; got `{got}`."
+            raise TypeError(msg)
+        return model

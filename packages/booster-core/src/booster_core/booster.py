@@ -25,7 +25,7 @@ from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.other_libraries import Remedies
 from booster_core.plugin.settings import check_device, own_device, resolve_precision
 from booster_core.plugin.single import SingleDevicePlugin
-from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
+from booster_core.plugin.wrappers import unwrap_model
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import ensure_process_group
 from booster_core.saving import Saving
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
-class Booster(Saving, Batches, Remedies):
+class Booster(Batches, Remedies):
     """Makes a training script distributed by the strategy of a plugin.
 
     Args:
@@ -105,8 +105,7 @@ class Booster(Saving, Batches, Remedies):
         if self._asked_device is None and not torch.cuda.is_available():
             self._device = own_device(None, plugin)  # known before the launch
         self._timeout_seconds = timeout_seconds
-        # What users passed to `boost`.
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what users passed to `boost`
 
     @property
     def device(self) -> torch.device:
@@ -395,10 +394,7 @@ class Booster(Saving, Batches, Remedies):
         Collective: none; the checks are, on every rank of the world.
         """
         boosted = self._the_model(model, "check_replicas")
-        hook = self.context.hooks.check_replicas
-        if not hook.get_hookimpls():
-            msg = "Replicas are compared by booster-runtime, which is not installed. Run `pip install booster-runtime`."
-            raise ConfigError(msg)
+        hook = self._hook("check_replicas", "Replicas are compared")
         check: AbstractContextManager[Any] = hook(
             booster=self, model=boosted, optimizer=self._optimizers.get(boosted), every=every
         )
@@ -431,13 +427,9 @@ class Booster(Saving, Batches, Remedies):
 
         Collective: every rank of the world, after each batch.
         """
-        hooks, coordinator = self.context.hooks, self.context.coordinator
-        if not hooks.gather_samples.get_hookimpls():
-            raise ConfigError(needs_runtime("Values are gathered"))
+        gather, coordinator = self._hook("gather_samples", "Values are gathered"), self.context.coordinator
         index, _ = self.plugin.data_parallel_coordinates(coordinator)
-        return hooks.gather_samples(
-            values=values, loader=dataloader, index=index, coordinator=coordinator, device=self.device
-        )
+        return gather(values=values, loader=dataloader, index=index, coordinator=coordinator, device=self.device)
 
     def describe(self) -> str:
         """Return, and print on the master rank, the run's plugin, ranks, device and number formats.
@@ -454,20 +446,19 @@ class Booster(Saving, Batches, Remedies):
         ]
         if self.precision.loss_scale is not None:
             lines.append(f"           {self.precision.loss_scale}")
-        notes = context.hooks.describe_run(models=list(self._models))
-        lines += [line for of_one in notes for line in of_one]
+        lines += [line for notes in context.hooks.describe_run(models=list(self._models)) for line in notes]
         text = "\n".join(lines)
         context.coordinator.print_on_master(text)
         return text
 
     def _verify_training(self, objects: Boosted) -> None:
         """Compare a short training of copies with that of one process; these neither count as steps nor stay."""
-        hook = self._hook("verify_boost")
         twin = copy.copy(self)
         Saving.__init__(twin)  # knows the boosted models
         twin_context = replace(self.context, after_step=None)
         vars(twin).update(_models=weakref.WeakSet(), _verify=False, _joined_batches=None, _context=twin_context)
-        hook(booster=twin, objects=objects, loss=None if self._verify is True else self._verify)
+        loss = None if self._verify is True else self._verify
+        self._hook("verify_boost", "Training is verified")(booster=twin, objects=objects, loss=loss)
 
     def _deal(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Split a user's loader between data parallel ranks; one rank without booster-runtime keeps it."""
@@ -478,17 +469,3 @@ class Booster(Saving, Batches, Remedies):
         if dealt is None and self.plugin.data_parallel_coordinates(coordinator)[1] > 1:
             raise ConfigError(needs_runtime("Data loaders are split between ranks"))
         return loader if dealt is None else dealt
-
-    def _the_model(self, model: nn.Module | None, call: str) -> nn.Module:
-        """Return the boosted model that was passed to a call, or the only one there is."""
-        if model is None:
-            if len(self._optimizers) != 1:
-                msg = f"`Booster.{call}` needs to be told which model: {len(self._optimizers)} models are boosted."
-                raise ConfigError(msg)
-            return next(iter(self._optimizers))
-        model = boosted_inside(model)
-        if not isinstance(model, ModelWrapper) or model not in self._optimizers:
-            got = f"{type(model).__module__}.{type(model).__qualname__}"
-            msg = f"`Booster.{call}` needs the model returned by `Booster.boost`; got `{got}`."
-            raise TypeError(msg)
-        return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def before_launch() -> None:
-    """Refuse environment variables of collectives that have a wrong value."""
+def before_launch(backend: str) -> None:
+    """Refuse environment variables of collectives that have a wrong value, and let NCCL record its collectives."""
     from booster_runtime.collectives.settings import checks_collectives, requested_transport
+    from booster_runtime.liveness.flight_recorder import keep_flight_record
 
     requested_transport()
     checks_collectives()
+    if "nccl" in backend:
+        keep_flight_record(os.environ)
 
 
 @hookimpl

@@ -40,8 +40,8 @@ def booster_plugins() -> Sequence[type[Plugin]]:  # type: ignore[empty-body]
 
 
 @hookspec
-def before_launch() -> None:
-    """Check this distribution's own settings before the process group is opened."""
+def before_launch(backend: str) -> None:
+    """Check this distribution's own settings before the process group is opened with a backend."""
 
 
 @hookspec(firstresult=True)

@@ -7,7 +7,6 @@ checks what it was given before anything is opened.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import time
 from dataclasses import replace
@@ -20,7 +19,6 @@ from booster_core.ranks import environments
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.device import choose_backend, seed_everything, use_device
 from booster_core.ranks.environments import Environment
-from booster_core.ranks.flight_recorder import keep_flight_record
 from booster_core.ranks.host import distinct_names, this_host
 from booster_core.ranks.store import hosts_of, meet_at_launch, open_store
 from booster_core.ranks.world import DEFAULT_TIMEOUT_SECONDS, close_world, current_world, open_world
@@ -99,10 +97,8 @@ def launch(
         msg = "`environment` takes the place of rank, world size, local rank, host and port. Leave those out."
         raise ConfigError(msg)
     backend = choose_backend(backend)
-    if "nccl" in backend:
-        keep_flight_record(os.environ)
     is_watched = environments.is_switched_on("BOOSTER_MONITOR", "ranks learn at once when one dies")
-    hook_relay().before_launch()
+    hook_relay().before_launch(backend=backend)
     store = open_store(environment, timeout_seconds)
     meet_at_launch(store, environment, timeout_seconds)
     _open_group(store, environment, backend, timeout_seconds, is_watched=is_watched)
