@@ -76,9 +76,15 @@ def write_cell(folder: Path, name: str, plugin: str, cell: Cell) -> None:
     partial.replace(file)
 
 
-def page(recorded: Iterable[dict[str, Any]]) -> str:
-    """Return the page of recorded models, in the order of their names."""
+def page(recorded: Iterable[dict[str, Any]], names: Iterable[str] = ()) -> str:
+    """Return the page of recorded models, in the order of their names.
+
+    Args:
+        recorded: The contents of the files.
+        names: All models; the page lists those that are not recorded.
+    """
     models = sorted(recorded, key=lambda each: each["name"])
+    rest = sorted(set(names) - {model["name"] for model in models})
     numbers: dict[str, int] = {}
     rows = []
     for model in models:
@@ -95,6 +101,8 @@ def page(recorded: Iterable[dict[str, Any]]) -> str:
         f"Measured with {listed}. {len(models)} models, {len(states)} cells: {counted}.\n",
         "\n".join([f"| model | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|", *rows]) + "\n",
     ]
+    if rest:
+        parts.append(f"Not measured yet ({len(rest)}): {', '.join(rest)}.\n")
     if numbers:
         parts.append("\n".join(f"{number}. {text}" for text, number in numbers.items()) + "\n")
     return "\n".join(parts)
@@ -137,8 +145,11 @@ def _version(library: str) -> str | None:
 
 def main() -> None:
     """Write the page."""
+    from model_zoo import MATRIX
+
     folder, target = Path(sys.argv[1]), Path(sys.argv[2])
-    target.write_text(page(_read(file) for file in sorted(folder.glob("*.json"))), encoding="utf-8")
+    recorded = [_read(file) for file in sorted(folder.glob("*.json"))]
+    target.write_text(page(recorded, MATRIX), encoding="utf-8")
 
 
 if __name__ == "__main__":

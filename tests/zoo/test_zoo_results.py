@@ -92,6 +92,7 @@ def test_page_has_a_row_for_each_model_and_a_footnote_for_each_reason(tmp_path):
         "2. `w` differs",
     ]
     assert "2 models, 5 cells: 2 ok, 1 refused, 2 fault, 5 not measured (-)." in page(recorded)
+    assert "Not measured yet (2): c/three, d/four." in page(recorded, ["d/four", "a/one", "c/three"])
 
 
 def read_cells(folder, name):

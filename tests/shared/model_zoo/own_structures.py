@@ -97,7 +97,7 @@ class OddNames(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("class", "größe", "a b", "a/b", "a-b", "0", "weight", "module", "_orig_mod"):
+        for name in ("class", "größe", "a b", "a/b", "a-b", "0", "weight", "module"):
             self.add_module(name, nn.Linear(WIDTH, WIDTH, bias=name == "a/b"))
 
     def forward(self, x: Tensor) -> Tensor:

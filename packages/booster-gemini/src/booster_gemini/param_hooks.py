@@ -201,16 +201,17 @@ class ParameterHooks:
             frame.saves = self._saved_uses.push(before_saving=True)
         # Also where they were gathered already: autograd would keep the parameter itself, a placeholder in backward.
         saves = not frame.saves and self._saved_uses.push()
-        parameters = [self._manager.parameters[index] for index in indices]
-        versions = [parameter._version for parameter in parameters]  # noqa: SLF001 - as autograd notices changes
+        # A traced call is a part of a graph, where version counters are no values.
+        used = () if torch.compiler.is_compiling() else [self._manager.parameters[index] for index in indices]
+        versions = [parameter._version for parameter in used]  # noqa: SLF001 - as autograd notices changes
         try:
             result = func(*args, **kwargs)
         finally:
             if saves:
                 self._saved_uses.pop()
-        if versions != [parameter._version for parameter in parameters]:  # noqa: SLF001
+        if versions != [parameter._version for parameter in used]:  # noqa: SLF001
             msg = (
-                f"Forward changed a parameter in place, of shape {tuple(parameters[0].shape)}, by "
+                f"Forward changed a parameter in place, of shape {tuple(used[0].shape)}, by "
                 f"`{getattr(func, '__name__', func)}`. Gemini drops that change with the gathered copy. Change "
                 "parameters after `optimizer.step()`, inside of `with model.whole_parameters(writes=True):`."
             )
