@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from isolated_libraries import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -133,14 +135,9 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _version(library: str) -> str | None:
-    """Return a library's version without its build, also of one in the separate folder."""
-    from isolated_libraries import use_isolated_libraries
-
-    use_isolated_libraries()
-    try:
-        return version(library).split("+")[0]
-    except PackageNotFoundError:
-        return None
+    """Return a library's version without its build, also of one in the separate folder, which stays unimportable."""
+    found = next(iter(distributions(name=library, path=[*sys.path, str(FOLDER)])), None)
+    return None if found is None else found.version.split("+")[0]
 
 
 def main() -> None:

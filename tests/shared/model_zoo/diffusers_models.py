@@ -68,6 +68,9 @@ def _build(name: str, settings: dict[str, Any]) -> nn.Module:
     import diffusers
 
     model: nn.Module = getattr(diffusers, name)(**settings)
+    for module in model.modules():
+        if hasattr(module, "dropout_prob"):  # of class labels
+            module.dropout_prob = 0.0
     return model
 
 

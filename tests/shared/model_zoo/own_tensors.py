@@ -13,7 +13,7 @@ from model_zoo.own_build import WIDTH, own
 
 
 class ZeroDimensional(nn.Module):
-    """Parameters without dimensions beside a layer."""
+    """A layer, and parameters without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()

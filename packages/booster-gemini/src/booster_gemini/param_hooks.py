@@ -202,7 +202,7 @@ class ParameterHooks:
         # Also where they were gathered already: autograd would keep the parameter itself, a placeholder in backward.
         saves = not frame.saves and self._saved_uses.push()
         # A traced call is a part of a graph, where version counters are no values.
-        used = () if torch.compiler.is_compiling() else [self._manager.parameters[index] for index in indices]
+        used = [] if torch.compiler.is_compiling() else [self._manager.parameters[index] for index in indices]
         versions = [parameter._version for parameter in used]  # noqa: SLF001 - as autograd notices changes
         try:
             result = func(*args, **kwargs)
