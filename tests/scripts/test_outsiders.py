@@ -65,16 +65,18 @@ RAISING = {
     "torch_save-fsdp": ("CheckpointError", r"one rank's shards of the model.*Call `booster\.save_model", "0"),
     "model_module-gemini": ("ConfigError", r"has no value of '0\.weight' here.*`booster\.save_model", "0"),
     "torch_save-gemini-2": ("MissingRanksError", r"`state_dict` #1 timed out .* rank 1 has not reached it", "0"),
+    **dict.fromkeys(
+        ["clip_by_torch-zero", "clip_by_torch-gemini", "clip_by_torch-hybrid"],
+        ("GradientError", r"is split over the ranks.*call `optimizer\.clip_grad_by_norm\(max_norm\)`", "all"),
+    ),
     "ema_by_deepcopy-fsdp": ("ConfigError", r"can't be copied.*use `booster\.ema\(model(, decay)?\)`", "all"),
+    "ema_by_deepcopy-gemini": ("ConfigError", r"can't be copied.*use `booster\.ema\(model(, decay)?\)`", "all"),
     "ema_by_deepcopy-hybrid": ("ConfigError", r"can't be copied.*use `booster\.ema\(model(, decay)?\)`", "all"),
 }
 """The error that ends a script (under one plugin and number of ranks), on all ranks or on those that save.
 
 A script whose rank 0 raises alone ends there: the monitor ends the others.
 """
-
-WRONG = {"clip_by_torch": ["zero", "gemini", "hybrid"], "ema_by_deepcopy": ["gemini"]}
-"""What is known to be wrong: torch's function takes sharded gradients for zero, and a copy shares Gemini's chunks."""
 
 
 def cases():
@@ -87,9 +89,7 @@ def cases():
                 # By default each script runs under DDP and another plugin on two ranks, and under one on a single rank.
                 others = (0, 1 + number % 4) if ranks == 2 else (number % 5,)
                 is_default = place in others
-                marks = [] if is_default else [pytest.mark.slow]
-                if plugin in WRONG.get(script, ()):
-                    marks.append(pytest.mark.xfail(strict=False, reason="not mended yet, see `WRONG`"))
+                marks = () if is_default else pytest.mark.slow
                 found.append(pytest.param(script, name, ranks, id=f"{script}-{name}-{ranks}", marks=marks))
     return found
 

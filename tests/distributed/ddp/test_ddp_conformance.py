@@ -13,6 +13,6 @@ class TestDDPOverOneRank(PluginConformance):
     world_size = 1
 
 
-class TestDDPWithBucketViewsAndSyncBatchNorm(PluginConformance):
+class TestDDPWithBucketViews(PluginConformance):
     plugin_class = TorchDDPPlugin
-    options: ClassVar = {"gradient_as_bucket_view": True, "sync_batchnorm": True, "bucket_cap_mb": 0.001}
+    options: ClassVar = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}

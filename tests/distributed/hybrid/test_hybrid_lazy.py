@@ -147,7 +147,7 @@ def train(name, options, precision):
     ("options", "precision"),
     [
         ({"tp_size": 2, "pp_size": 2}, None),
-        ({"tp_size": 2, "zero_stage": 1}, "bf16"),
+        pytest.param({"tp_size": 2, "zero_stage": 1}, "bf16", marks=SLOW),  # the next has masters, too
         ({"pp_size": 2, "zero_stage": 2, "pp_style": "zbv"}, "bf16"),
         pytest.param({"pp_size": 2, "pp_style": "interleaved"}, "fp16", marks=SLOW),
         ({"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "zero_stage": 1}, None),

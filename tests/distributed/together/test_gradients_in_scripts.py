@@ -330,6 +330,27 @@ def test_gradients_may_be_dropped_in_place_of_zero_grad(drop):
     assert_same_under_all(run_on_ranks(run_drop, 2, drop), in_place_of_zero_grad(Plain(2), drop))
 
 
+def compiled(plugin):
+    """Return the norm over micro-batches, plainly and compiled; later forwards see stand-ins."""
+    norms = []
+    for is_compiled in (False, True):
+        run = Boosted(plugin)
+        if is_compiled:
+            run.model.compile(backend="aot_eager")
+        for micro in range(3):
+            run.backward(run.loss(micro))
+        norms.append(float(run.optimizer.clip_grad_by_norm(1.0)))
+    return norms
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of Dynamo's own
+@pytest.mark.parametrize("plugin", SOME)
+def test_a_compiled_model_accumulates(plugin):
+    for plain, of_compiled in run_on_ranks(compiled, 2, plugin, timeout_seconds=180):
+        assert of_compiled == pytest.approx(plain, rel=1e-5)
+
+
 # ---- what can't be honoured
 
 

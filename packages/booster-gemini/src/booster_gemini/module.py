@@ -50,7 +50,7 @@ class GeminiModel(ModelWrapper):
         module.register_state_dict_pre_hook(_refuse_placeholders)  # type: ignore[no-untyped-call]
         self.manager = manager
         self._optimizer = optimizer
-        self.hooks = ParameterHooks(module, manager, self._before_forward, leaves)
+        self.hooks = ParameterHooks(module, manager, self._before_forward, self._after_forward, leaves)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse a copy, whose parameters would have no values.
@@ -63,6 +63,11 @@ class GeminiModel(ModelWrapper):
     def _before_forward(self) -> None:
         if self._optimizer is not None:
             self._optimizer.reducer.watch()
+            self._optimizer.reducer.hide_stand_ins()
+
+    def _after_forward(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.reducer.show_stand_ins()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         precision = self.precision

@@ -70,6 +70,7 @@ class ParameterHooks:
         model: The user's model.
         manager: Its chunks.
         before_forward: Called before each outermost forward.
+        after_forward: Called after it.
         leaves: Modules whose parameters are gathered as one, below the module in whose forward that happens.
     """
 
@@ -78,10 +79,11 @@ class ParameterHooks:
         model: nn.Module,
         manager: ChunkManager,
         before_forward: Callable[[], None],
+        after_forward: Callable[[], None],
         leaves: Mapping[nn.Module, Sequence[nn.Module]],
     ) -> None:
         self._manager = manager
-        self._before_forward = before_forward
+        self._before_forward, self._after_forward = before_forward, after_forward
         self._frames: list[_Frame] = []
         self._saved_uses = SavedUses(manager)
         self._mode = _FunctionUses(self)
@@ -163,6 +165,7 @@ class ParameterHooks:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if frame.is_outermost:
                 self._manager.end(goes_back=torch.is_grad_enabled())
+                self._after_forward()
 
     def _pin(self, frame: _Frame, indices: Iterable[int]) -> None:
         for chunk in dict.fromkeys(self._manager.chunk_of(index) for index in indices):

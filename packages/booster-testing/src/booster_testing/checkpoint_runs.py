@@ -122,7 +122,7 @@ class CheckpointRun(BoostedRun):
         whole = {name: tensor for name, tensor in whole_model(self.booster, self.model).items() if name in names}
         masters = {key.removesuffix(_MASTER): value for key, value in optimizer.items() if key.endswith(_MASTER)}
         first_names = {name: adapter.tied_names().get(name, name) for name in whole}
-        persistent = module.state_dict()
+        persistent = self.model.state_dict()  # some plugins gather for it, and refuse the user's own model
         scaler = self.optimizer.loss_scaler
         return Snapshot(
             values={name: masters.get(first_names[name], tensor) for name, tensor in whole.items()},

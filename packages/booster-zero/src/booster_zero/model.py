@@ -27,7 +27,9 @@ class ZeroModel(ModelWrapper):
         optimizer: The optimizer that shards the parameters; ``None`` where nothing is trained.
     """
 
-    def __init__(self, module: nn.Module, *, precision: PrecisionPolicy, optimizer: ZeroOptimizer | None) -> None:
+    def __init__(
+        self, module: nn.Module, *, precision: PrecisionPolicy | None, optimizer: ZeroOptimizer | None
+    ) -> None:
         super().__init__(module, precision=precision)
         self._optimizer = optimizer
         self.__dict__["_gathers"] = None if optimizer is None else optimizer.gathers

@@ -25,6 +25,9 @@ _DESCRIPTIONS: frozenset[Any] = frozenset(
         torch.Tensor.is_floating_point,
         torch.Tensor.is_complex,
         torch.Tensor.is_inference,
+        torch.Tensor.is_conj,
+        torch.Tensor.is_neg,
+        torch.Tensor._is_view,  # noqa: SLF001 - torch.compile asks
         torch.Tensor.get_device,
         torch.Tensor.requires_grad_,
         torch.Tensor.register_hook,

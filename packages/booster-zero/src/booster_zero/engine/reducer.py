@@ -154,8 +154,7 @@ class Reducer:
         Collective: every rank of the shard group, unless paused.
         """
         self._finish_interrupted()
-        self._take_dropped()
-        self._stand_ins.hide()
+        self.hide_stand_ins()
         if not self.is_paused:
             self._begin()
         self._is_guarded = True
@@ -166,12 +165,27 @@ class Reducer:
             raise
         finally:
             self._is_guarded = False
-            self._stand_ins.show_again()
+            self.show_stand_ins()
         if self.is_paused:
             self._has_local = True
         elif ends:
             self.finish()
         self._show_pieces(self.used)
+
+    def hide_stand_ins(self) -> None:
+        """Take stand-ins away until `show_stand_ins`, for code that looks at gradients, as torch's compiler does.
+
+        Collective: none.
+        """
+        self._take_dropped()
+        self._stand_ins.hide()
+
+    def show_stand_ins(self) -> None:
+        """Show the stand-ins that were taken away.
+
+        Collective: none.
+        """
+        self._stand_ins.show_again()
 
     def settle(self) -> None:
         """Return once every gradient that backward has produced is in the shards.

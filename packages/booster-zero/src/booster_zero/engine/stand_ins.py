@@ -43,7 +43,7 @@ class ShardedGradient(torch.Tensor):
     """What autograd has added; taken by the hook that runs right after."""
 
     def __new__(cls, parameter: Tensor, name: str, zero: Callable[[], None]) -> Self:
-        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # noqa: SLF001 - the documented way
+        make: Any = torch.Tensor._make_wrapper_subclass  # noqa: SLF001 - the documented way
         made: Self = make(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
         made.parameter_name = name
         made.make_zero = zero
@@ -53,7 +53,8 @@ class ShardedGradient(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        del tensor_contents
         return f"{type(self).__name__}('{self.parameter_name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __format__(self, spec: str) -> str:
@@ -81,7 +82,7 @@ class ShardedGradient(torch.Tensor):
         return found[0].refuse()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Keep what autograd adds, and raise for everything else."""
         found = next(iter(_among((*args, *(kwargs or {}).values()))))
         is_in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - no public name
