@@ -124,6 +124,20 @@ class Layout:
         rest = [index for index in every if index not in begin and index not in copied]
         return [*begin, *rest, *sorted(copied, reverse=True)]
 
+    def whole_gradient(self, index: int, numel: int) -> Tensor:
+        """Return a copy of a parameter's gradient, shape ``(numel,)``, from the ranks that hold its parts.
+
+        Collective: the shard group.
+        """
+        bucket = self.bucket_of(index)
+        whole = torch.zeros(numel, dtype=bucket.format.master, device=bucket.format.device)
+        with bucket.in_use(changes=False):
+            for piece in bucket.pieces:
+                if piece.index == index and bucket.gradient is not None:
+                    whole[piece.start : piece.stop] = bucket.slice_of(bucket.gradient, piece).flatten()
+        collectives.all_reduce(whole, group=self.ranks.shard_group).wait()
+        return whole
+
     def pieces(self) -> dict[int, BucketPiece]:
         """Return what this rank owns of each parameter of which it owns anything."""
         return {piece.index: piece for bucket in self.buckets for piece in bucket.pieces}

@@ -106,8 +106,6 @@ class ZeroOptimizer(OptimizerWrapper):
             if not parameter.requires_grad and index not in held
         }
 
-    # ---- parameters and groups
-
     def _adopt_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over groups that the hosted optimizer lists but does not host yet."""
         members = [[self._index_of[id(parameter)] for parameter in group["params"]] for group in groups]
@@ -225,8 +223,6 @@ class ZeroOptimizer(OptimizerWrapper):
             bucket.note_used(self._used_anywhere)
         self.reducer.set_buckets(self.in_order_of_forward()[::-1])
 
-    # ---- gradients
-
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward from a loss and reduce its gradients; see `OptimizerWrapper.backward`.
 
@@ -339,14 +335,7 @@ class ZeroOptimizer(OptimizerWrapper):
         self.settle()
         if not self._used_anywhere.get(index):
             return None
-        bucket = self.layout.bucket_of(index)
-        device = bucket.format.device
-        whole = torch.zeros(parameter.numel(), dtype=bucket.format.master, device=device)
-        with bucket.in_use(changes=False):
-            for piece in bucket.pieces:
-                if piece.index == index and bucket.gradient is not None:
-                    whole[piece.start : piece.stop] = bucket.slice_of(bucket.gradient, piece).flatten()
-        collectives.all_reduce(whole, group=self.ranks.shard_group).wait()
+        whole = self.layout.whole_gradient(index, parameter.numel())
         if self.loss_scaler is not None and not self.is_unscaled:
             whole /= self.loss_scaler.scale
         return whole.view(parameter.shape)
@@ -362,8 +351,6 @@ class ZeroOptimizer(OptimizerWrapper):
         else:
             self.reducer.zero()
         super().zero_grad(set_to_none)
-
-    # ---- stepping
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update this rank's pieces, and bring every rank's into all parameters; see `OptimizerWrapper.step`.
@@ -502,9 +489,9 @@ class ZeroOptimizer(OptimizerWrapper):
         Collective: the shard group.
         """
         self.gathers.wait()
-        pending = {bucket: bucket.publish() for bucket in (self.layout.buckets if buckets is None else buckets)}
-        for bucket, each in pending.items():
-            each.wait()
+        chosen = self.layout.buckets if buckets is None else buckets
+        for bucket, pending in [(bucket, bucket.publish()) for bucket in chosen]:
+            pending.wait()
             bucket.mark_changed()
 
     def is_used(self, bucket: Bucket) -> bool:
