@@ -125,7 +125,7 @@ def package(session: nox.Session, name: str) -> None:
     short = name.removeprefix("booster-")
     folders = [path for path in sorted(ROOT.glob(f"tests/*/{short}")) if any(path.glob("test_*.py"))]
     # Core must work without plugins, so none is installed when its tests run.
-    _pytest(session, "python", *map(str, folders), "-m", "not slow", *session.posargs)
+    _pytest(session, "python", *map(str, folders), "-m", "not slow", *_workers(), *session.posargs)
 
 
 @nox.session
