@@ -155,10 +155,10 @@ def test_the_latest_step_saved_again_is_replaced_after_it_is_safe(tmp_path):
     assert (tmp_path / "latest").read_text() == "step-00000007.2\n"
 
 
-def test_an_older_step_saved_again_is_replaced(tmp_path):
+def test_an_older_step_saved_again_is_replaced_by_its_next_revision(tmp_path):
     names = run_on_ranks(save_several, 1, str(tmp_path), [1, 7, 1], None)[0]
-    assert names == ["latest", "step-00000001", "step-00000007"]
-    assert (tmp_path / "latest").read_text() == "step-00000001\n"
+    assert names == ["latest", "step-00000001.1", "step-00000007"]
+    assert (tmp_path / "latest").read_text() == "step-00000001.1\n"
 
 
 def load_step(root, step):
