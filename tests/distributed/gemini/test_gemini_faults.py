@@ -208,11 +208,6 @@ def test_files_go_with_their_model(tmp_path):
 # ---- parameters changed by hand
 
 
-def change_in_place(module):
-    with torch.no_grad():
-        module.weight.mul_(2)
-
-
 def change_through_data(module):
     module.weight.data.mul_(2)
 
@@ -225,7 +220,8 @@ def fill_while_released(module):
     module.weight.data.fill_(1)
 
 
-INSIDE = {"was changed in place": change_in_place, "was changed through `.data`": change_through_data}
+INSIDE = {"was changed through `.data`": change_through_data}
+"""Changes without `.data` raise in the forward itself, also without debugging."""
 OUTSIDE = {"was given other memory": give_other_memory, "was changed through `.data`": fill_while_released}
 
 
@@ -252,8 +248,8 @@ def test_a_parameter_changed_by_hand_is_named_in_debugging(how, is_inside, size)
 
 
 def test_a_parameter_changed_by_hand_is_named_wherever_chunks_lie(tmp_path):
-    match = "'model.layers.0.mlp.up_proj.weight' was changed in place"
-    expect_on_ranks(ConfigError, match, change, 2, str(tmp_path), "was changed in place", True)
+    match = "'model.layers.0.mlp.up_proj.weight' was changed through `.data`"
+    expect_on_ranks(ConfigError, match, change, 2, str(tmp_path), "was changed through `.data`", True)
 
 
 def change_lawfully(folder, options, saved):

@@ -140,7 +140,8 @@ def _refuse_placeholders(module: nn.Module, prefix: str, keep_vars: bool) -> Non
     Raises:
         ConfigError: If so.
     """
-    del keep_vars
+    if keep_vars:
+        return  # asks for the parameters themselves, whatever they hold; checks of names do
     for name, parameter in module.named_parameters():
         if parameter.numel() > 1 and not any(parameter.stride()):  # one element of memory, shown as many
             msg = (
