@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.example import check_entries
-from booster_hybrid.pipeline.microbatches import join_outputs, num_samples
+from booster_hybrid.pipeline.microbatches import count_samples, join_outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def test_outputs_of_other_classes_are_refused():
 @pytest.mark.parametrize("hidden", [Inner(torch.ones(4)), Opaque(torch.ones(4))], ids=["dataclass", "object"])
 def test_batches_with_tensors_inside_of_objects_are_refused(hidden):
     with pytest.raises(ConfigError, match=r"\['more'\] is a `\w+` that holds tensors"):
-        num_samples({"x": torch.ones(4, 2), "more": hidden})
+        count_samples({"x": torch.ones(4, 2), "more": hidden})
 
 
 def loader(make, **options):
