@@ -188,6 +188,16 @@ def test_a_step_without_weight_raises_on_every_rank():
     expect_on_ranks(ConfigError, r"weights of the batches sum up to 0 over all ranks", train_without_weight, 2, "ddp")
 
 
+@pytest.mark.parametrize("call", ["train_batch", "evaluate_batch"])
+def test_a_loader_in_place_of_its_iterator_raises(call):
+    model = TinyMLP()
+    booster = Booster()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    arguments = [optimizer] if call == "train_batch" else []
+    with pytest.raises(TypeError, match=rf"`Booster\.{call}` takes an iterator .*`iter\(dataloader\)`.*got `list`"):
+        getattr(booster, call)([torch.ones(2, 8)], model, squared_error, *arguments)
+
+
 @pytest.mark.parametrize("accumulation", [0, -1, True, 1.5])
 def test_a_wrong_number_of_batches_raises(accumulation):
     model = TinyMLP()

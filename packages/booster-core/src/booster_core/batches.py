@@ -71,7 +71,7 @@ class Batches(Saving):
 
         Raises:
             StopIteration: If no batch is left.
-            TypeError: If the optimizer is not a boosted one.
+            TypeError: If the optimizer is not a boosted one, or ``data_iter`` no iterator.
             ConfigError: If ``accumulation`` is no positive integer, weights sum up to 0, it can't be told which entries
                 of a tuple are for the model, or booster-runtime is not installed.
 

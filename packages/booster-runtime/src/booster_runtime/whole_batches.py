@@ -52,7 +52,7 @@ def train_batch(
     if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
         msg = f"`accumulation={accumulation!r}` is no number of batches. Pass an integer of at least 1."
         raise ConfigError(msg)
-    _refuse_joined(data_iter, "train_batch")
+    _check_iterator(data_iter, "train_batch")
     batches = list(islice(data_iter, accumulation))
     if not batches:
         raise StopIteration
@@ -70,12 +70,19 @@ def train_batch(
     return loss
 
 
-def _refuse_joined(data_iter: Iterator[Any], call: str) -> None:
-    """Raise where batches have weights that whole batches don't know of.
+def _check_iterator(data_iter: Iterator[Any], call: str) -> None:
+    """Check that the next call goes on where this one ends, and that batches have no weights of their own.
 
     Raises:
-        ConfigError: If so, on every rank.
+        TypeError: If it is a data loader or a list, of which each call would take the first batches.
+        ConfigError: If it is what `Booster.join` returned.
     """
+    if not hasattr(data_iter, "__next__"):
+        msg = (
+            f"`Booster.{call}` takes an iterator over batches, such as `iter(dataloader)`, made once for each epoch; "
+            f"got `{type(data_iter).__name__}`."
+        )
+        raise TypeError(msg)
     if isinstance(data_iter, UnevenBatches):
         msg = (
             f"`Booster.{call}` does not know which batches of `Booster.join` are repeated. Call the model and "
@@ -88,7 +95,7 @@ def evaluate_batch(
     booster: Booster, data_iter: Iterator[Any], model: nn.Module, criterion: Criterion | None, *, weight: Weight | None
 ) -> Evaluation:
     """Compute loss and outputs of the next batch; see `Booster.evaluate_batch`."""
-    _refuse_joined(data_iter, "evaluate_batch")
+    _check_iterator(data_iter, "evaluate_batch")
     batch = next(data_iter)
     run = _Run(booster, model, criterion, weight)
     was_training = model.training

@@ -124,6 +124,11 @@ class Layout:
         rest = [index for index in every if index not in begin and index not in copied]
         return [*begin, *rest, *sorted(copied, reverse=True)]
 
+    def note_used(self, used: Mapping[int, bool]) -> None:
+        """Tell the buckets which parameters any rank used since gradients were dropped."""
+        for bucket in self.buckets:
+            bucket.note_used(used)
+
     def whole_gradient(self, index: int, numel: int) -> Tensor:
         """Return a copy of a parameter's gradient, shape ``(numel,)``, from the ranks that hold its parts.
 

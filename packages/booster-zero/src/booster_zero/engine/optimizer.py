@@ -219,8 +219,7 @@ class ZeroOptimizer(OptimizerWrapper):
         """
         states = self.layout.rebuild(order, self.hosted.states())
         self.hosted.replace(self.layout.pieces(), states)
-        for bucket in self.layout.buckets:
-            bucket.note_used(self._used_anywhere)
+        self.layout.note_used(self._used_anywhere)
         self.reducer.set_buckets(self.in_order_of_forward()[::-1])
 
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
@@ -261,16 +260,14 @@ class ZeroOptimizer(OptimizerWrapper):
         self._used_anywhere = self.join_copies(dict(zip(indices, anywhere[: len(indices)], strict=True)))
         self.reducer.show_used({index for index, is_used in self._used_anywhere.items() if is_used})
         self._changed_buffers = anywhere[len(indices) :]
-        for bucket in self.layout.buckets:
-            bucket.note_used(self._used_anywhere)
+        self.layout.note_used(self._used_anywhere)
 
     def _leave_out_dropped(self) -> None:
         """Leave parameters as they are whose gradient a script has dropped."""
         dropped, self.reducer.dropped = self.reducer.dropped, set()
         if dropped:
             self._used_anywhere.update(dict.fromkeys(dropped, False))
-            for bucket in self.layout.buckets:
-                bucket.note_used(self._used_anywhere)
+            self.layout.note_used(self._used_anywhere)
 
     def join_copies(self, used: dict[int, bool]) -> dict[int, bool]:
         """Add up what other ranks than the holders have of the gradients, and return which parameters were used.
