@@ -60,7 +60,8 @@ class HybridOptimizer(ZeroOptimizer):
 
         Collective: none.
         """
-        check_elementwise(self.unwrap(), self.local.tensor_group.size, [group])
+        sizes = {"tp_size": self.local.tensor_group.size, "ep_size": self.local.expert_group.size}
+        check_elementwise(self.unwrap(), sizes, [group])
         super().check_settings(group)
 
     # ---- backward of a pipeline
@@ -202,17 +203,22 @@ class HybridOptimizer(ZeroOptimizer):
         """Clip by the norm over the whole model, each element counted once."""
         gradients = self.gradients()
         local = self.local
+        shares_over_experts = self.ranks.shard_size > 1
         counted = []
         for piece, gradient in (each for bucket in self.layout.buckets for each in bucket.used_pieces()):
             name = self.names[piece.index]
             split = local.splits.get(name)
             if not gradient.numel() or not local.is_owner(name):
                 continue
+            if not shares_over_experts and name not in local.expert_splits and local.expert_group.rank:
+                continue
             if split is not None:
                 counted.append(split.counted(gradient, piece.start))
             elif local.tensor_group.rank == 0:
                 counted.append(gradient)
-        groups = [self.ranks.shard_group, local.tensor_group.group, local.pipeline]
+        # Shards of everything are spread over all data parallel ranks, the experts' over those with the same experts.
+        sharing = self.ranks.shard_group if shares_over_experts else local.expert_group.group
+        groups = [sharing, local.tensor_group.group, local.pipeline]
         return clip_by_norm(
             gradients,
             max_norm,

@@ -31,6 +31,7 @@ class HybridStateAdapter(StateAdapter):
         is_first: Whether this is the first of the tensor parallel ranks, which owns what they all have whole.
         stages: Which rank of a pipeline holds which tensors; ``None`` where there is none.
         stage: This rank's position in it.
+        owns_whole: Whether this rank owns what is not split, if the adapter inside says so; as ``is_first`` if ``None``.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class HybridStateAdapter(StateAdapter):
         is_first: bool,
         stages: StageMap | None = None,
         stage: int = 0,
+        owns_whole: bool | None = None,
     ) -> None:
         self._inner, self._splits, self._is_first = inner, splits, is_first
         self._stages, self._stage = stages, stage
+        self._owns_whole = is_first if owns_whole is None else owns_whole
 
     @property
     def keeps_values(self) -> bool:
@@ -101,7 +104,10 @@ class HybridStateAdapter(StateAdapter):
             is_copy = self._stages is not None and self._stages.owner(held.name) != self._stage
             shard = replace(held, is_owner=held.is_owner and not is_copy)
             split = self._splits.get(shard.name)
-            if split is None or shard.global_shape != split.local_shape:
+            if split is None:
+                yield replace(shard, is_owner=shard.is_owner and self._owns_whole)
+                continue
+            if shard.global_shape != split.local_shape:
                 yield replace(shard, is_owner=shard.is_owner and self._is_first)
                 continue
             data = shard.data.view(-1) if shard.flat is not None else None
