@@ -78,7 +78,7 @@ def make(name: str, *, one_sided: bool = False, dtype: torch.dtype = torch.float
     family, known = MODELS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        model = from_config(f"{family}Config", f"{family}ForCausalLM", **known, **settings)().train().to(dtype)
+        model = from_config(f"{family}Config", f"{family}ForCausalLM", **{**known, **settings})().train().to(dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:  # biases begin with zeros, which don't show how often they are added

@@ -25,7 +25,6 @@ from booster_core.plugin import (
 from booster_core.precision import PrecisionPolicy
 from booster_core.state import NamedTensors
 from booster_hybrid.agreement import check_same_settings
-from booster_hybrid.axes import Axis
 from booster_hybrid.boosting import HybridSetup, SetupOptions
 from booster_hybrid.config import (
     ExpertConfig,
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from booster_core.precision import LossScaleConfig
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter
+    from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy

@@ -31,7 +31,7 @@ class HybridStateAdapter(StateAdapter):
         is_first: Whether this is the first of the tensor parallel ranks, which owns what they all have whole.
         stages: Which rank of a pipeline holds which tensors; ``None`` where there is none.
         stage: This rank's position in it.
-        owns_whole: Whether this rank owns what is not split, if the adapter inside says so; as ``is_first`` if ``None``.
+        owns_whole: Whether this rank owns what is not split, if the adapter inside says so; ``is_first`` by default.
     """
 
     def __init__(

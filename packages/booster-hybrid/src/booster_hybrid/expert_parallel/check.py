@@ -113,6 +113,7 @@ class _Comparison:
 
     def _whole(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return hidden states that the module takes, and its outputs."""
+        hidden, expected = None, None
         reason = "it returns no hidden states"
         for width in self._widths():
             hidden = torch.randn(_TOKENS, width, device=self._device, dtype=torch.float32).to(self._dtype)
@@ -122,8 +123,10 @@ class _Comparison:
                 reason = f"{type(error).__name__}: {error}"
                 continue
             if isinstance(expected, torch.Tensor) and expected.shape == hidden.shape:
-                return hidden, expected
-        self._refuse(f"it can't be called with hidden states, indices and weights ({reason})")
+                break
+        if hidden is None or not isinstance(expected, torch.Tensor) or expected.shape != hidden.shape:
+            self._refuse(f"it can't be called with hidden states, indices and weights ({reason})")
+        return hidden, expected
 
     def _widths(self) -> list[int]:
         named = [vars(self._module).get(name) for name in ("hidden_dim", "hidden_size")]

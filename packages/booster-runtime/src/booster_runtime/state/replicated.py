@@ -62,7 +62,8 @@ class ReplicatedStateAdapter(StateAdapter):
         optimizer: Its optimizer, wrapped or not.
         coordinator: Tells rank and number of ranks.
         of_first: Names of parameters that may differ between ranks; the first rank's are saved.
-        held_by: For parameters of which other ranks hold other parts, by name: the place among those that hold the same.
+        held_by: For parameters of which other ranks hold other parts, by name: this rank's place among those that hold
+            the same part.
 
     Raises:
         ConfigError: If the optimizer holds a parameter that the model lacks.

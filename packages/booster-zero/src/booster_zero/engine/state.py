@@ -27,7 +27,8 @@ class ZeroStateAdapter(StateAdapter):
         model: The boosted model.
         optimizer: Its optimizer.
         coordinator: Tells rank and number of ranks.
-        held_by: For parameters of which other ranks hold other parts, by name: the place among those that hold the same.
+        held_by: For parameters of which other ranks hold other parts, by name: this rank's place among those that hold
+            the same part.
     """
 
     def __init__(
