@@ -62,6 +62,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**_LATENT, "topk_method": "greedy"}),
     "deepseek_v3": ("DeepseekV3", _LATENT),
     "glm4_moe": ("Glm4Moe", {**_ROUTED, "head_dim": 8}),
+    "llama4": (
+        "Llama4",
+        {**_SIZES, "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size_mlp": 32, "head_dim": 8},
+    ),
     "gpt_oss": ("GptOss", {**_SIZES, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}),
 }
 
@@ -78,7 +82,8 @@ def make(name: str, *, one_sided: bool = False, dtype: torch.dtype = torch.float
     family, known = MODELS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        model = from_config(f"{family}Config", f"{family}ForCausalLM", **{**known, **settings})().train().to(dtype)
+        config = f"{family}TextConfig" if family == "Llama4" else f"{family}Config"
+        model = from_config(config, f"{family}ForCausalLM", **{**known, **settings})().train().to(dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:  # biases begin with zeros, which don't show how often they are added

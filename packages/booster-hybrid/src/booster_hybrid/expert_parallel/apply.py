@@ -13,7 +13,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module, without_adapters
-from booster_hybrid.expert_parallel.forward import ExpertsForward
+from booster_hybrid.expert_parallel.forward import EveryTokenForward, ExpertsForward
 from booster_hybrid.policy.base import matches
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.split import Split
@@ -35,6 +35,7 @@ class ExpertsModule:
         num_experts: Number of its experts.
         parameters: Those of its parameters that have a part for each expert, by name within the module.
         counts: Its attributes that count the experts.
+        takes_every_token: See `ExpertRule`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ExpertsModule:
     num_experts: int
     parameters: Mapping[str, nn.Parameter]
     counts: tuple[str, ...]
+    takes_every_token: bool
 
 
 @dataclass
@@ -116,7 +118,8 @@ def spread_experts(model: nn.Module, experts: Sequence[ExpertsModule], group: Te
         for attribute in each.counts:
             setattr(each.module, attribute, share)
         module: Any = each.module
-        module.forward = ExpertsForward(module, each.name, each.num_experts, group)
+        kind = EveryTokenForward if each.takes_every_token else ExpertsForward
+        module.forward = kind(module, each.name, each.num_experts, group)
     return result
 
 
@@ -162,4 +165,4 @@ def _described(name: str, module: nn.Module, rule: ExpertRule, size: int) -> Exp
         msg = f"`ep_size={size}` does not divide the {num_experts} experts of '{name}'. Use one of {divisors}."
         raise ConfigError(msg)
     counts = tuple(each for each in rule.counts if vars(module).get(each) == num_experts)
-    return ExpertsModule(name, module, num_experts, parameters, counts)
+    return ExpertsModule(name, module, num_experts, parameters, counts, rule.takes_every_token)

@@ -47,22 +47,22 @@ def find_route(top_k_index: Tensor, num_experts: int, group: TensorGroup) -> Rou
 
 
 @outside_of_graphs
-def dispatch(hidden: Tensor, weights: Tensor, route: Route, group: TensorGroup) -> tuple[Tensor, Tensor]:
+def dispatch(route: Route, group: TensorGroup, hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """Send each token, and the weight of each of its choices, to the ranks of the experts that it chooses.
 
     Args:
-        hidden: Shape ``(tokens, width)``.
-        weights: Shape ``(tokens, top_k)``.
         route: Where they go.
         group: The ranks.
+        hidden: Shape ``(tokens, width)``.
+        *weights: Shape ``(tokens, top_k)``; none where they don't travel.
 
     Returns:
         What came here: hidden states, shape ``(rows, width)``, and weights, shape ``(rows, 1)``.
 
     Collective: the group, in forward and in backward.
     """
-    rows, of_rows = _Dispatch.apply(hidden, weights, route, group)  # type: ignore[no-untyped-call]
-    return rows, of_rows
+    came: tuple[Tensor, ...] = _Dispatch.apply(route, group, hidden, *weights)  # type: ignore[no-untyped-call]
+    return came
 
 
 @outside_of_graphs
@@ -103,18 +103,19 @@ def without_rows(rows: Tensor, weights: Tensor, parameters: Sequence[Tensor]) ->
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weights: Tensor, route: Route, group: TensorGroup) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, route: Route, group: TensorGroup, hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.route, ctx.group, ctx.num_tokens = route, group, hidden.shape[0]
-        chosen = weights.reshape(-1, 1).index_select(0, route.slots)
-        rows, of_rows = _exchanged((route.take(hidden), chosen), route.sent, route.received, group)
-        return rows, of_rows
+        chosen = [each.reshape(-1, 1).index_select(0, route.slots) for each in weights]
+        return tuple(_exchanged((route.take(hidden), *chosen), route.sent, route.received, group))
 
     @staticmethod
-    def backward(ctx: Any, rows: Tensor, of_rows: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
         route: Route = ctx.route
-        back, weights = _exchanged((rows, of_rows), route.received, route.sent, ctx.group)
-        return route.place(back, ctx.num_tokens).sum(1), route.place(weights, ctx.num_tokens).squeeze(-1), None, None
+        hidden, *weights = (
+            route.place(each, ctx.num_tokens) for each in _exchanged(gradients, route.received, route.sent, ctx.group)
+        )
+        return None, None, hidden.sum(1), *(each.squeeze(-1) for each in weights)
 
 
 class _Combine(torch.autograd.Function):

@@ -1,9 +1,11 @@
-"""`ExpertsForward`: what a module of experts does in the place of its own forward when they are spread over ranks."""
+"""What a module of experts does in the place of its own forward when they are spread over ranks."""
 
 from __future__ import annotations
 
 import inspect
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from booster_core.errors import ConfigError
 from booster_hybrid.expert_parallel.exchange import combine, dispatch, find_route, without_rows
@@ -55,9 +57,62 @@ class ExpertsForward:
             raise ConfigError(msg)
         hidden, index, weights = given
         route = find_route(index, self._num_experts, self._group)
-        rows, of_rows = dispatch(hidden, weights, route, self._group)
+        rows, of_rows = dispatch(route, self._group, hidden, weights)
         if rows.shape[0]:
             results = self._forward(rows, route.local_experts.unsqueeze(1), of_rows).to(rows.dtype)
         else:
             results = without_rows(rows, of_rows, [*self._module.parameters()])
+        return combine(results, hidden.shape[0], route, self._group)
+
+
+class EveryTokenForward:
+    """The same for experts that are called with every token, and with zeros for those that have not chosen an expert.
+
+    Rows of zeros stay where they are. The rows of each expert that is here are filled up with zeros to as many as the
+    one with the most has.
+
+    Args:
+        module: The experts that are here.
+        name: What errors call it.
+        num_experts: Number of experts on all ranks.
+        group: The ranks.
+    """
+
+    def __init__(self, module: nn.Module, name: str, num_experts: int, group: TensorGroup) -> None:
+        self._forward = module.forward
+        self._name, self._num_experts, self._group = name, num_experts, group
+
+    @outside_of_graphs
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the output of every token's row.
+
+        Args:
+            hidden: Shape ``(experts * tokens, width)``.
+
+        Raises:
+            ConfigError: If it has another shape.
+
+        Collective: the expert parallel ranks.
+        """
+        if hidden.dim() != 2 or hidden.shape[0] % self._num_experts:
+            msg = (
+                f"The experts '{self._name}' were called with {tuple(hidden.shape)}. Expert parallelism needs hidden "
+                f"states of every token for each of {self._num_experts} experts. Use `ep_size=1` for this model."
+            )
+            raise ConfigError(msg)
+        experts = torch.arange(self._num_experts, device=hidden.device)
+        experts = experts.repeat_interleave(hidden.shape[0] // self._num_experts)
+        chosen = experts.masked_fill(~hidden.detach().any(-1), self._num_experts)
+        route = find_route(chosen.unsqueeze(1), self._num_experts, self._group)
+        (rows,) = dispatch(route, self._group, hidden)
+        counts = torch.bincount(route.local_experts, minlength=self._num_experts // self._group.size)
+        most = max(int(counts.max()), 1)  # one row of zeros keeps experts without rows in the graph
+        by_expert = torch.sort(route.local_experts, stable=True).indices
+        begins = torch.cumsum(counts, 0) - counts
+        own = torch.arange(len(by_expert), device=hidden.device)
+        sorted_experts = route.local_experts[by_expert]
+        places = torch.empty_like(by_expert)
+        places[by_expert] = sorted_experts * most + own - begins[sorted_experts]
+        filled = rows.new_zeros((len(counts) * most, rows.shape[1])).index_copy(0, places, rows)
+        results = self._forward(filled).to(rows.dtype).index_select(0, places)
         return combine(results, hidden.shape[0], route, self._group)

@@ -125,11 +125,15 @@ class ExpertRule:
             ``(tokens, width)``, the experts that each token chooses, ``(tokens, top_k)``, and their weights.
         parameters: Names of its parameters whose first dimension is the experts'; all that are its own by default.
         counts: Attributes of the module, if it has them, that count its experts, to be set to how many are here.
+        takes_every_token: Whether its forward is called with hidden states alone, of shape ``(experts * tokens,
+            width)``: every token for the first expert, for the second, and so on. Rows of zeros, which come from tokens
+            that have not chosen an expert, must give zeros.
     """
 
     pattern: str
     parameters: tuple[str, ...] = ()
     counts: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    takes_every_token: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _OF_EXPERTS = "grouped_gemm"
 """What plans say of a parameter with a part for each expert."""
+_LLAMA_4 = ("llama4", "llama4_text")
+"""Families without a plan, whose experts are called with every token."""
 
 
 def expert_rules(model: nn.Module, custom_policy: ShardingPolicy | None = None, hooks: Any = None) -> list[ExpertRule]:
@@ -38,4 +40,6 @@ def expert_rules(model: nn.Module, custom_policy: ShardingPolicy | None = None, 
         if text == _OF_EXPERTS:
             module, _, parameter = pattern.rpartition(".")
             parameters.setdefault(module, []).append(parameter)
+    if getattr(config, "model_type", None) in _LLAMA_4:
+        return [ExpertRule("**.feed_forward.experts", ("gate_up_proj", "down_proj"), takes_every_token=True)]
     return [ExpertRule(pattern, parameters=tuple(names)) for pattern, names in parameters.items()]
