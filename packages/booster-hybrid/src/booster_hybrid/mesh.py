@@ -6,9 +6,11 @@ communicates most, the tensor axis by default, stays within a host; every order 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
+from booster_core.ranks import DistCoordinator
 from booster_hybrid.axes import MeshShape, fill_axis, make_axes
 
 if TYPE_CHECKING:
@@ -110,4 +112,9 @@ def make_groups(shape: MeshShape, ep_size: int) -> dict[tuple[str, ...], Axis]:
         for axes in (*COMMUNICATING, *OF_EXPERTS)
     }
     made = make_axes(split, list(dict.fromkeys(wanted.values())))
+    if ep_size > 1:
+        # Of their own: ranks may come to the reduction of a bucket before or after an exchange of tokens, and within a
+        # group all ranks must make calls in one order.
+        limit = timedelta(seconds=DistCoordinator().timeout_seconds)
+        made |= make_axes(split, [("ep",)], limit)
     return {axes: made[named] for axes, named in wanted.items()}
