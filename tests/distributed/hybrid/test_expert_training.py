@@ -177,6 +177,38 @@ def test_ranks_may_have_other_numbers_of_tokens():
     run_on_ranks(with_other_lengths, 2)
 
 
+def adapted():
+    """Return a model with adapters around its attention, next to experts that are frozen."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights="gaussian")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = peft.get_peft_model(make("qwen3_moe"), config)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "lora_B" in key:  # begins with zeros, which hide A's gradients
+                    parameter.normal_(std=0.1)
+    return model.double()
+
+
+def with_adapters_elsewhere():
+    whole, model = adapted(), adapted()
+    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(trained, lr=0.1))
+    booster.backward(model(**batch_of(0, dist.get_rank())).loss, optimizer)
+    for rank in range(dist.get_world_size()):
+        (whole(**batch_of(0, rank)).loss / dist.get_world_size()).backward()
+    expected = {key: parameter.grad for key, parameter in whole.named_parameters() if parameter.grad is not None}
+    assert expected
+    assert_same_gradients({key: booster.full_gradient(model, key) for key in expected}, expected)
+
+
+def test_adapters_of_other_layers_are_trained_through_frozen_experts():
+    run_on_ranks(with_adapters_elsewhere, 2)
+
+
 class Branching(nn.Module):
     """The first rank skips a layer before experts: its gradients come later than the other's, or not at all."""
 
