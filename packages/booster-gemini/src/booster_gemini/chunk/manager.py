@@ -303,7 +303,7 @@ class ChunkManager:
             return
         for chunk in self.layout.buckets:
             self._watch.look(chunk)
-        self._watch.phases_left -= 1
+        self._watch.end_phase()
         found, self._watch.found = self._watch.found, {}
         every = collectives.all_gather_object(found, self.ranks.shard_group)
         told = [
