@@ -85,6 +85,18 @@ def forked_scripts() -> Iterator[ForkedScripts]:
             process.kill()
 
 
+def torchrun_variables(num_ranks: int) -> list[dict[str, str]]:
+    """Return the variables that torchrun sets for each rank of a new run on this host."""
+    shared = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": free_port(),
+    }
+    each = [{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(num_ranks)]
+    return [{name: str(value) for name, value in own.items()} for own in each]
+
+
 def free_port() -> int:
     """Return a port of this host that is free."""
     with socket.socket() as probe:
@@ -95,7 +107,8 @@ def free_port() -> int:
 
 def _main() -> None:
     for name in _IMPORTED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # the tests of a wheel have only what that needs
+            importlib.import_module(name)
     for line in sys.stdin:
         job = json.loads(line)
         with tempfile.TemporaryFile("w+") as screen:
