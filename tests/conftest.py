@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from covering import covering
 from forked_scripts import forked_scripts
-from long_files import SECONDS
+from long_files import LONGEST_FIRST
 
 from booster_testing import close_ranks, rank_pool
 
@@ -43,7 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for position, case in enumerate(cases):
             if position not in chosen:
                 case.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: -SECONDS.get(str(item.path.relative_to(TESTS)), 0))
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(str(item.path).removeprefix(f"{TESTS}/"), len(places)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

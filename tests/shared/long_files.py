@@ -1,4 +1,45 @@
-"""The test files that take longest, which the parallel run starts first."""
+"""The test files that take longest, which a parallel run starts first: started last, one would run alone in the end."""
 
-SECONDS: dict[str, int] = {}
-"""CPU seconds of the default run by file, rounded; those of fewer than 10 are left out."""
+LONGEST_FIRST = (
+    "distributed/runtime/test_liveness.py",
+    "zoo/test_zoo_matrix.py",
+    "packaging/test_readme_examples.py",
+    "distributed/core/test_two_hosts.py",
+    "distributed/zero/test_zero_conformance.py",
+    "distributed/together/test_compile.py",
+    "distributed/gemini/test_gemini_conformance.py",
+    "distributed/core/test_restarts.py",
+    "packaging/test_installed.py",
+    "packaging/test_minimal_plugin.py",
+    "distributed/together/test_ranks_that_disagree.py",
+    "examples/test_pretrain_bytes.py",
+    "examples/test_resnet18_booster_tutorial.py",
+    "distributed/fsdp/test_fsdp_conformance.py",
+    "distributed/hybrid/test_hybrid_conformance.py",
+    "distributed/testing/test_ranks.py",
+    "distributed/hybrid/test_sequence_parallel.py",
+    "distributed/hybrid/test_hybrid_pipeline_training.py",
+    "distributed/hybrid/test_hybrid_adapters.py",
+    "distributed/hybrid/test_hybrid_models_pipeline.py",
+    "distributed/hybrid/test_hybrid_lazy.py",
+    "distributed/hybrid/test_pipeline_zero_bubble.py",
+    "distributed/hybrid/test_sequence_variants.py",
+    "distributed/hybrid/test_split_logits.py",
+    "distributed/zero/test_zero_offload.py",
+    "distributed/together/test_two_hosts_training.py",
+    "distributed/together/test_gradients_in_scripts.py",
+    "distributed/core/test_simulated_device.py",
+    "scripts/test_scripts.py",
+    "scripts/test_outsiders.py",
+    "checkpoint/test_several_hosts.py",
+    "checkpoint/test_kill_during_save.py",
+    "checkpoint/test_auto_resume.py",
+    "checkpoint/test_hybrid_matrix.py",
+    "checkpoint/test_hybrid_shared_heads.py",
+    "checkpoint/test_training_state.py",
+    "checkpoint/test_matrix.py",
+    "checkpoint/test_checkpoint_background.py",
+    "distributed/ddp/test_ddp_conformance.py",
+    "unit/runtime/test_lazy_values.py",
+)
+"""By the seconds that they take, longest first; the other files follow in the order of their names."""
