@@ -56,17 +56,23 @@ class ForkedScripts:
         self._process = process
 
     def run(
-        self, script: Path, arguments: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]] = ()
+        self,
+        script: Path,
+        arguments: Sequence[Sequence[str]],
+        environments: Sequence[Mapping[str, str]] = (),
+        folder: Path | None = None,
     ) -> Result:
-        """Run a script in its folder, once for each list of arguments, all at the same time.
+        """Run a script, once for each list of arguments, all at the same time.
 
         Args:
             script: The script.
             arguments: The arguments of each process.
             environments: What each has in its environment on top of this process' variables, if anything.
+            folder: The folder to run it in; its own if ``None``.
         """
         each = [{**os.environ, "OMP_NUM_THREADS": "1", **own} for own in environments or [{}] * len(arguments)]
         job = {"script": str(script), "arguments": [list(map(str, own)) for own in arguments], "environments": each}
+        job["folder"] = str(folder or Path(script).parent)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
@@ -132,10 +138,9 @@ def _become(job: dict[str, Any], number: int, screen: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for ours, theirs in ((nothing, 0), (screen, 1), (screen, 2)):
         os.dup2(ours, theirs)
-    folder = Path(job["script"]).parent
-    os.chdir(folder)
+    os.chdir(job["folder"])
     sys.argv[:] = [job["script"], *job["arguments"][number]]
-    sys.path[0] = str(folder)
+    sys.path[0] = str(Path(job["script"]).parent)
     os.environ.clear()
     os.environ.update(job["environments"][number])
 
