@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_scripts import forked_scripts, free_port
+from forked_scripts import torchrun_variables
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -27,12 +27,6 @@ def _examples():
             yield pytest.param(text, id=f"{page.relative_to(ROOT)}-{index}")
 
 
-@pytest.fixture(scope="module")
-def scripts():
-    with forked_scripts() as running:
-        yield running
-
-
 @pytest.mark.parametrize("text", list(_examples()))
 def test_example_runs(text, scripts, tmp_path):
     script = tmp_path / "train.py"
@@ -40,14 +34,7 @@ def test_example_runs(text, scripts, tmp_path):
         text = f"import sys; sys.path.insert(0, {str(ROOT / 'examples/minimal_plugin/src')!r})\n{text}"
     script.write_text(text)
     num_ranks = 2 if "launch_from" in text else 1
-    shared = {
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_WORLD_SIZE": num_ranks,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": free_port(),
-    }
-    ranks = [{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(num_ranks)] if num_ranks > 1 else [{}]
-    done = scripts.run(script, [[]] * num_ranks, [{key: str(value) for key, value in own.items()} for own in ranks])
+    done = scripts.run(script, [[]] * num_ranks, torchrun_variables(num_ranks) if num_ranks > 1 else ())
     assert set(done.codes) == {0}, done.output
     if "save_model" in text:
         assert any(tmp_path.glob("out*"))
