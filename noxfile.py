@@ -159,7 +159,7 @@ def docs(session: nox.Session) -> None:
     python = _checkout(session)
     sources = [f"packages/{name}/src" for name in PACKAGES]
     _pytest(session, python, "--doctest-modules", *sources, *session.posargs, success_codes=[0, 5])
-    _pytest(session, python, "tests/packaging/test_readme_examples.py", *session.posargs)
+    _pytest(session, python, "tests/packaging/test_page_examples.py", *session.posargs)
 
 
 @nox.session
