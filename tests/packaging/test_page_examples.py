@@ -34,7 +34,7 @@ def scripts():
         yield running
 
 
-@pytest.mark.parametrize("block", _cases(EXAMPLES))
+@pytest.mark.parametrize("block", list(_cases(EXAMPLES)))
 def test_example_runs(block, scripts, tmp_path):
     write_files(block.page, tmp_path)
     text = block.text
@@ -81,7 +81,7 @@ def _is_command(block):
 
 
 @pytest.mark.slow  # new interpreters import torch
-@pytest.mark.parametrize("commands", _commands())
+@pytest.mark.parametrize("commands", list(_commands()))
 def test_commands_of_a_page_run_in_their_order(commands, tmp_path):
     write_files(commands[0].page, tmp_path)
     for launcher in LAUNCHERS.iterdir():
