@@ -58,8 +58,7 @@ def test_example_runs(block, scripts, tmp_path):
 
 def test_the_first_example_runs_as_a_user_starts_it(tmp_path):
     script = tmp_path / "train.py"
-    (first,) = blocks_of(ROOT / "README.md")[1:2]
-    script.write_text(first.text)
+    script.write_text(next(block.text for block in blocks_of(ROOT / "README.md") if block.language == "python"))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [sys.executable, *launcher, str(script)],
