@@ -46,8 +46,8 @@ class GeminiConfig(ShardingOptions):
             mixture of experts: classes, their names, or paths. A list of modules counts as a part of the module that
             runs it. Takes memory for all parameters of such a module at once.
         debug: Detect parameters that the script changes, whose new values would be lost, and raise at the next
-            forward, backward or step with their names. Costs a read of all parameters whenever they are gathered and
-            released.
+            forward, backward or step with their names. Some values of each parameter are compared in the first steps
+            anyway; this compares all of them in every step, which costs a read whenever they are gathered and released.
 
     Raises:
         ConfigError: If a value is out of range.

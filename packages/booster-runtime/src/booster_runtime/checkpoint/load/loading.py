@@ -22,14 +22,18 @@ from booster_runtime.checkpoint.load.transformers_names import renamed
 from booster_runtime.checkpoint.session import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from torch import nn
 
     from booster_core.checkpoint_io import LoadReport
     from booster_core.state import StateAdapter
+    from booster_runtime.checkpoint.files.checksums import CheckedReads
     from booster_runtime.checkpoint.session import Session
+
+    Checks = Callable[[Path], CheckedReads | None]
+    """Returns what verifies a file while it is read; ``None`` for a file without checksums."""
 
 
 def load_model(
@@ -42,6 +46,7 @@ def load_model(
     num_threads: int,
     bucket_bytes: int,
     module: nn.Module | None,
+    checks: Checks,
 ) -> LoadReport:
     """Read a model; see `CheckpointFiles.load_model`.
 
@@ -53,7 +58,7 @@ def load_model(
 
         def look() -> Expectation:
             nonlocal source, extra
-            source = stack.enter_context(open_source(path, MODEL, in_memory=in_memory))
+            source = stack.enter_context(open_source(path, MODEL, in_memory=in_memory, checks=checks))
             extra = tuple(adapter.extra_state())
             return Expectation.of(adapter, extra)
 
@@ -68,7 +73,8 @@ def load_model(
             raise CheckpointError(msg)
         with session.together("load_model", path):
             is_shown = session.rank == 0
-            _fill("Loading model", source, adapter.model_shards(), homes, num_threads, bucket_bytes, is_shown=is_shown)
+            targets = adapter.model_targets({name: source.tensors[key] for name, key in homes.items()})
+            _fill("Loading model", source, targets, homes, num_threads, bucket_bytes, is_shown=is_shown)
             adapter.load_extra_state(source.extra_values(extra))
     # Not inside of `together`: an adapter may communicate here, and then all ranks fail or none.
     adapter.finish_load(model=True, optimizer=False)
@@ -76,7 +82,14 @@ def load_model(
 
 
 def load_optimizer(
-    session: Session, adapter: StateAdapter, path: Path, *, in_memory: bool, num_threads: int, bucket_bytes: int
+    session: Session,
+    adapter: StateAdapter,
+    path: Path,
+    *,
+    in_memory: bool,
+    num_threads: int,
+    bucket_bytes: int,
+    checks: Checks,
 ) -> None:
     """Read an optimizer; see `CheckpointFiles.load_optimizer`.
 
@@ -86,13 +99,13 @@ def load_optimizer(
         source: Source | None = None
         saved: OptimizerInfo | None = None
 
-        def look() -> OptimizerInfo:
+        def look() -> list[Any]:
             nonlocal source, saved
-            source = stack.enter_context(open_source(path, OPTIMIZER, in_memory=in_memory))
+            source = stack.enter_context(open_source(path, OPTIMIZER, in_memory=in_memory, checks=checks))
             saved = read_optimizer_info(source)
-            return OptimizerInfo.of(adapter)
+            return OptimizerInfo.of(adapter).entries()
 
-        here = OptimizerInfo.merge(session.gather("load_optimizer", path, look))
+        here = OptimizerInfo.merge(session.gather_each("load_optimizer", path, look))
         assert source is not None, "opened on every rank, or on none"
         assert saved is not None, "read with it"
         check_same_parameters(path, saved, here)
