@@ -25,7 +25,7 @@ MARKS = {
     "continues": "the block follows the previous Python block, in the same script",
     "slow": "why it is left out of the default run",
 }
-_BLOCK = re.compile(r"((?:^<!-- .+ -->\n)*)^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"((?:^<!-- [^\n]+ -->\n)*)^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _MARK = re.compile(r"<!-- ([\w ]+?)(?:: (.+?))? -->")
 
 
@@ -57,11 +57,12 @@ def blocks_of(page: Path) -> list[Block]:
     """Return the code blocks of a page.
 
     Raises:
-        ValueError: If a block has no language, or a comment before it is unknown.
+        ValueError: If a block has no language or no end, or a comment before it is unknown.
     """
     found: list[Block] = []
     name = str(page.relative_to(ROOT))
-    for comments, language, info, text in _BLOCK.findall(page.read_text(encoding="utf-8")):
+    page_text = page.read_text(encoding="utf-8")
+    for comments, language, info, text in _BLOCK.findall(page_text):
         if name.startswith("docs/") and language not in LANGUAGES:
             msg = f"{name}: a block starts with ```{language}. Use one of {', '.join(sorted(LANGUAGES))}."
             raise ValueError(msg)
@@ -74,6 +75,10 @@ def blocks_of(page: Path) -> list[Block]:
         title = re.search(r'title="([^"]+)"', info)
         whole = f"{same[-1].text}\n{text}" if "continues" in marks else text
         found.append(Block(name, len(same), language, title and title[1], whole, marks))
+    num_fences = len(re.findall(r"^ *```", page_text, re.MULTILINE))
+    if num_fences != 2 * len(found):
+        msg = f"{name}: {num_fences} lines start with ```, and {len(found)} blocks were read. Start each in column 0."
+        raise ValueError(msg)
     return found
 
 
