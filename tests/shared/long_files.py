@@ -3,7 +3,7 @@
 LONGEST_FIRST = (
     "distributed/runtime/test_liveness.py",
     "zoo/test_zoo_matrix.py",
-    "packaging/test_readme_examples.py",
+    "packaging/test_page_examples.py",
     "distributed/core/test_two_hosts.py",
     "distributed/zero/test_zero_conformance.py",
     "distributed/together/test_compile.py",
