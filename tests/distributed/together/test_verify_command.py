@@ -63,8 +63,6 @@ def test_a_mistake_is_told_in_one_line(script, scripts, tmp_path, function, plug
     rank.write_text(
         "import sys\nfrom booster_runtime.cli._verify_plugin_rank import main\nsys.exit(main(*sys.argv[1:]))\n"
     )
-        "import sys\nfrom booster_runtime.cli._verify_plugin_rank import main\nsys.exit(main(*sys.argv[1:]))"
-    )
     arguments = [f"{script}:{function}", "batch", plugin, "1", "", *options]
     done = scripts.run(rank, [arguments] * 2, torchrun_variables(2))
     assert done.codes == [2, 2], done.output
