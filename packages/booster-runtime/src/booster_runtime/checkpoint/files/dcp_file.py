@@ -8,7 +8,6 @@ where its values are.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import threading
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -19,12 +18,22 @@ from typing_extensions import override
 from booster_core.errors import CheckpointError
 from booster_core.state import Box, TensorMeta, box_numel, box_shape
 from booster_runtime.checkpoint.files.dcp_table import Slice, read_table
-from booster_runtime.checkpoint.files.reading import TensorFile, pread_into, read_strided
+from booster_runtime.checkpoint.files.reading import (
+    TensorFile,
+    close_file,
+    open_file,
+    pread_into,
+    read_some,
+    read_strided,
+    size_of,
+)
 from booster_runtime.state.jsonable import encode_json
 from booster_runtime.state.regions import as_bytes, intersect, is_contiguous, regions_of, slices_of, span_of
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from booster_runtime.storage import RemoteFile
 
 STATE, GROUPS, SHAPES = "state", "param_groups", "param_shapes"
 """The first parts of an optimizer's paths."""
@@ -50,8 +59,8 @@ class DCPFile(TensorFile):
         self._table = read_table(path)
         self.tensors = {}
         self._fqns: dict[str, str] = {}
-        self._files: dict[str, int] = {}
-        self._chunks: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+        self._files: dict[str, int | RemoteFile] = {}
+        self._chunks: dict[tuple[str, tuple[int, ...]], tuple[int | RemoteFile, int]] = {}
         self._lock = threading.Lock()
         try:
             self._check_files()
@@ -97,7 +106,7 @@ class DCPFile(TensorFile):
     @override
     def close(self) -> None:
         for descriptor in self._files.values():
-            os.close(descriptor)
+            close_file(descriptor)
         self._files = {}
 
     def _path_of(self, fqn: str) -> tuple[str | int, ...]:
@@ -119,7 +128,13 @@ class DCPFile(TensorFile):
                 out.view(box_shape(box))[slices_of(region.box, box)] = values.view(box_shape(region.box))
 
     def _read_part(
-        self, descriptor: int, start: int, shape: tuple[int, ...], dtype: torch.dtype, box: Box, out: torch.Tensor
+        self,
+        descriptor: int | RemoteFile,
+        start: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        box: Box,
+        out: torch.Tensor,
     ) -> None:
         if is_contiguous(shape, box):
             first = start + span_of(shape, box)[0] * dtype.itemsize
@@ -141,11 +156,11 @@ class DCPFile(TensorFile):
                 raise CheckpointError(msg)
             if name not in self._files:
                 try:
-                    self._files[name] = os.open(self.path / name, os.O_RDONLY)
+                    self._files[name] = open_file(self.path / name)
                 except OSError as error:
                     msg = f"'{self.path / name}' cannot be read: {error.strerror or error}."
                     raise CheckpointError(msg) from error
-            size = os.fstat(self._files[name]).st_size
+            size = size_of(self._files[name])
             if place.offset + place.length > size:
                 msg = (
                     f"'{fqn}' is at bytes {place.offset} to {place.offset + place.length} of "
@@ -154,7 +169,7 @@ class DCPFile(TensorFile):
                 )
                 raise CheckpointError(msg)
 
-    def _slice_of(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[int, Slice]:
+    def _slice_of(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[int | RemoteFile, Slice]:
         place = self._table.slices.get((fqn, offset))
         if place is None:
             msg = f"The table in '{self.path}' does not say where '{fqn}' is: it is damaged."
@@ -163,14 +178,14 @@ class DCPFile(TensorFile):
 
     def _read_value(self, fqn: str) -> Any:
         descriptor, info = self._slice_of(fqn, None)
-        content = io.BytesIO(os.pread(descriptor, info.length, info.offset))
+        content = io.BytesIO(read_some(descriptor, info.length, info.offset))
         try:
             return torch.load(content, map_location="cpu", weights_only=True)
         except _UNREADABLE as error:
             msg = f"'{fqn}' in '{self.path}' was not loaded, because it is damaged or holds objects: {error}"
             raise CheckpointError(msg.splitlines()[0]) from error
 
-    def _values_of(self, fqn: str, dtype: torch.dtype, place: Box) -> tuple[int, int]:
+    def _values_of(self, fqn: str, dtype: torch.dtype, place: Box) -> tuple[int | RemoteFile, int]:
         """Return file and position of a chunk's values."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -205,7 +220,7 @@ class DCPFile(TensorFile):
 class _FileSlice(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, descriptor: int, start: int, length: int) -> None:
+    def __init__(self, descriptor: int | RemoteFile, start: int, length: int) -> None:
         super().__init__()
         self._descriptor, self._start, self._length = descriptor, start, length
         self._position = 0
@@ -231,7 +246,7 @@ class _FileSlice(io.RawIOBase):
     @override
     def readinto(self, buffer: Any, /) -> int:
         count = max(min(len(buffer), self._length - self._position), 0)
-        content = os.pread(self._descriptor, count, self._start + self._position)
+        content = read_some(self._descriptor, count, self._start + self._position)
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)

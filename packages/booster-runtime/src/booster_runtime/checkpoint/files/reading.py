@@ -1,7 +1,8 @@
 """Reading files of tensors in parts: the interface of a file, and how ranges of it get into a tensor's memory.
 
 A box that is contiguous in the file takes one ``pread`` straight into the tensor's memory. Any other box (columns of a
-matrix) is one strided copy from a shared mapping, which costs page-cache memory but none of the process' own.
+matrix) is one strided copy from a shared mapping, which costs page-cache memory but none of the process' own. A file at
+a URL is read by ranges (`booster_runtime.checkpoint.files.ranges`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import numpy as np
 
 from booster_core.errors import CheckpointError
 from booster_core.state import box_shape
+from booster_runtime.checkpoint.files.ranges import read_box
 from booster_runtime.state.regions import as_bytes, slices_of
+from booster_runtime.storage import RemoteFile, RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,17 +56,54 @@ class TensorFile(ABC):
             out: Where to put it, row-major: contiguous on the CPU, 1-D, with the file's dtype.
         """
 
+    def place_of(self, key: str) -> tuple[RemoteFile, int] | None:
+        """Return the file at a URL, and where in it a tensor's values begin, where they are read from there."""
+        del key
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Let go of the file."""
 
 
-def pread_into(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
+def open_file(path: Path) -> int | RemoteFile:
+    """Open a file for the functions below: a descriptor, or a file at a URL.
+
+    Raises:
+        OSError: If it cannot be opened.
+    """
+    return path.open_ranges() if isinstance(path, RemotePath) else os.open(path, os.O_RDONLY)
+
+
+def close_file(file: int | RemoteFile) -> None:
+    """Close what `open_file` opened."""
+    if isinstance(file, int):
+        os.close(file)
+
+
+def size_of(file: int | RemoteFile) -> int:
+    """Return the size of a file in bytes."""
+    return os.fstat(file).st_size if isinstance(file, int) else file.size
+
+
+def read_some(file: int | RemoteFile, nbytes: int, offset: int) -> bytes:
+    """Return bytes from an offset on: fewer where the file ends before."""
+    if isinstance(file, int):
+        return os.pread(file, nbytes, offset)
+    content = bytearray(max(min(nbytes, file.size - offset), 0))
+    file.read_into(memoryview(content), offset)
+    return bytes(content)
+
+
+def pread_into(descriptor: int | RemoteFile, target: memoryview, offset: int, path: Path) -> None:
     """Fill ``target`` from a byte offset of a file.
 
     Raises:
         CheckpointError: If the file ends before that.
     """
+    if not isinstance(descriptor, int):
+        descriptor.read_into(target, offset)
+        return
     while target:
         count = os.preadv(descriptor, [target[:_MAX_CALL_BYTES]], offset)
         if count == 0:
@@ -74,12 +114,17 @@ def pread_into(descriptor: int, target: memoryview, offset: int, path: Path) -> 
 
 
 def read_strided(
-    source: int | memoryview, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, out: torch.Tensor
+    source: int | memoryview | RemoteFile,
+    offset: int,
+    shape: tuple[int, ...],
+    itemsize: int,
+    box: Box,
+    out: torch.Tensor,
 ) -> None:
     """Copy a box of a row-major tensor in a file, or in memory, to ``out``.
 
     Args:
-        source: File descriptor, or the bytes themselves.
+        source: What `open_file` returned, or the bytes themselves.
         offset: Where the tensor's values begin, in bytes.
         shape: Shape of the whole tensor.
         itemsize: Bytes per element.
@@ -89,6 +134,9 @@ def read_strided(
     target = as_array(as_bytes(out), 0, box_shape(box), itemsize)
     if isinstance(source, memoryview):
         np.copyto(target, as_array(source, offset, shape, itemsize)[slices_of(box)])
+        return
+    if not isinstance(source, int):
+        read_box(source, offset, shape, itemsize, box, target)
         return
     (first, last), row_bytes = box[0], itemsize * math.prod(shape[1:])
     step = max(_WINDOW_BYTES // row_bytes, 1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import struct
 import threading
 from typing import TYPE_CHECKING, Any
@@ -19,13 +18,22 @@ from typing_extensions import override
 
 from booster_core.errors import CheckpointError
 from booster_core.state import TensorMeta
-from booster_runtime.checkpoint.files.reading import TensorFile, pread_into, read_strided
+from booster_runtime.checkpoint.files.reading import (
+    TensorFile,
+    close_file,
+    open_file,
+    pread_into,
+    read_some,
+    read_strided,
+    size_of,
+)
 from booster_runtime.state.regions import as_bytes, is_contiguous, span_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from booster_core.state import Box
+    from booster_runtime.storage import RemoteFile
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -74,7 +82,7 @@ class SafetensorsFile(TensorFile):
         self.path = path
         self._descriptor = _open(path)
         try:
-            self._size = os.fstat(self._descriptor).st_size
+            self._size = size_of(self._descriptor)
             header, self._start = self._read_header()
             metadata = header.pop(METADATA, {})
             self.values = _values_in(path, metadata)
@@ -82,7 +90,7 @@ class SafetensorsFile(TensorFile):
             self.tensors = {key: self._check_entry(key, entry) for key, entry in header.items()}
             self._check_overlaps()
         except BaseException:
-            os.close(self._descriptor)
+            close_file(self._descriptor)
             raise
         self._in_memory = in_memory
         self._content: torch.Tensor | None = None
@@ -103,8 +111,14 @@ class SafetensorsFile(TensorFile):
             read_strided(self._descriptor, offset, meta.shape, itemsize, box, out)
 
     @override
+    def place_of(self, key: str) -> tuple[RemoteFile, int] | None:
+        if self._in_memory or isinstance(self._descriptor, int):
+            return None
+        return self._descriptor, self._offsets[key]
+
+    @override
     def close(self) -> None:
-        os.close(self._descriptor)
+        close_file(self._descriptor)
         self._content = None
 
     def _whole(self) -> torch.Tensor:
@@ -115,7 +129,7 @@ class SafetensorsFile(TensorFile):
         return self._content
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
-        head = os.pread(self._descriptor, LENGTH_BYTES, 0)
+        head = read_some(self._descriptor, LENGTH_BYTES, 0)
         if len(head) < LENGTH_BYTES:
             msg = (
                 f"'{self.path}' has {self._size} bytes: too few for a safetensors file. It is truncated or another "
@@ -131,7 +145,7 @@ class SafetensorsFile(TensorFile):
             )
             raise CheckpointError(msg)
         try:
-            text = os.pread(self._descriptor, length, LENGTH_BYTES).decode()
+            text = read_some(self._descriptor, length, LENGTH_BYTES).decode()
             header = json.loads(text, object_pairs_hook=_refuse_duplicates)
         except (ValueError, RecursionError) as error:
             msg = f"The header of '{self.path}' is damaged: {error}."
@@ -183,9 +197,9 @@ class SafetensorsFile(TensorFile):
                 raise CheckpointError(msg)
 
 
-def _open(path: Path) -> int:
+def _open(path: Path) -> int | RemoteFile:
     try:
-        return os.open(path, os.O_RDONLY)
+        return open_file(path)
     except OSError as error:
         msg = f"'{path}' cannot be read: {error.strerror or error}."
         raise CheckpointError(msg) from error

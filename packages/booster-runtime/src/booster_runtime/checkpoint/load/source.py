@@ -29,6 +29,7 @@ from booster_runtime.checkpoint.files.layout import (
 )
 from booster_runtime.checkpoint.files.opening import open_tensor_file
 from booster_runtime.state.jsonable import decode_json, tensor_references
+from booster_runtime.storage import RemotePath, read_heads
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from booster_core.state import Box, TensorMeta
     from booster_runtime.checkpoint.files.reading import TensorFile
+    from booster_runtime.storage import RemoteFile
 
 _CANDIDATES = {
     MODEL: (FileNames(base=MODEL), FileNames(base=TORCH_MODEL, suffix=TORCH)),
@@ -181,7 +183,7 @@ class Source:
     """
 
     def __init__(self, path: Path | str, kind: str, *, in_memory: bool = False) -> None:
-        self.path = Path(path)
+        self.path = path if isinstance(path, Path | RemotePath) else Path(path)
         self._files: list[TensorFile] = []
         self._home: dict[str, TensorFile] = {}
         self.tensors: dict[str, TensorMeta] = {}
@@ -194,6 +196,7 @@ class Source:
                 self._add(DCPFile(self.path), None)
                 return
             found, self.index = find_files(self.path, kind)
+            read_heads(found)
             for file_path, expected in found.items():
                 self._add(open_tensor_file(file_path, in_memory=in_memory), expected)
         except BaseException:
@@ -239,6 +242,10 @@ class Source:
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Read a box of a tensor into ``out``; see `TensorFile.read`."""
         self._home[key].read(key, box, out)
+
+    def place_of(self, key: str) -> tuple[RemoteFile, int] | None:
+        """Return where a tensor is read from; see `TensorFile.place_of`."""
+        return self._home[key].place_of(key)
 
     def home_of(self, key: str) -> Path:
         """Return the file that holds a tensor."""

@@ -7,14 +7,13 @@ carries a checksum of itself.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, shorten
 from booster_runtime.checkpoint.files.index import read_json
-from booster_runtime.checkpoint.save.writer import file_checksum, sync_folder
-from booster_runtime.storage import leaves_folder
+from booster_runtime.checkpoint.save.writer import file_checksum, sync_folder, write_text
+from booster_runtime.storage import RemotePath, leaves_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -69,11 +68,11 @@ class Manifest:
             },
         }
         content["xxh3"] = _digest(content)
-        with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=1)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        text = json.dumps(content, indent=1) + "\n"
+        if isinstance(folder, RemotePath):
+            (folder / MANIFEST).write_bytes(text.encode())
+            return
+        write_text(folder / MANIFEST, text)
         sync_folder(folder)
 
     @classmethod

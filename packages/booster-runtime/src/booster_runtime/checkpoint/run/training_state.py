@@ -19,9 +19,10 @@ from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames, new_token
 from booster_runtime.checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, damaged, required
 from booster_runtime.checkpoint.run.steps import LATEST, NEWEST_WHOLE, arrange
-from booster_runtime.checkpoint.run.steps_remote import local_copy, open_steps
+from booster_runtime.checkpoint.run.steps_remote import folder_of, open_steps
 from booster_runtime.checkpoint.run.training_part import BASE, TENSORS, VALUES, SavedTraining, TrainingPart
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
+from booster_runtime.storage import RemotePath, path_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -77,10 +78,12 @@ def save_training_state(
     has_ema = state.ema is not None
     asked = {"step": step, "keep_last": keep_last, "use_async": use_async, "root": str(root), "ema": has_ema}
     _check_alike(coordinator.all_gather_object(asked))
-    with session.together(_SAVE, where):
+    written_in = ""
+    with session.together(_SAVE, where, for_long=True):
         if coordinator.rank == 0:
             steps.prepare()
-    temporary = Path(coordinator.broadcast_object(str(steps.temporary(step, new_token()))))
+            written_in = str(steps.temporary(step, new_token()))
+    temporary = path_at(coordinator.broadcast_object(written_in))
     max_bytes = size_per_shard << 20
     parts: list[Part] = [
         ModelPart(
@@ -99,8 +102,13 @@ def save_training_state(
     stated = {**facts, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
     def commit(written: list[WrittenFile]) -> None:
+        names = [file.name for file in written]
         try:
-            placed = arrange(temporary, _home, [file.name for file in written])
+            placed = (
+                {name: f"{_home(name)}/{name}".lstrip("/") for name in names}  # written there
+                if isinstance(temporary, RemotePath)
+                else arrange(temporary, _home, names)
+            )
             files = {
                 placed[file.name]: FileEntry(nbytes=file.nbytes, checksum=file.checksum or "", tensors=file.tensors)
                 for file in written
@@ -108,10 +116,11 @@ def save_training_state(
             Manifest(step=step, files=files, facts=stated).write(temporary)
             steps.commit(temporary, step, keep_last)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if not isinstance(temporary, RemotePath):  # where the next save removes what is no step
+                shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    io.write_folder(_SAVE, temporary, parts, use_async=use_async, want_checksums=True, commit=commit)
+    io.write_folder(_SAVE, temporary, parts, use_async=use_async, want_checksums=True, commit=commit, home=_home)
 
 
 def load_training_state(
@@ -153,28 +162,28 @@ def load_training_state(
     wanted += [OPTIMIZER] if state.optimizer is not None else []
     wanted += [EMA] if state.ema is not None else []
     for name, next_name in itertools.zip_longest(names, names[1:]):
-        with local_copy(session, steps, name, wanted) as folder:
-            manifest, problem = _look_into(session, folder, wanted, verify=verify)
-            if problem is not None:
-                if next_name is None:
-                    with session.together(_LOAD, folder, for_long=True):
-                        if coordinator.rank == 0:
-                            raise CheckpointError(problem + steps.advice(name))
-                if coordinator.rank == 0:
-                    _log.warning("%s Trying '%s' instead.", problem, next_name)
-                continue
-            with session.together(_LOAD, where):
-                saved = SavedTraining(folder)
-                saved.check(state.objects)
-            report = io.load_model(state.model, folder / MODEL, strict, num_threads=num_threads)
-            if state.optimizer is not None:
-                io.load_optimizer(state.optimizer, folder / OPTIMIZER, num_threads=num_threads)
-            if state.ema is not None:
-                io.load_model(state.ema, folder / EMA, strict, num_threads=num_threads)
-            with session.together(_LOAD, where):
-                saved.restore_objects(state.objects)
-                extra = saved.extra()
-                saved.restore_random_state(state.objects.device, coordinator.rank)
+        folder = folder_of(steps, name)
+        manifest, problem = _look_into(session, folder, wanted, verify=verify)
+        if problem is not None:
+            if next_name is None:
+                with session.together(_LOAD, folder, for_long=True):
+                    if coordinator.rank == 0:
+                        raise CheckpointError(problem + steps.advice(name))
+            if coordinator.rank == 0:
+                _log.warning("%s Trying '%s' instead.", problem, next_name)
+            continue
+        with session.together(_LOAD, where):
+            saved = SavedTraining(folder)
+            saved.check(state.objects)
+        report = io.load_model(state.model, folder / MODEL, strict, num_threads=num_threads)
+        if state.optimizer is not None:
+            io.load_optimizer(state.optimizer, folder / OPTIMIZER, num_threads=num_threads)
+        if state.ema is not None:
+            io.load_model(state.ema, folder / EMA, strict, num_threads=num_threads)
+        with session.together(_LOAD, where):
+            saved.restore_objects(state.objects)
+            extra = saved.extra()
+            saved.restore_random_state(state.objects.device, coordinator.rank)
         path = f"{steps.root.rstrip('/')}/{name}"
         return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
     msg = "a load tries one step at least"

@@ -33,6 +33,7 @@ from booster_runtime.checkpoint.save.writer import (
     write_text,
 )
 from booster_runtime.checkpoint.session import Progress
+from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ Told = dict[str, tuple[int, "str | None"]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Save:
+class Save:
     """One call; see `Saver.save`.
 
     Args:
@@ -61,6 +62,7 @@ class _Save:
         fragments: Returns what this rank writes; a fragment is read before the next one is asked for.
         keeps_values: Fragments may be read later as well.
         is_shown: Whether a progress bar may be shown.
+        home: See `Saver.save`.
         group: The group that a save in the background communicates in.
     """
 
@@ -74,6 +76,7 @@ class _Save:
     fragments: Callable[[], Iterable[Fragment]]
     keeps_values: bool
     is_shown: bool
+    home: Callable[[str], str] | None = None
     group: ProcessGroup | None = None
 
 
@@ -125,6 +128,7 @@ class Saver:
         use_async: bool = False,
         want_checksums: bool = False,
         commit: Callable[[list[WrittenFile]], None] | None = None,
+        home: Callable[[str], str] | None = None,
     ) -> list[WrittenFile]:
         """Write parts and further files into a folder, and commit them together.
 
@@ -141,6 +145,7 @@ class Saver:
             want_checksums: Tell each file's xxh3 in the list.
             commit: Called on rank 0 with the list of files; with ``use_async`` in a thread, where it must not use
                 process groups.
+            home: At a URL, where nothing can be moved, tells the folder inside of ``folder`` that a file goes to.
 
         Returns:
             The files, on rank 0; an empty list elsewhere, and with ``use_async``.
@@ -152,7 +157,7 @@ class Saver:
         Collective: every rank.
         """
         self.begin(name, check)
-        job = _Save(
+        job = Save(
             name=name,
             folder=folder,
             parts=parts,
@@ -163,13 +168,14 @@ class Saver:
             fragments=lambda: _fragments_of(parts),
             keeps_values=all(part.keeps_values for part in parts),
             is_shown=self._session.rank == 0,
+            home=home,
         )
         if use_async:
             self._start(job)
             return []
         return self._run(job)
 
-    def _start(self, save: _Save) -> None:
+    def _start(self, save: Save) -> None:
         """Copy all values and go on in the background.
 
         From here on, whatever goes wrong is told to the other ranks in the background: this rank is through when its
@@ -207,7 +213,7 @@ class Saver:
         session.before_close(self.background.settle)
         self.background.start(save.name, run)
 
-    def _run(self, save: _Save) -> list[WrittenFile]:
+    def _run(self, save: Save) -> list[WrittenFile]:
         """Plan a save with all ranks, write, and commit."""
         session, name, folder = self._session, save.name, save.folder
         made: list[Path] = []
@@ -218,6 +224,11 @@ class Saver:
             fragments = (each for each in save.fragments() if each.key not in elsewhere[each.part])
             told: Told = {}
             with Progress("Saving", plan.total_bytes // session.world_size, is_shown=save.is_shown) as progress:
+                if isinstance(folder, RemotePath):
+                    from booster_runtime.checkpoint.save.remote import save_at_url
+
+                    bucket = self._bucket_bytes
+                    return save_at_url(session, save, plan, folder, fragments, self.buffers, bucket, progress.advance)
                 if self._shared_filesystem is False or len(set(session.hosts(save.group))) > 1:
                     told = self._write_by_owners(save, plan, fragments, progress.advance)
                 else:
@@ -236,12 +247,12 @@ class Saver:
                     if save.commit is not None:
                         save.commit(written)
         except BaseException:
-            if session.rank == 0:
+            if session.rank == 0 and not isinstance(folder, RemotePath):
                 _undo(plan, made)
             raise
         return written
 
-    def _plan(self, save: _Save, made: list[Path]) -> SavePlan:
+    def _plan(self, save: Save, made: list[Path]) -> SavePlan:
         """Make the folder, tell all ranks what each writes, and compute the same layout on each.
 
         Args:
@@ -251,7 +262,7 @@ class Saver:
         session, folder = self._session, save.folder
 
         def tell() -> Any:
-            if session.rank == 0:
+            if session.rank == 0 and not isinstance(folder, RemotePath):
                 made.extend(path for path in (folder, *folder.parents) if not path.exists())
                 folder.mkdir(parents=True, exist_ok=True)
             return save.facts(), save.texts, new_token()
@@ -270,7 +281,7 @@ class Saver:
             specs.append(merge_specs([[*a, *b] for a, b in zip(owned, extra, strict=True)]))
         return make_plan(folder, gathered[0][2], save.parts, specs, texts)
 
-    def _read_checksums(self, save: _Save, plan: SavePlan) -> Told:
+    def _read_checksums(self, save: Save, plan: SavePlan) -> Told:
         """Return each file's size and checksum, read back from this host's page cache; ranks share the work by file."""
         session, told = self._session, Told()
         with session.together(f"{save.name} (compute checksums)", save.folder, for_long=True):
@@ -281,7 +292,7 @@ class Saver:
         return _merged(session.gather(save.name, save.folder, lambda: told, save.group))
 
     def _write_by_owners(
-        self, save: _Save, plan: SavePlan, fragments: Iterable[Fragment], advance: Callable[[int], None]
+        self, save: Save, plan: SavePlan, fragments: Iterable[Fragment], advance: Callable[[int], None]
     ) -> Told:
         """Let one rank write each file; return what all say of theirs."""
         from booster_runtime.checkpoint.save.owners import OwnerWrite, choose_owners

@@ -17,6 +17,7 @@ import torch
 
 from booster_core.errors import BoosterError, CheckpointError
 from booster_runtime.checkpoint.files.layout import SAFETENSORS
+from booster_runtime.checkpoint.files.ranges import contents_of
 from booster_runtime.checkpoint.files.safetensors_file import (
     DTYPE_NAMES,
     LENGTH_BYTES,
@@ -25,6 +26,7 @@ from booster_runtime.checkpoint.files.safetensors_file import (
     VALUES_PREFIX,
 )
 from booster_runtime.state.regions import as_bytes, is_contiguous, pack, regions_of, span_of
+from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -251,6 +253,10 @@ def file_checksum(path: Path) -> str:
     import xxhash
 
     digest = xxhash.xxh3_64()
+    if isinstance(path, RemotePath):
+        for content in contents_of(path.open_ranges()):
+            digest.update(content)
+        return digest.hexdigest()
     buffer = memoryview(bytearray(1 << 22))
     with path.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
