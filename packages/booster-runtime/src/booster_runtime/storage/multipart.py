@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
     from concurrent.futures import Future
 
 PART_BYTES = 16 << 20
@@ -36,22 +38,22 @@ class MultipartStream:
         bucket, key, _ = files.split_path(url)
         self._where = {"Bucket": bucket, "Key": key}
         self._part_bytes = max(PART_BYTES, -(-nbytes // _MOST_PARTS))
-        self._part = bytearray()
+        self._part = io.BytesIO()
         self._parts: list[Future[Any]] = []
-        self._upload: str | None = None
+        self._upload: Future[Any] | None = None
         self._is_over = False
 
     def write(self, values: memoryview) -> None:
         values = values.cast("B")
         while values:
-            taken = values[: self._part_bytes - len(self._part)]
-            self._part += taken
+            taken = values[: self._part_bytes - self._part.tell()]
+            self._part.write(taken)
             values = values[len(taken) :]
-            if len(self._part) == self._part_bytes:
+            if self._part.tell() == self._part_bytes:
                 self._send()
 
     def finish(self) -> None:
-        if self._part and (self._parts or len(self._part) > _SMALL_BYTES):
+        if self._part.tell() > (0 if self._parts else _SMALL_BYTES):
             self._send()
         for part in self._parts:
             part.result()
@@ -60,36 +62,43 @@ class MultipartStream:
         self.finish()
         if self._parts:
             parts = [{"PartNumber": n, "ETag": part.result()["ETag"]} for n, part in enumerate(self._parts, start=1)]
-            self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts}).result()
+            self._start(self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})).result()
         else:
-            self._call("put_object", Body=self._part).result()
+            self._part.seek(0)
+            self._start(self._call("put_object", Body=self._part)).result()
         self._is_over = True
 
     def discard(self) -> None:
         if self._is_over:
             return
         self._is_over = True
-        self._part = bytearray()
+        self._part = io.BytesIO()
         for part in self._parts:
             part.cancel()
         for part in self._parts:
             with contextlib.suppress(BaseException):  # CancelledError is none of Exception
                 part.result()
         if self._upload is not None:
-            self._call("abort_multipart_upload", UploadId=self._upload).result()
+            self._start(self._call("abort_multipart_upload")).result()
 
     def _send(self) -> None:
         """Let the part that is full travel, once there is room for it among those that do."""
         if self._upload is None:
-            self._upload = self._call("create_multipart_upload").result()["UploadId"]
+            self._upload = self._start(self._files._call_s3("create_multipart_upload", **self._where))  # noqa: SLF001
         if len(self._parts) >= PARTS_IN_FLIGHT:
             self._parts[-PARTS_IN_FLIGHT].result()
-        number, content, self._part = len(self._parts) + 1, self._part, bytearray()
-        self._parts.append(self._call("upload_part", UploadId=self._upload, PartNumber=number, Body=content))
+        number, content, self._part = len(self._parts) + 1, self._part, io.BytesIO()
+        content.seek(0)
+        self._parts.append(self._start(self._call("upload_part", PartNumber=number, Body=content)))
 
-    def _call(self, method: str, **arguments: Any) -> Future[Any]:
-        """Start a request in fsspec's thread."""
-        call = self._files._call_s3(method, **self._where, **arguments)  # noqa: SLF001 - fsspec's name for a coroutine
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        """Call S3, once it has told the number of the upload."""
+        if self._upload is not None:
+            arguments["UploadId"] = (await asyncio.wrap_future(self._upload))["UploadId"]
+        return await self._files._call_s3(method, **self._where, **arguments)  # noqa: SLF001 - fsspec's coroutine
+
+    def _start(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Let a request go on in fsspec's thread."""
         return asyncio.run_coroutine_threadsafe(call, self._files.loop)
 
 

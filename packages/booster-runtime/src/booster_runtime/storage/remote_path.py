@@ -92,7 +92,7 @@ class _Tree:
 
     @property
     def pool(self) -> ThreadPoolExecutor:
-        """Threads for requests; they end with the tree."""
+        """Threads for requests."""
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, "checkpoint reader")
@@ -110,10 +110,20 @@ class _Tree:
                     found = self.storage.list(self.url)
                 for key in found:
                     if leaves_folder(key):
-                        msg = f"'{self.url}' holds the key '{key}', which leads out of its folder. It is damaged or hostile."
+                        msg = (
+                            f"'{self.url}' holds the key '{key}', which leads out of its folder. It is damaged or "
+                            "hostile."
+                        )
                         raise CheckpointError(msg)
                 self._files = found
             return self._files
+
+    def close(self) -> None:
+        """End the threads, until they are needed again."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
 
     def forget(self) -> None:
         """List again when next needed."""
@@ -274,6 +284,7 @@ class RemotePath(_PathMethods):
         file = self.open_ranges()
         content = bytearray(file.size)
         file.read_into(memoryview(content), 0)
+        file.close()
         return bytes(content)
 
     @override
@@ -371,6 +382,14 @@ class RemoteFile:
         """Threads for requests, shared with other files of the same checkpoint."""
         return self._tree.pool
 
+    def close(self) -> None:
+        """End the threads of all files of the same checkpoint, if none of them is being read."""
+        self._tree.close()
+
+    def read_head(self) -> None:
+        """Read the beginning of the file, and keep it for reads to come."""
+        self._tree.head(self.path.url, self.size)
+
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill ``target`` from a byte offset on.
 
@@ -401,11 +420,9 @@ def read_heads(paths: Iterable[Path]) -> None:
     """Read the beginnings of files at URLs, several at a time, for those who open them next; leave out local files."""
     remote = [path for path in paths if isinstance(path, RemotePath)]
     if len(remote) > 1:
-        list(
-            remote[0]
-            .open_ranges()
-            .pool.map(lambda path: path.open_ranges().read_into(memoryview(bytearray(1)), 0), remote)
-        )
+        files = [path.open_ranges() for path in remote]
+        list(files[0].pool.map(RemoteFile.read_head, files))
+        files[0].close()
 
 
 class _RawFile(io.RawIOBase):
@@ -415,6 +432,11 @@ class _RawFile(io.RawIOBase):
         super().__init__()
         self._file = file
         self._position = 0
+
+    @override
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
     @override
     def readable(self) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, shorten
+from booster_runtime.state.jsonable import tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -302,7 +303,8 @@ def make_plan(
             name = part.names.part(number, len(divided)) if part.is_divided else part.file_name or part.names.single
             values = part.values() if number == 1 else {}
             home |= {spec.key: len(files) for spec in file_specs}
-            files.append(PlannedFile(name=name, suffix=part.names.suffix, specs=file_specs, values=values))
+            ordered = _in_torch_order(file_specs, values) if part.names.suffix == TORCH else file_specs
+            files.append(PlannedFile(name=name, suffix=part.names.suffix, specs=ordered, values=values))
         homes.append(home)
         all_texts |= part.texts()
         if part.is_divided:
@@ -330,6 +332,12 @@ def make_plan(
         marks=tuple(part.names.mark for part in parts if part.is_divided),
         healed={names.mark: names.index for names in (*replaced, *in_one_file)},
     )
+
+
+def _in_torch_order(specs: Iterable[TensorSpec], values: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+    """Return tensors in the order of their values in a ``torch.save`` file: those inside of other values come last."""
+    inside = {key: place for place, key in enumerate(k for value in values.values() for k in tensor_references(value))}
+    return tuple(sorted(specs, key=lambda spec: inside.get(spec.key, -1)))
 
 
 def _index_text(files: Mapping[str, str], specs: Iterable[TensorSpec]) -> str:

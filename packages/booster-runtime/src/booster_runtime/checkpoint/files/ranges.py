@@ -189,7 +189,10 @@ def contents_of(file: RemoteFile) -> Iterator[memoryview]:
     """Yield a file's content from front to back, in memory that is used again, while more of it is on its way."""
     ReadAhead([(file, 0, file.size)], REQUESTS_IN_FLIGHT * REQUEST_BYTES)
     memory = memoryview(bytearray(min(REQUEST_BYTES, file.size)))
-    for start in range(0, file.size, REQUEST_BYTES):
-        part = memory[: min(REQUEST_BYTES, file.size - start)]
-        file.read_into(part, start)
-        yield part
+    try:
+        for start in range(0, file.size, REQUEST_BYTES):
+            part = memory[: min(REQUEST_BYTES, file.size - start)]
+            file.read_into(part, start)
+            yield part
+    finally:
+        file.close()

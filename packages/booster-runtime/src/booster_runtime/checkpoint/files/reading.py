@@ -77,8 +77,7 @@ def open_file(path: Path) -> int | RemoteFile:
 
 def close_file(file: int | RemoteFile) -> None:
     """Close what `open_file` opened."""
-    if isinstance(file, int):
-        os.close(file)
+    os.close(file) if isinstance(file, int) else file.close()
 
 
 def size_of(file: int | RemoteFile) -> int:

@@ -114,11 +114,12 @@ def _windows(files: Iterable[tuple[int, PlannedFile]], window_bytes: int) -> Ite
     """Cut the values of files into windows; none spans two files."""
     for index, file in files:
         window, used = list[_Cut](), 0
-        for spec in file.specs:  # wider elements first, so that ``used`` is a multiple of each one's size
+        for spec in file.specs:
             start, numel = 0, spec.nbytes // spec.dtype.itemsize
             while start < numel:
+                used += -used % spec.dtype.itemsize
                 room = (window_bytes - used) // spec.dtype.itemsize
-                if room == 0:
+                if room <= 0:
                     yield window
                     window, used = [], 0
                     continue
@@ -425,13 +426,11 @@ class _Stream:
         self._position = offset + len(values)
 
     def close(self) -> tuple[int, str | None]:
-        """Wait until all of it is on disk, or at the URL; return its size and checksum."""
+        """Wait until all of it is on disk; return its size and checksum. The end of an upload is not waited for."""
         size = os.fstat(self._descriptor).st_size
         self._pass_over(size)
         if self._upload is None:
             os.fsync(self._descriptor)
-        else:
-            self._upload.finish()
         self.abandon()
         return size, None if self._digest is None else self._digest.hexdigest()
 

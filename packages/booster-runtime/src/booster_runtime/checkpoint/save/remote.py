@@ -11,6 +11,7 @@ import logging
 import re
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from booster_runtime.storage import RemotePath, WriteStream
 
 _NUMBERED = re.compile(r"-\d{5,}-of-\d{5,}\.")
+_MOST_THREADS = 8
 _log = logging.getLogger(__name__)
 
 
@@ -60,15 +62,22 @@ class Uploads:
         return self._layouts / file.name
 
     def open(self, name: str, nbytes: int) -> WriteStream:
-        """Begin to upload a file."""
+        """Begin to upload a file, while the end of the one before may still be on its way."""
+        if len(self._streams) > 1:
+            self._streams[-2].finish()
         stream = self.place_of(name).open_write(nbytes)
         self._streams.append(stream)
         return stream
 
+    def finish(self) -> None:
+        """Wait until all files have reached the storage."""
+        for stream in self._streams[-2:]:
+            stream.finish()
+
     def publish(self) -> None:
         """Make all files visible."""
-        for stream in self._streams:
-            stream.close()
+        with ThreadPoolExecutor(_MOST_THREADS, "checkpoint writer") as pool:
+            list(pool.map(lambda stream: stream.close(), self._streams))
 
     def end(self) -> None:
         """Delete what has been uploaded and not been published."""
@@ -130,6 +139,7 @@ def save_at_url(
             )
         with session.together(f"{name} (write)", where, for_long=True):
             told = job.run(group)
+            uploads.finish()
         told = {
             key: entry for part in session.gather(name, where, lambda: told, save.group) for key, entry in part.items()
         }
