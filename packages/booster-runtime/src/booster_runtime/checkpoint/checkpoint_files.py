@@ -260,9 +260,11 @@ class CheckpointFiles:
 
         Collective: every rank, if it is a URL.
         """
+        if isinstance(checkpoint, RemotePath):
+            return checkpoint
         checkpoint = local_path(checkpoint)
-        if isinstance(checkpoint, RemotePath) or scheme_of(checkpoint) is None:
-            return path_at(checkpoint)
+        if scheme_of(checkpoint) is None:
+            return Path(checkpoint)
         with self._session.together(name, Path(checkpoint)):
             return path_at(checkpoint)
 

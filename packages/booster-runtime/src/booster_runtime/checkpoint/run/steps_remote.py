@@ -83,7 +83,7 @@ class RemoteSteps(Steps):
         return sorted({key.partition("/")[0] for key in self.path.files()})
 
     def latest_name(self) -> str | None:
-        latest = self.path / LATEST
+        latest = (self.path / LATEST).alone()
         return latest.read_text(errors="replace").strip() if latest.is_file() else None
 
     def place(self, temporary: Path, name: str) -> None:
