@@ -1,7 +1,7 @@
 """Kills two ranks again and again while they save from two hosts, and loads after each kill; prints JSON.
 
-The hosts are mount namespaces. Each sees the folder of checkpoints through a FUSE mount with a page cache of its own, as
-it would see an NFS export (`tests/shared/fuse_mirror.py`).
+The hosts are mount namespaces. Each sees the folder of checkpoints through a FUSE mount with a page cache of its own,
+as it would see an NFS export (`tests/shared/fuse_mirror.py`).
 """
 
 import ctypes

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -36,26 +37,24 @@ TENSORS = [
 
 
 @pytest.fixture(scope="module")
-def server():
+def proxy():
     with running_s3_server("bucket") as port:
-        yield port
+        proxy = Proxy(port)
+        yield proxy
+        proxy.close()
 
 
 @pytest.fixture
-def s3(server, monkeypatch):
-    proxy = Proxy(server)
+def s3(proxy, monkeypatch):
+    proxy.reset()
     for name, value in environment(proxy.url).items():
         monkeypatch.setenv(name, value)
-    yield proxy
-    proxy.close()
+    return proxy
 
 
 def on_s3(url, fn, *args):
     """Call a function on a rank whose environment names the server."""
     os.environ.update(environment(url))
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()  # it knows the server of the test before
     return fn(*args)
 
 
@@ -126,21 +125,15 @@ def test_parts_travel_side_by_side_and_each_rank_reads_its_ranges(s3):
     assert s3.most_at_once >= 3
 
 
-def measured(fn, *args):
-    with peak_memory() as memory:
-        fn(*args)
-    return memory.peak_bytes
-
-
 def staged_bytes(folder):
     return sum(path.stat().st_blocks * 512 for path in Path(folder).rglob("*") if path.is_file())
 
 
 def save_and_load_measured(url, folder):
-    import tempfile
-
-    tempfile.tempdir = folder
-    save_large(f"{url}-warm", "replicated", 5 * MIB, 4)
+    multipart.PART_BYTES, tempfile.tempdir = 5 * MIB, folder
+    adapter, fresh = large_adapter("replicated", 12), large_adapter("replicated", 12, is_filled=False)
+    io = CheckpointFiles(DistCoordinator(), bucket_bytes=12 * MIB)
+    io.save_model(large_adapter("replicated", 1), f"{url}-warm")
     largest, real = [0], multipart.MultipartStream.write
 
     def write(self, values):
@@ -149,21 +142,25 @@ def save_and_load_measured(url, folder):
 
     multipart.MultipartStream.write = write
     try:
-        saving = measured(save_large, url, "replicated", 5 * MIB, 12)
+        with peak_memory() as saving:
+            io.save_model(adapter, url)
     finally:
         multipart.MultipartStream.write = real
         tempfile.tempdir = None
-    return saving, measured(load_large, url, "replicated", 12), largest[0]
+    with peak_memory() as loading:
+        io.load_model(fresh, url)
+    return saving.peak_bytes, loading.peak_bytes, largest[0], fresh.wrong()
 
 
-@pytest.mark.parametrize("suffix", ["safetensors"])
-def test_nothing_is_staged_and_memory_is_bounded(suffix, s3, tmp_path):
-    """96 MiB pass through a bucket of 12 MiB and parts of 5 MiB; a load has 32 MiB of requests under way."""
-    [(saving, loading, staged)] = run_on_ranks(on_s3, 1, s3.url, save_and_load_measured, f"{BUCKET}/m", str(tmp_path))
+def test_nothing_is_staged_and_memory_is_bounded(s3, tmp_path):
+    """96 MiB pass through a bucket of 12 MiB and five parts of 5 MiB; a load keeps 12 MiB of requests."""
+    [found] = run_on_ranks(on_s3, 1, s3.url, save_and_load_measured, f"{BUCKET}/m", str(tmp_path))
+    saving, loading, staged, wrong = found
+    assert wrong == []
     assert staged <= 64 << 10
-    state = 96 * MIB  # the adapters that are saved and loaded are part of what is measured
-    assert saving - state <= 12 * MIB + 5 * 5 * MIB + 12 * MIB
-    assert loading - state <= 32 * MIB + 24 * MIB
+    # Beyond what is counted: copies in the driver and in the client of HTTP, of what is on its way.
+    assert saving <= 12 * MIB + 5 * 5 * MIB + 20 * MIB
+    assert loading <= 12 * MIB + 20 * MIB
 
 
 # ---- faults
@@ -217,8 +214,7 @@ LASTING = {
 }
 
 
-@pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize("kind", LASTING)
+@pytest.mark.parametrize(("kind", "use_async"), [(kind, n % 2 == 1) for n, kind in enumerate(LASTING)])
 def test_faults_that_last_leave_the_step_before(kind, use_async, s3):
     root = f"{BUCKET}/lasting-{kind.replace(' ', '-')}-{use_async}"
     run_on_ranks(on_s3, 2, s3.url, save_step, root, 1, False)
@@ -226,10 +222,11 @@ def test_faults_that_last_leave_the_step_before(kind, use_async, s3):
     expect_on_ranks(CheckpointError, "could not be written", on_s3, 2, s3.url, save_step, root, 2, use_async)
     s3.faults = []
     assert run_on_ranks(on_s3, 2, s3.url, load_step, root) == [1, 1]
-    assert open_steps(root).names() == ["step-00000001"] + ["step-00000002"] * (kind == "no latest")
+    assert len(open_steps(root).names()) == (2 if kind == "no latest" else 1)
     run_on_ranks(on_s3, 2, s3.url, save_step, root, 3, False)
     left = {key.partition("/")[0] for key in path_at(root).files()}
-    assert left == {"latest", "step-00000001", "step-00000003"} | {"step-00000002"} * (kind == "no latest")
+    whole = ["step-00000002"] if kind == "no latest" else []
+    assert left == {"latest", "step-00000001", *whole, "step-00000003"}
     assert run_on_ranks(on_s3, 2, s3.url, load_step, root) == [3, 3]
 
 

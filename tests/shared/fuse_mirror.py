@@ -1,12 +1,13 @@
-"""A FUSE file system that shows a folder, written for tests: each mount has a page cache of its own, written back late.
+"""A FUSE file system that shows a folder, for tests: each mount has a page cache of its own, written back late.
 
-Two mounts of one folder are to each other as two hosts are that mount one NFS export: a host that writes a part of a page
-writes the whole page back, as it knows it, and a host may see what it has read before. Run as a program::
+Two mounts of one folder behave as two hosts that mount one NFS export: a host that writes a part of a page writes the
+whole page back, as it knows it, and a host may see what it has read before. Run as a program::
 
     python fuse_mirror.py FOLDER MOUNTPOINT
 
 It speaks the kernel's protocol itself, so that nothing has to be installed; it needs root's rights and ``/dev/fuse``.
 """
+# ruff: noqa: PTH101, PTH102, PTH104, PTH106, PTH108, PTH116 - it answers system calls by system calls
 
 import contextlib
 import ctypes
@@ -92,10 +93,10 @@ class Mirror:
     def lookup(self, node, data):
         return self.entry(self.child(node, data))
 
-    def getattr(self, node, data):
+    def get_attributes(self, node, data):
         return struct.pack("<QII", 0, 0, 0) + self.attributes(self.paths[node])
 
-    def setattr(self, node, data):
+    def set_attributes(self, node, data):
         valid, _, _, size, _, atime, mtime, _, atime_ns, mtime_ns, _, mode = struct.unpack_from("<II6Q4I", data)
         path = self.paths[node]
         if valid & 1:
@@ -110,7 +111,7 @@ class Mirror:
             os.utime(path, ns=tuple(
                 (now if valid & (128 << n) else times[n]) if valid & (16 << n) else kept[n] for n in range(2)
             ))  # fmt: skip
-        return self.getattr(node, data)
+        return self.get_attributes(node, data)
 
     # ---- folders
 
@@ -171,7 +172,7 @@ class Mirror:
         self.files[descriptor] = descriptor, self.nodes.get(path)
         return struct.pack("<QII", descriptor, 0, 0)
 
-    def open(self, node, data):
+    def open_file(self, node, data):
         return self.new_file(self.paths[node], struct.unpack_from("<I", data)[0])
 
     def create(self, node, data):
@@ -211,9 +212,9 @@ class Mirror:
         ]
 
     CALLS = {  # noqa: RUF012 - not changed
-        1: lookup, 3: getattr, 4: setattr, 9: mkdir, 10: unlink, 11: rmdir, 12: rename, 14: open, 15: read, 16: write,
-        17: statfs, 18: release, 20: fsync, 25: fsync, 26: init, 27: opendir, 28: readdir, 29: fsync, 30: fsync,
-        35: create, 38: fsync, 45: rename2,
+        1: lookup, 3: get_attributes, 4: set_attributes, 9: mkdir, 10: unlink, 11: rmdir, 12: rename, 14: open_file,
+        15: read, 16: write, 17: statfs, 18: release, 20: fsync, 25: fsync, 26: init, 27: opendir, 28: readdir,
+        29: fsync, 30: fsync, 35: create, 38: fsync, 45: rename2,
     }  # fmt: skip
 
 

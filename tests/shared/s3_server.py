@@ -81,6 +81,11 @@ class Proxy:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
+    def reset(self):
+        """Forget faults and requests."""
+        self.latency, self.most_at_once = 0.0, 0
+        self.faults, self.requests = [], []
+
     def close(self):
         self._server.shutdown()
         self._server.server_close()
