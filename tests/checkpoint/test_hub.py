@@ -1,8 +1,8 @@
 """Loads from a hub: of a repository, only the index and the ranges that the model needs are read."""
 
+import sys
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
@@ -62,7 +62,7 @@ def hub(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("A model.")
     monkeypatch.setattr(HubFiles, "folder", tmp_path, raising=False)
     monkeypatch.setattr(HubFiles, "ranges", [], raising=False)
-    monkeypatch.setitem(fsspec.registry.target, "hf", HubFiles)
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "hf", HubFiles)
     HubFiles.clear_instance_cache()
     return HubFiles
 
