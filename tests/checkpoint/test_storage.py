@@ -14,6 +14,7 @@ from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_runtime.checkpoint.files.checksums import Block
 from booster_runtime.checkpoint.run.manifest import FileEntry, Manifest
 from booster_runtime.checkpoint.run.steps_remote import open_steps
 from booster_runtime.storage import leaves_folder, storage_for
@@ -366,7 +367,7 @@ def test_url_with_parent_folders_is_an_error_on_every_rank(root):
 
 @pytest.mark.parametrize("name", ["../other.json", "/etc/hostname", "model/../../x", ""])
 def test_manifest_that_names_a_file_outside_of_its_folder(name, tmp_path):
-    entry = FileEntry(nbytes=1, checksum="0")
+    entry = FileEntry(nbytes=1, blocks=(Block(1, "0"),))
     Manifest(step=1, files={name: entry, "a": entry}).write(tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(f"names the file '{name}', which is not in its folder")):
         Manifest.read(tmp_path)

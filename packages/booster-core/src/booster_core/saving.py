@@ -334,9 +334,9 @@ class Saving(ABC):
     ) -> LoadedCheckpoint:
         """Read what `save_checkpoint` wrote, under any plugin and with any number of ranks.
 
-        The step is checked against its manifest before anything is changed. Random states come back rank by rank; with
-        another number of ranks, rank ``r`` takes those of rank ``r % saved``. A data loader goes on at the sample after
-        the last one that was handed out, whatever the number of ranks.
+        Sizes, headers and small files are compared with the manifest before anything is changed, tensors while they are
+        read: an error about a damaged tensor says that values have changed. Random states come back rank by rank; rank
+        ``r`` of another number takes those of rank ``r % saved``. A data loader goes on at the sample after the last.
 
         Args:
             root: The folder of all steps, or a URL.
@@ -348,8 +348,8 @@ class Saving(ABC):
             step: A step; ``"latest"``; or ``"newest-whole"``, which goes back to the newest step that is whole where
                 later ones are damaged, and logs which. For runs that restart by themselves.
             strict: As for `load_model`.
-            verify: Compare the checksum of each file that is read, once among the ranks that share a disk. It costs
-                one more read, at the speed of memory where the files fit there. Sizes are compared in any case.
+            verify: Compare checksums of what is read, while it is read. Of a block that several ranks read parts of,
+                one reads the whole. Sizes are compared in any case; `booster verify` reads all of a step.
             num_threads: As for `load_model`.
 
         Returns:

@@ -19,7 +19,7 @@ from booster_runtime.state.regions import is_contiguous, slices_of, span_of
 from booster_runtime.storage.remote_path import HEAD_BYTES, REQUEST_BYTES, REQUESTS_IN_FLIGHT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
 
     from booster_core.state import Box
@@ -58,12 +58,17 @@ def byte_ranges(offset: int, shape: tuple[int, ...], itemsize: int, box: Box) ->
 
 
 def read_box(
-    file: RemoteFile, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, target: np.ndarray[Any, Any]
+    read: Callable[[memoryview, int], None],
+    offset: int,
+    shape: tuple[int, ...],
+    itemsize: int,
+    box: Box,
+    target: np.ndarray[Any, Any],
 ) -> None:
     """Read a box of a row-major tensor that is not contiguous in its file.
 
     Args:
-        file: The file.
+        read: Fills memory from a byte offset of the file.
         offset: Where the tensor's values begin, in bytes.
         shape: Shape of the whole tensor.
         itemsize: Bytes per element.
@@ -74,7 +79,7 @@ def read_box(
     for piece in pieces_of(shape, box, itemsize):
         first, last = span_of(shape, piece)
         memory = memoryview(bytearray((last - first) * itemsize))
-        file.read_into(memory, offset + first * itemsize)
+        read(memory, offset + first * itemsize)
         values: np.ndarray[Any, Any] = np.ndarray(box_shape(piece), dtype=target.dtype, buffer=memory, strides=strides)
         np.copyto(target[slices_of(piece, box)], values)
 
@@ -87,6 +92,7 @@ class _Request:
     start: int
     stop: int
     wanted: int
+    number: int = 0
     content: Future[memoryview] | None = field(default=None)
 
     def run(self) -> memoryview:
@@ -115,9 +121,12 @@ class ReadAhead:
             self._by_file.setdefault(id(request.file), []).append(request)
             self._starts.setdefault(id(request.file), []).append(request.start)
             request.file.ahead = self
+        for number, request in enumerate(self._requests):
+            request.number = number
         self._most_bytes = most_bytes
         self._held = 0
         self._next = 0
+        self._position = 0
         self._lock = threading.Lock()
 
     def _add(self, file: RemoteFile, start: int, stop: int, piece: int) -> None:
@@ -167,6 +176,7 @@ class ReadAhead:
 
     def _take_from(self, request: _Request, nbytes: int) -> None:
         with self._lock:
+            self._position = max(self._position, request.number)
             request.wanted -= nbytes
             if request.wanted <= 0 and request.content is not None:
                 request.content = None
@@ -179,19 +189,29 @@ class ReadAhead:
             if request.content is None and request.wanted > 0:
                 nbytes = request.stop - request.start
                 if self._held and self._held + nbytes > self._most_bytes:
-                    return
+                    self._drop_passed()
+                    if self._held and self._held + nbytes > self._most_bytes:
+                        return
                 self._held += nbytes
                 request.content = request.file.pool.submit(request.run)
             self._next += 1
 
+    def _drop_passed(self) -> None:
+        """Drop requests of which something was not asked for, when what comes after them was."""
+        for request in self._requests[: max(self._position - 1, 0)]:
+            if request.content is not None and request.content.done():
+                request.content, request.wanted = None, 0
+                self._held -= request.stop - request.start
 
-def contents_of(file: RemoteFile) -> Iterator[memoryview]:
-    """Yield a file's content from front to back, in memory that is used again, while more of it is on its way."""
-    ReadAhead([(file, 0, file.size)], REQUESTS_IN_FLIGHT * REQUEST_BYTES)
-    memory = memoryview(bytearray(min(REQUEST_BYTES, file.size)))
+
+def contents_of(file: RemoteFile, begin: int, end: int) -> Iterator[memoryview]:
+    """Yield a range of a file from front to back, in memory that is used again, while more of it is on its way."""
+    end = min(end, file.size)
+    ReadAhead([(file, begin, end)], REQUESTS_IN_FLIGHT * REQUEST_BYTES)
+    memory = memoryview(bytearray(max(min(REQUEST_BYTES, end - begin), 0)))
     try:
-        for start in range(0, file.size, REQUEST_BYTES):
-            part = memory[: min(REQUEST_BYTES, file.size - start)]
+        for start in range(begin, end, REQUEST_BYTES):
+            part = memory[: min(REQUEST_BYTES, end - start)]
             file.read_into(part, start)
             yield part
     finally:

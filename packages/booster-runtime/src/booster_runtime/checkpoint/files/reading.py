@@ -1,8 +1,9 @@
 """Reading files of tensors in parts: the interface of a file, and how ranges of it get into a tensor's memory.
 
 A box that is contiguous in the file takes one ``pread`` straight into the tensor's memory. Any other box (columns of a
-matrix) is one strided copy from a shared mapping, which costs page-cache memory but none of the process' own. A file at
-a URL is read by ranges (`booster_runtime.checkpoint.files.ranges`).
+matrix) is one strided copy from a shared mapping, which costs page-cache memory but none of the process' own. However
+many files a checkpoint has, few of them are open at a time. A file at a URL is read by ranges
+(`booster_runtime.checkpoint.files.ranges`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import threading
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,21 +21,24 @@ import numpy as np
 from booster_core.errors import CheckpointError
 from booster_core.state import box_shape
 from booster_runtime.checkpoint.files.ranges import read_box
-from booster_runtime.state.regions import as_bytes, slices_of
-from booster_runtime.storage import RemoteFile, RemotePath
+from booster_runtime.state.regions import as_bytes, is_contiguous, slices_of, span_of
+from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     import torch
 
     from booster_core.state import Box, TensorMeta
+    from booster_runtime.checkpoint.files.checksums import CheckedReads
 
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB per call."""
 _WINDOW_BYTES = 4 << 20
 """How much of a file is mapped at a time, unless one row is larger."""
+_MOST_OPEN = 32
+"""How many files are kept open."""
 
 
 class TensorFile(ABC):
@@ -56,8 +62,8 @@ class TensorFile(ABC):
             out: Where to put it, row-major: contiguous on the CPU, 1-D, with the file's dtype.
         """
 
-    def place_of(self, key: str) -> tuple[RemoteFile, int] | None:
-        """Return the file at a URL, and where in it a tensor's values begin, where they are read from there."""
+    def place_of(self, key: str) -> tuple[ByteFile, int] | None:
+        """Return the file, and where in it a tensor's values begin, if they are read from there by `ByteFile.read_box`."""
         del key
         return None
 
@@ -66,43 +72,162 @@ class TensorFile(ABC):
         """Let go of the file."""
 
 
-def open_file(path: Path) -> int | RemoteFile:
-    """Open a file for the functions below: a descriptor, or a file at a URL.
+class ByteFile:
+    """The bytes of a file, read in ranges by any thread.
+
+    A local file's descriptor is closed while many other files are in use, and opened again by the next read.
+
+    Args:
+        path: The file.
+        checks: Verifies what is read.
+
+    Attributes:
+        remote: The open file, if it is at a URL.
+        size: Its size in bytes.
 
     Raises:
-        OSError: If it cannot be opened.
+        CheckpointError: If it cannot be opened; and later, if another file has taken its place.
     """
-    return path.open_ranges() if isinstance(path, RemotePath) else os.open(path, os.O_RDONLY)
+
+    def __init__(self, path: Path, checks: CheckedReads | None = None) -> None:
+        self.path = path
+        self._checks = checks
+        self._identity: tuple[int, ...] | None = None
+        self.remote = path.open_ranges() if isinstance(path, RemotePath) else None
+        if self.remote is not None:
+            self.size = self.remote.size
+            return
+        with self.opened() as descriptor:
+            self.size = os.fstat(descriptor).st_size
+
+    def extent(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range that is read where a range is asked for: up to the end of the block it ends in."""
+        return (start, stop) if self._checks is None else (start, self._checks.end_of_block(stop))
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill memory from a byte offset.
+
+        Raises:
+            CheckpointError: If the file ends before that, or the bytes are not what was saved.
+        """
+        if self._checks is None:
+            self._read(target, offset)
+        else:
+            self._checks.read(self._read, target, offset)
+
+    def read_box(self, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, out: torch.Tensor) -> None:
+        """Read a box of a row-major tensor.
+
+        Args:
+            offset: Where the tensor's values begin, in bytes.
+            shape: Shape of the whole tensor.
+            itemsize: Bytes per element.
+            box: The part to read; not empty.
+            out: Contiguous CPU tensor of ``box_numel(box)`` elements.
+
+        Raises:
+            CheckpointError: As `read_into` does.
+        """
+        if is_contiguous(shape, box):
+            self.read_into(as_bytes(out), offset + span_of(shape, box)[0] * itemsize)
+            return
+        if self.remote is not None:
+            target = as_array(as_bytes(out), 0, box_shape(box), itemsize)
+            read_box(self.read_into, offset, shape, itemsize, box, target)
+            return
+        if self._checks is not None:
+            self._checks.verify_box(self._read, offset, shape, itemsize, box)
+        with self.opened() as descriptor:
+            read_strided(descriptor, offset, shape, itemsize, box, out)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Give a descriptor, which stays open until the body ends."""
+        descriptor = _OPEN.take(self)
+        try:
+            yield descriptor
+        finally:
+            _OPEN.give_back(self)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self.remote is not None:
+            self.remote.close()
+        _OPEN.close(self)
+
+    def open(self) -> int:
+        """Return a new descriptor of the file that was there at first."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            msg = f"'{self.path}' cannot be read: {error.strerror or error}."
+            raise CheckpointError(msg) from error
+        status = os.fstat(descriptor)
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if self._identity not in (None, identity):
+            os.close(descriptor)
+            msg = f"'{self.path}' was replaced or changed while it was being read. Load it again."
+            raise CheckpointError(msg)
+        self._identity = identity
+        return descriptor
+
+    def _read(self, target: memoryview, offset: int) -> None:
+        if self.remote is not None:
+            self.remote.read_into(target, offset)
+            return
+        with self.opened() as descriptor:
+            pread_into(descriptor, target, offset, self.path)
 
 
-def close_file(file: int | RemoteFile) -> None:
-    """Close what `open_file` opened."""
-    os.close(file) if isinstance(file, int) else file.close()
+class _OpenFiles:
+    """The descriptors of files that are being read; the one that was used longest ago is closed first.
+
+    Args:
+        most: How many stay open, unless more are read at the same moment.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._descriptors: dict[ByteFile, int] = {}  # in the order of use
+        self._uses: dict[ByteFile, int] = {}
+
+    def take(self, file: ByteFile) -> int:
+        with self._lock:
+            descriptor = self._descriptors.pop(file, None)
+            if descriptor is None:
+                descriptor = file.open()
+            self._descriptors[file] = descriptor
+            self._uses[file] = self._uses.get(file, 0) + 1
+            while len(self._descriptors) > self._most:
+                idle = next((each for each in self._descriptors if each not in self._uses), None)
+                if idle is None:
+                    break
+                os.close(self._descriptors.pop(idle))
+            return descriptor
+
+    def give_back(self, file: ByteFile) -> None:
+        with self._lock:
+            self._uses[file] -= 1
+            if not self._uses[file]:
+                del self._uses[file]
+
+    def close(self, file: ByteFile) -> None:
+        with self._lock:
+            descriptor = self._descriptors.pop(file, None)
+            if descriptor is not None:
+                os.close(descriptor)
 
 
-def size_of(file: int | RemoteFile) -> int:
-    """Return the size of a file in bytes."""
-    return os.fstat(file).st_size if isinstance(file, int) else file.size
+_OPEN = _OpenFiles(_MOST_OPEN)
 
 
-def read_some(file: int | RemoteFile, nbytes: int, offset: int) -> bytes:
-    """Return bytes from an offset on: fewer where the file ends before."""
-    if isinstance(file, int):
-        return os.pread(file, nbytes, offset)
-    content = bytearray(max(min(nbytes, file.size - offset), 0))
-    file.read_into(memoryview(content), offset)
-    return bytes(content)
-
-
-def pread_into(descriptor: int | RemoteFile, target: memoryview, offset: int, path: Path) -> None:
+def pread_into(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
     """Fill ``target`` from a byte offset of a file.
 
     Raises:
         CheckpointError: If the file ends before that.
     """
-    if not isinstance(descriptor, int):
-        descriptor.read_into(target, offset)
-        return
     while target:
         count = os.preadv(descriptor, [target[:_MAX_CALL_BYTES]], offset)
         if count == 0:
@@ -113,17 +238,12 @@ def pread_into(descriptor: int | RemoteFile, target: memoryview, offset: int, pa
 
 
 def read_strided(
-    source: int | memoryview | RemoteFile,
-    offset: int,
-    shape: tuple[int, ...],
-    itemsize: int,
-    box: Box,
-    out: torch.Tensor,
+    source: int | memoryview, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, out: torch.Tensor
 ) -> None:
     """Copy a box of a row-major tensor in a file, or in memory, to ``out``.
 
     Args:
-        source: What `open_file` returned, or the bytes themselves.
+        source: File descriptor, or the bytes themselves.
         offset: Where the tensor's values begin, in bytes.
         shape: Shape of the whole tensor.
         itemsize: Bytes per element.
@@ -133,9 +253,6 @@ def read_strided(
     target = as_array(as_bytes(out), 0, box_shape(box), itemsize)
     if isinstance(source, memoryview):
         np.copyto(target, as_array(source, offset, shape, itemsize)[slices_of(box)])
-        return
-    if not isinstance(source, int):
-        read_box(source, offset, shape, itemsize, box, target)
         return
     (first, last), row_bytes = box[0], itemsize * math.prod(shape[1:])
     step = max(_WINDOW_BYTES // row_bytes, 1)

@@ -36,17 +36,19 @@ def read_ahead(
             continue
         key = homes[shard.key]
         place = source.place_of(key)
-        if place is None:
+        if place is None or place[0].remote is None:
             others.append(shard)
             continue
         file, offset = place
+        remote = file.remote
+        assert remote is not None, "asked above"
         meta = source.tensors[key]
         uses = [
-            (file, start, stop)
+            (remote, *file.extent(start, stop))
             for region in regions_of(shard.box, shard.flat)
             for start, stop in byte_ranges(offset, meta.shape, meta.dtype.itemsize, region.box)
         ]
-        placed.append(((files.setdefault(id(file), len(files)), uses[0][1]), shard, uses))
+        placed.append(((files.setdefault(id(remote), len(files)), uses[0][1]), shard, uses))
     placed.sort(key=lambda entry: entry[0])
     ReadAhead((use for _, _, uses in placed for use in uses), most_bytes)
     return [*(shard for _, shard, _ in placed), *others]

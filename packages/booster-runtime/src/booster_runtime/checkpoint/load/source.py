@@ -32,13 +32,13 @@ from booster_runtime.state.jsonable import decode_json, tensor_references
 from booster_runtime.storage import RemotePath, read_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import torch
 
     from booster_core.state import Box, TensorMeta
-    from booster_runtime.checkpoint.files.reading import TensorFile
-    from booster_runtime.storage import RemoteFile
+    from booster_runtime.checkpoint.files.checksums import CheckedReads
+    from booster_runtime.checkpoint.files.reading import ByteFile, TensorFile
 
 _CANDIDATES = {
     MODEL: (FileNames(base=MODEL), FileNames(base=TORCH_MODEL, suffix=TORCH)),
@@ -177,12 +177,20 @@ class Source:
         path: A file, an index, or a folder.
         kind: ``"model"`` or ``"optimizer"``.
         in_memory: Read each file as a whole, once, instead of the parts that are asked for.
+        checks: Returns what verifies a file while it is read, by its path.
 
     Raises:
         CheckpointError: If there is no checkpoint, or any of its files is damaged or not what the index says.
     """
 
-    def __init__(self, path: Path | str, kind: str, *, in_memory: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        kind: str,
+        *,
+        in_memory: bool = False,
+        checks: Callable[[Path], CheckedReads | None] = lambda _: None,
+    ) -> None:
         self.path = path if isinstance(path, Path | RemotePath) else Path(path)
         self._files: list[TensorFile] = []
         self._home: dict[str, TensorFile] = {}
@@ -198,7 +206,7 @@ class Source:
             found, self.index = find_files(self.path, kind)
             read_heads(found)
             for file_path, expected in found.items():
-                self._add(open_tensor_file(file_path, in_memory=in_memory), expected)
+                self._add(open_tensor_file(file_path, in_memory=in_memory, checks=checks(file_path)), expected)
         except BaseException:
             self.close()
             raise
@@ -243,7 +251,7 @@ class Source:
         """Read a box of a tensor into ``out``; see `TensorFile.read`."""
         self._home[key].read(key, box, out)
 
-    def place_of(self, key: str) -> tuple[RemoteFile, int] | None:
+    def place_of(self, key: str) -> tuple[ByteFile, int] | None:
         """Return where a tensor is read from; see `TensorFile.place_of`."""
         return self._home[key].place_of(key)
 
@@ -301,9 +309,15 @@ def _checked_values(file: TensorFile) -> Mapping[str, Any]:
 
 
 @contextmanager
-def open_source(path: Path, kind: str, *, in_memory: bool = False) -> Iterator[Source]:
+def open_source(
+    path: Path,
+    kind: str,
+    *,
+    in_memory: bool = False,
+    checks: Callable[[Path], CheckedReads | None] = lambda _: None,
+) -> Iterator[Source]:
     """Open a checkpoint for the body, in any of its forms; see `Source`."""
-    source = Source(path, kind, in_memory=in_memory)
+    source = Source(path, kind, in_memory=in_memory, checks=checks)
     try:
         yield source
     finally:

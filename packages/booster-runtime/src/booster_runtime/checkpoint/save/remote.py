@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointError
+from booster_runtime.checkpoint.files.checksums import BlockHasher, block_sizes
 from booster_runtime.checkpoint.files.layout import WrittenFile
 from booster_runtime.checkpoint.save.owners import OwnerWrite, spread_over_hosts
 
@@ -193,7 +194,6 @@ def _check_all_see(session: Session, name: str, folder: RemotePath, token: str, 
 
 def _present(plan: SavePlan, folder: RemotePath) -> set[str]:
     """Return the names of files that the save replaces, or that say that an earlier one was interrupted."""
-    folder.forget()
     if plan.marks:
         return {key for key in folder.files() if "/" not in key}
     # Next to one file there may be everything else that the bucket holds.
@@ -205,8 +205,6 @@ def _commit(
     plan: SavePlan, folder: RemotePath, uploads: Uploads, told: Told, present: set[str], marks: Iterable[str]
 ) -> list[WrittenFile]:
     """Write the small files, those that make the others valid last, and remove what is replaced; on rank 0."""
-    import xxhash
-
     folder.forget()
     for file in plan.files:
         place = uploads.place_of(file.name)
@@ -220,10 +218,12 @@ def _commit(
         if name in plan.texts:
             content = plan.texts[name].encode()
             uploads.place_of(name).write_bytes(content)
-            told[name] = len(content), xxhash.xxh3_64_hexdigest(content)
+            hasher = BlockHasher(block_sizes([len(content)]))
+            hasher.update(content)
+            told[name] = len(content), tuple(hasher.blocks)
     tensors = {file.name: tuple(spec.key for spec in file.specs) for file in plan.files}
     written = [
-        WrittenFile(name=name, nbytes=told[name][0], checksum=told[name][1], tensors=tensors.get(name, ()))
+        WrittenFile(name=name, nbytes=told[name][0], blocks=told[name][1], tensors=tensors.get(name, ()))
         for name in plan.names
     ]
     obsolete = sorted(filter(plan.obsolete, present), key=lambda name: (bool(_NUMBERED.search(name)), name))
