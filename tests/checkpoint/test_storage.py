@@ -1,5 +1,6 @@
 """Checkpoints at URLs: in a store of one process' own memory, on the local disk, and in a third party's store."""
 
+import json
 import os
 import re
 import shutil
@@ -8,16 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from booster_core import hookimpl
 from booster_core.checkpoint_io import local_path, scheme_of
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint.files.checksums import Block
 from booster_runtime.checkpoint.run.manifest import FileEntry, Manifest
 from booster_runtime.checkpoint.run.steps_remote import open_steps
-from booster_runtime.storage import leaves_folder, storage_for
+from booster_runtime.cli import convert, inspect, verify
+from booster_runtime.storage import leaves_folder, path_at, storage_for
 from booster_runtime.storage.fsspec_storage import FsspecStorage
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
@@ -371,3 +374,69 @@ def test_manifest_that_names_a_file_outside_of_its_folder(name, tmp_path):
     Manifest(step=1, files={name: entry, "a": entry}).write(tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(f"names the file '{name}', which is not in its folder")):
         Manifest.read(tmp_path)
+
+
+# ---- names that leave the folder, when writing
+
+
+@pytest.mark.parametrize("prefix", ["../x", "a/b"])
+def test_prefix_that_leaves_the_folder(prefix, ours, tmp_path):
+    run = Run()
+    for base in ("ours://model", str(tmp_path / "model")):
+        before = tree(tmp_path)
+        with pytest.raises(ConfigError, match="leads out of"):
+            run.booster.save_model(run.model, base, shard=True, prefix=prefix)
+        assert tree(tmp_path) == before
+
+
+def test_names_below_a_path_at_a_url(ours):
+    path = path_at("ours://run")
+    for name in ("../x", "/etc/passwd", "a/../../b", "C:\\x", "\\\\host"):
+        with pytest.raises(CheckpointError, match="leads out of the folder"):
+            path / name
+    assert str(path / "a" / "b.bin") == "ours://run/a/b.bin"
+    assert (path / "a" / "b.bin").parent == path / "a"
+    assert ((path / "a" / "b.bin").name, (path / "a" / "b.bin").suffix) == ("b.bin", ".bin")
+
+
+# ---- the command line
+
+
+def test_commands_take_urls(tmp_path):
+    run = Run()
+    run.step = 3
+    run.save(f"file://{tmp_path}/run")
+    commands = CliRunner()
+    for root in (f"file://{tmp_path}/run",):
+        assert "step-00000003" in commands.invoke(inspect.command, [root]).output
+        assert "whole" in commands.invoke(verify.command, [f"{root}/step-00000003"]).output
+        target = f"file://{tmp_path}/converted"
+        done = commands.invoke(convert.command, [f"{root}/step-00000003/model", target, "--to", "bin"])
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "converted" / "pytorch_model.bin.index.json").is_file()
+    done = commands.invoke(verify.command, ["nope://x"])
+    assert done.exit_code == 1
+    assert "No storage is known for 'nope://'" in done.output
+
+
+def test_commands_at_a_storage(ours):
+    run = Run()
+    run.step = 3
+    run.save("ours://run")
+    commands = CliRunner()
+    shown = commands.invoke(inspect.command, ["ours://run/step-00000003", "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert "first.weight" in {row["name"] for row in json.loads(shown.output)["tensors"]}
+    assert "ours://run: root" in commands.invoke(inspect.command, ["ours://run"]).output
+    assert "whole" in commands.invoke(verify.command, ["ours://run"]).output
+    for form in ("safetensors", "bin", "dcp"):
+        done = commands.invoke(convert.command, ["ours://run/step-00000003/model", f"ours://{form}", "--to", form])
+        assert done.exit_code == 0, done.output
+        fresh = Run(seed=1)
+        fresh.booster.load_model(fresh.model, f"ours://{form}")
+        assert same(run.model.state_dict(), fresh.model.state_dict())
+    path = ours.base / "run/step-00000003/model/model-00001-of-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    done = commands.invoke(verify.command, ["ours://run"])
+    assert done.exit_code == 1
+    assert "has the checksum" in done.output

@@ -214,9 +214,9 @@ class RemotePath(_PathMethods):
         return self.parent / name
 
     @override
-    def relative_to(self, other: Any, *_: Any, **__: Any) -> Path:
-        assert self.url.startswith(f"{other}/"), "asked of what is below"
-        return Path(self.url[len(str(other)) + 1 :])
+    def relative_to(self, *other: Any) -> Path:  # type: ignore[override]
+        assert self.url.startswith(f"{other[0]}/"), "asked of what is below"
+        return Path(self.url[len(str(other[0])) + 1 :])
 
     # ---- what is there
 
@@ -277,7 +277,7 @@ class RemotePath(_PathMethods):
     @override
     def open(self, mode: str = "r", *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]
         assert mode == "rb", "written by `open_write` alone"
-        return io.BufferedReader(_RawFile(self.open_ranges()), HEAD_BYTES)  # type: ignore[return-value]
+        return io.BufferedReader(_RawFile(self.open_ranges()), HEAD_BYTES)
 
     @override
     def read_bytes(self) -> bytes:

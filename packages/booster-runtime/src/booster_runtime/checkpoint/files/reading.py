@@ -63,7 +63,7 @@ class TensorFile(ABC):
         """
 
     def place_of(self, key: str) -> tuple[ByteFile, int] | None:
-        """Return the file, and where in it a tensor's values begin, if they are read from there by `ByteFile.read_box`."""
+        """Return the file, and where in it a tensor's values begin, if `read` reads them by `ByteFile.read_box`."""
         del key
         return None
 

@@ -75,7 +75,9 @@ def load_model(
             raise CheckpointError(msg)
         with session.together("load_model", path):
             is_shown = session.rank == 0
-            targets = adapter.model_targets({name: source.tensors[key] for name, key in homes.items()})
+            targets: Iterable[TensorShard] = adapter.model_targets(
+                {name: source.tensors[key] for name, key in homes.items()}
+            )
             if isinstance(path, RemotePath) and adapter.keeps_values:
                 targets = read_ahead(source, targets, homes, bucket_bytes)
             _fill("Loading model", source, targets, homes, num_threads, bucket_bytes, is_shown=is_shown)
