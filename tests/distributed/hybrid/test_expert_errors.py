@@ -167,6 +167,7 @@ def with_adapters():
 
 
 def test_adapters_of_experts_are_refused():
+    pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
     message = r"The experts 'model.layers.0.mlp.experts' have adapters, which `ep_size=2` can't spread.*`ep_size=1`"
     expect_on_ranks(ConfigError, message, with_adapters, 2)
 

@@ -205,7 +205,12 @@ def with_adapters_elsewhere():
     assert_same_gradients({key: booster.full_gradient(model, key) for key in expected}, expected)
 
 
+@pytest.mark.filterwarnings(
+    # Version 0.21 of peft reads an attribute that transformers 5.23 has renamed.
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 def test_adapters_of_other_layers_are_trained_through_frozen_experts():
+    pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
     run_on_ranks(with_adapters_elsewhere, 2)
 
 

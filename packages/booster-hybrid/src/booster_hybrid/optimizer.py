@@ -1,8 +1,9 @@
 """`HybridOptimizer`: ZeRO over the data parallel ranks, for parameters of which other ranks hold other parts.
 
-Tensor parallel ranks hold parts of a parameter; ranks of other pipeline stages hold other parameters, and copies of
-those that several stages use. A copy gets the gradients of its own stage's uses; they are added up, slice by slice,
-once the data parallel ranks have averaged theirs, so that all copies take the same step.
+Tensor parallel ranks hold parts of a parameter, and so do those that experts are spread over; ranks of other pipeline
+stages hold other parameters, and copies of those that several stages use. A copy gets the gradients of its own stage's
+uses; they are added up, slice by slice, once the data parallel ranks have averaged theirs, so that all copies take the
+same step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _IN_SHARDS = 2
 
 
 class HybridOptimizer(ZeroOptimizer):
-    """Counts what is split over tensor parallel ranks on each of them, and what is whole or copied on the first alone.
+    """Counts what is split over ranks on each of them, and what is whole or copied on the first alone.
 
     Args:
         *args: As for `ZeroOptimizer`.

@@ -1,7 +1,8 @@
-"""The state of a model that is split over tensor parallel ranks and stages, as shards of the user's own tensors.
+"""The state of a model that is split over ranks and stages, as shards of the user's own tensors.
 
 The adapter inside shows this rank's part as if it were the whole model; each of its shards is moved to its place in
-the tensors of the user's model. A fused projection has several boxes there.
+the tensors of the user's model. A fused projection has several boxes there. For experts that are split over tensor
+parallel ranks, too, one adapter is inside of another: what tensor parallelism splits is this rank's experts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class HybridStateAdapter(StateAdapter):
     Args:
         inner: Shows the local model among the ranks that hold the same part of it.
         splits: The split parameters, by name.
-        is_first: Whether this is the first of the tensor parallel ranks, which owns what they all have whole.
+        is_first: Whether this is the first of the ranks over which they are split, which owns what these all have.
         stages: Which rank of a pipeline holds which tensors; ``None`` where there is none.
         stage: This rank's position in it.
         owns_whole: Whether this rank owns what is not split, if the adapter inside says so; ``is_first`` by default.
