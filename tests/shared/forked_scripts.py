@@ -6,6 +6,7 @@ The process reads jobs from its standard input and writes their results to its s
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -116,6 +117,8 @@ def _main() -> None:
     for name in _IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):  # the tests of a wheel have only what that needs
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that the forks' garbage collections leave the shared memory alone
     for line in sys.stdin:
         job = json.loads(line)
         with tempfile.TemporaryFile("w+") as screen:
