@@ -66,13 +66,14 @@ def main(folder, seed, lives):
                     finally:
                         os._exit(1)
                 pids.append(pid)
-            wait_for([folder / f"ready-{life}-{rank}" for rank in (0, 1)])
+            wait_for([folder / f"ready-{life}-{rank}" for rank in (0, 1)], 300)
             hosts |= {(folder / f"host-{rank}").read_text() for rank in (0, 1)}
             time.sleep(chance.uniform(0.1, 0.8))
             kill(pids, [pids, pids[:1], pids[1:]][life % 3])
             seen = [look_from(points[rank], folder, rank) for rank in (0, 1)]
             saved = int((folder / "saved").read_text().split()[-1])
             found.append({"seen": seen, "saved": saved})
+            print(found[-1], file=sys.stderr, flush=True)
     print(json.dumps({"lives": found, "hosts": len(hosts)}))
 
 

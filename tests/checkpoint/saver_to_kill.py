@@ -65,8 +65,8 @@ def live(rank, folder, life, use_async):
                 notes.write(f"{step}\n")
 
 
-def wait_for(paths):
-    deadline = time.monotonic() + 60
+def wait_for(paths, seconds=60):
+    deadline = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         if time.monotonic() > deadline:
             sys.exit("the ranks did not start")
