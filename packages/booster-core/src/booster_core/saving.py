@@ -66,6 +66,10 @@ class Saving(ABC):
             self._io = checkpoint_io_class(DEFAULT_ENGINE)(self.plugin, self.context)
         return self._io
 
+    @checkpoint_io.setter
+    def checkpoint_io(self, engine: CheckpointIO) -> None:
+        self._io = engine
+
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None = None) -> StateAdapter:
         """Return the view of a model's (and its optimizer's) state as shards.
 

@@ -23,7 +23,7 @@ from booster_runtime.checkpoint.files.layout import (
     new_token,
 )
 from booster_runtime.checkpoint.save.async_writer import BackgroundWriter, SnapshotBuffers
-from booster_runtime.checkpoint.save.specs import local_specs, merge_specs
+from booster_runtime.checkpoint.save.parts import local_specs, merge_specs
 from booster_runtime.checkpoint.save.writer import (
     Fragment,
     create_file,
