@@ -66,40 +66,41 @@ if TYPE_CHECKING:
 
 
 class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
-    """Each layer split over tensor parallel ranks, and data parallelism over the ranks that these leave.
+    """Combine tensor, pipeline, sequence and data parallelism; data parallelism uses the remaining ranks.
 
     Args:
         tp_size: Ranks over which each layer is split.
-        pp_size: Ranks over which the layers are spread; batches then run through `execute_pipeline`.
-        sp_size: Ranks over which each sequence is split, for ``"all_to_all"`` and ``"ring_attn"``.
+        pp_size: Number of pipeline ranks; batches then run through `train_batch` or `execute_pipeline`.
+        sp_size: Ranks over which ``"all_to_all"`` and ``"ring_attn"`` split a sequence; ``"split_gather"`` uses the
+            ``tp_size`` ranks.
         ep_size: Ranks over which the experts of each layer are spread, out of the data parallel ones: it divides their
             number. They send each other the tokens of their batches, so that they must call the model equally often.
-        mesh_order: The axes of the mesh of ranks, from the outermost to the innermost: ranks of the last one are
-            neighbours. Any order computes the same.
-        zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it by ZeRO.
+        mesh_order: The axes of the mesh from the outermost to the innermost, whose ranks are adjacent. The order does
+            not change results.
+        zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
-        num_microbatches: See `PipelineConfig`, as for the following four.
-        microbatch_size: Samples in each part of a batch.
-        pp_style: Order of the parts' forwards and backwards.
-        num_model_chunks: Stages on each rank.
-        num_layers_per_stage: Number of layers of each stage.
-        checkpoint_ratio: The part of each stage's layers that is recomputed in backward, to keep less: one number,
-            or one for each stage. Early stages hold more microbatches at a time, so that more is saved there.
-        example_batch: A batch such as the model will be trained with, for the dry run that finds its layers; ``None``
-            looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
-        sequence_parallelism_mode: See `SequenceConfig`.
-        parallel_output: Leave the logits of language models split by vocabulary (and by positions, where the model
-            takes its own loss of split sequences): whole ones need not exist. ``outputs.logits`` look whole:
-            `SplitLogits` compute the model's own loss and cross entropy from their parts, and any other function gets
-            whole ones, which all ranks that have a part must ask for. ``False`` puts them together in each forward.
-        max_norm: Clip gradients by this global norm in each step; 0 does not.
-        cpu_offload: Keep optimizer state and masters on the host, and step there; for ``zero_stage`` 1 and 2.
-        custom_policy: How the model is split, where it is not one that is known; see
-            `booster_hybrid.policy.base.ShardingPolicy`.
-        ddp: How data parallel ranks average gradients under ``zero_stage=0``.
-        zero: All of ZeRO's options, in the place of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
-        loss_scale: How gradients are scaled under ``precision="fp16"``.
-        pipeline_record: A folder where each rank of a pipeline writes down when it did what, for ``booster pipeline``.
+        num_microbatches: Number of microbatches of a batch; ``pp_size`` if neither this nor ``microbatch_size`` is
+            given.
+        microbatch_size: Samples in each microbatch, instead.
+        pp_style: Order of the microbatches' forward and backward passes: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or
+            ``"zbv"``.
+        num_model_chunks: Stages on each rank: 1, and 2 by default for ``"interleaved"`` and ``"zbv"``.
+        num_layers_per_stage: Number of layers of each stage; balanced by default.
+        checkpoint_ratio: Fraction of each stage's layers that store only their inputs and are recomputed in backward:
+            one number, or one for each stage (early stages hold more microbatches). ``None`` leaves it to the model.
+        example_batch: A batch for the dry run that finds the layers of a pipeline; by default from the data loader, or
+            the dummy inputs of transformers' models.
+        sequence_parallelism_mode: Split sequences over ranks: ``"split_gather"``, ``"all_to_all"`` or ``"ring_attn"``.
+        parallel_output: Keep the logits of language models sharded (by vocabulary, and by positions where the model
+            computes its own loss of split sequences), so that they are gathered only where needed, see `SplitLogits`.
+            ``False`` gathers them in each forward.
+        max_norm: Clip gradients by this global norm in each step; 0 disables clipping.
+        cpu_offload: Offload optimizer state and masters to host memory and step there, for ``zero_stage`` 1 and 2.
+        custom_policy: A `ShardingPolicy` for a model that is not known.
+        ddp: How gradients are averaged under ``zero_stage=0``.
+        zero: All of ZeRO's options, instead of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
+        loss_scale: Settings of dynamic loss scaling, for ``precision="fp16"``.
+        pipeline_record: A folder to which each rank of a pipeline writes its schedule, for ``booster pipeline``.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
