@@ -266,10 +266,10 @@ def _pytest(session: nox.Session, python: str, *arguments: str, success_codes: I
 def _workers() -> tuple[str, ...]:
     """Return pytest's arguments for parallel tests.
 
-    Ranks wait for each other much of the time, so one test process keeps about one core busy. The tests of a file run
-    in one process, because they share fixtures.
+    Ranks wait for each other and for time limits, so one test process keeps about half a core busy on two cores. The
+    tests of a file run in one process, because they share fixtures; tests/conftest.py orders the files.
     """
-    return ("-n", str(max(2, (os.cpu_count() or 2) // 2)), "--dist", "loadfile")
+    return ("-n", str(max(3, (os.cpu_count() or 2) // 2)), "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def _run(session: nox.Session, python: str, *arguments: str, env: dict[str, str] | None = None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forked_scripts import forked_scripts, free_port
+from forked_scripts import torchrun_variables
 from page_blocks import PAGES, ROOT, all_blocks, blocks_of, write_files
 
 LAUNCHERS = ROOT / "tests" / "shared" / "launchers"
@@ -28,12 +28,6 @@ def _cases(blocks):
 EXAMPLES = [block for block in all_blocks("python") if "not run" not in block.marks]
 
 
-@pytest.fixture(scope="module")
-def scripts():
-    with forked_scripts() as running:
-        yield running
-
-
 @pytest.mark.parametrize("block", list(_cases(EXAMPLES)))
 def test_example_runs(block, scripts, tmp_path):
     write_files(block.page, tmp_path)
@@ -43,14 +37,7 @@ def test_example_runs(block, scripts, tmp_path):
     script = tmp_path / (block.title or "example.py")
     script.write_text(text)
     num_ranks = int(block.marks.get("ranks", 2 if "launch_from" in text else 1))
-    shared = {
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_WORLD_SIZE": num_ranks,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": free_port(),
-    }
-    ranks = [{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(num_ranks)] if num_ranks > 1 else [{}]
-    done = scripts.run(script, [[]] * num_ranks, [{key: str(value) for key, value in own.items()} for own in ranks])
+    done = scripts.run(script, [[]] * num_ranks, torchrun_variables(num_ranks) if num_ranks > 1 else ())
     assert set(done.codes) == {0}, done.output
     if re.search(r'save_model\(model, "out', text):
         assert any(tmp_path.glob("out*"))

@@ -30,6 +30,7 @@ def test_options_reach_the_config():
         ({"tp_size": 0}, "`tp_size=0` must be at least 1, which leaves that axis out"),
         ({"pp_size": -1}, "`pp_size=-1` must be at least 1"),
         ({"sp_size": 0}, "`sp_size=0` must be at least 1"),
+        ({"ep_size": 0}, "`ep_size=0` must be at least 1"),
         ({"mesh_order": ("dp", "tp")}, r"`mesh_order=\('dp', 'tp'\)` must name each of 'dp', 'pp', 'sp', 'tp' once"),
         ({"mesh_order": ("dp", "pp", "tp", "tp")}, "must name each of"),
         ({"mesh_order": ("dp", "pp", "sp", "ep")}, "must name each of"),

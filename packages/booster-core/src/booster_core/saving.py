@@ -100,7 +100,7 @@ class Saving(ABC):
         Args:
             model: The model that `boost` returned, or a plain one that every rank holds whole.
             checkpoint: A file, or with ``shard=True`` a folder. Folders are made as needed; older files are replaced.
-                A URL (``s3://bucket/model``) is written through a local temporary folder.
+                A URL (``s3://bucket/model``) is uploaded to while it is written.
             shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
             gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
             prefix: Put into the file names of a folder, as Hugging Face's ``variant``.
@@ -289,7 +289,7 @@ class Saving(ABC):
         time saves into a root. ``root/step-00000100/model`` is a folder as Hugging Face libraries load it.
 
         Args:
-            root: The folder of all steps, or a URL (``s3://bucket/run``): written to a local temporary folder first.
+            root: The folder of all steps, or a URL (``s3://bucket/run``), uploaded to while it is written.
             step: Number of steps taken so far. A step that exists is replaced.
             model: As for `save_model`.
             optimizer: The optimizer that `boost` returned.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.precision import PrecisionPolicy
+    from booster_runtime.sharding import ShardingRanks
 
 _WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -124,6 +125,7 @@ class ShardingOptions:
         home: torch.device | None = None,
         held: Container[int] | None = None,
         copies: Mapping[int, tuple[int, ...]] | None = None,
+        ranks: Mapping[int, ShardingRanks] | None = None,
     ) -> Callable[[nn.Parameter], Format]:
         """Return what tells the formats and devices of each of a model's parameters.
 
@@ -135,6 +137,7 @@ class ShardingOptions:
             held: The ``id`` of parameters that the optimizer lists, where others are laid out too; those are trained,
                 and only they have masters. ``None`` where only listed parameters are laid out.
             copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
+            ranks: For parameters that other ranks share than the layout's, by ``id``: `Format.ranks`.
         """
         working_dtype = working_dtypes(model, policy.param_dtype)
         asked = self.wire_dtype or (policy.reduce_dtype if policy.reduce_dtype != torch.float32 else None)
@@ -151,6 +154,7 @@ class ShardingOptions:
                 home=home or device,
                 is_trained=is_trained,
                 copies=(copies or {}).get(id(parameter), ()),
+                ranks=(ranks or {}).get(id(parameter)),
             )
 
         return format_of

@@ -16,10 +16,12 @@ from booster_runtime.checkpoint.load.optimizer_check import (
     read_optimizer_info,
     states_by_parameter,
 )
+from booster_runtime.checkpoint.load.read_ahead import read_ahead
 from booster_runtime.checkpoint.load.reader import ShardReader
 from booster_runtime.checkpoint.load.source import Source, open_source
 from booster_runtime.checkpoint.load.transformers_names import renamed
 from booster_runtime.checkpoint.session import Progress
+from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.checkpoint_io import LoadReport
-    from booster_core.state import StateAdapter
+    from booster_core.state import StateAdapter, TensorShard
     from booster_runtime.checkpoint.files.checksums import CheckedReads
     from booster_runtime.checkpoint.session import Session
 
@@ -73,7 +75,11 @@ def load_model(
             raise CheckpointError(msg)
         with session.together("load_model", path):
             is_shown = session.rank == 0
-            targets = adapter.model_targets({name: source.tensors[key] for name, key in homes.items()})
+            targets: Iterable[TensorShard] = adapter.model_targets(
+                {name: source.tensors[key] for name, key in homes.items()}
+            )
+            if isinstance(path, RemotePath) and adapter.keeps_values:
+                targets = read_ahead(source, targets, homes, bucket_bytes)
             _fill("Loading model", source, targets, homes, num_threads, bucket_bytes, is_shown=is_shown)
             adapter.load_extra_state(source.extra_values(extra))
     # Not inside of `together`: an adapter may communicate here, and then all ranks fail or none.
@@ -115,7 +121,9 @@ def load_optimizer(
         check_states(path, tensors, session.gather("load_optimizer", path, lambda: listed_states(adapter, tensors)))
         with session.together("load_optimizer", path):
             homes, is_shown = {key: key for key in tensors}, session.rank == 0
-            shards = adapter.optimizer_shards()
+            shards: Iterable[TensorShard] = adapter.optimizer_shards()
+            if isinstance(path, RemotePath) and adapter.keeps_values:
+                shards = read_ahead(source, shards, homes, bucket_bytes)
             _fill("Loading optimizer", source, shards, homes, num_threads, bucket_bytes, is_shown=is_shown)
     adapter.finish_load(model=False, optimizer=True)
 

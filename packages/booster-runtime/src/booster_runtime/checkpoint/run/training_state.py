@@ -20,9 +20,10 @@ from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames, new_token
 from booster_runtime.checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, ReadChecks, damaged, required
 from booster_runtime.checkpoint.run.steps import LATEST, NEWEST_WHOLE, arrange
-from booster_runtime.checkpoint.run.steps_remote import local_copy, open_steps
+from booster_runtime.checkpoint.run.steps_remote import folder_of, open_steps
 from booster_runtime.checkpoint.run.training_part import BASE, TENSORS, VALUES, SavedTraining, TrainingPart
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
+from booster_runtime.storage import RemotePath, path_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -78,10 +79,12 @@ def save_training_state(
     has_ema = state.ema is not None
     asked = {"step": step, "keep_last": keep_last, "use_async": use_async, "root": str(root), "ema": has_ema}
     _check_alike(coordinator.all_gather_object(asked))
-    with session.together(_SAVE, where):
+    written_in = ""
+    with session.together(_SAVE, where, for_long=True):
         if coordinator.rank == 0:
             steps.prepare()
-    temporary = Path(coordinator.broadcast_object(str(steps.temporary(step, new_token()))))
+            written_in = str(steps.temporary(step, new_token()))
+    temporary = path_at(coordinator.broadcast_object(written_in))
     max_bytes = size_per_shard << 20
     parts: list[Part] = [
         ModelPart(
@@ -100,8 +103,13 @@ def save_training_state(
     stated = {**facts, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
     def commit(written: list[WrittenFile]) -> None:
+        names = [file.name for file in written]
         try:
-            placed = arrange(temporary, _home, [file.name for file in written])
+            placed = (
+                {name: f"{_home(name)}/{name}".lstrip("/") for name in names}  # written there
+                if isinstance(temporary, RemotePath)
+                else arrange(temporary, _home, names)
+            )
             files = {
                 placed[file.name]: FileEntry(nbytes=file.nbytes, blocks=file.blocks, tensors=file.tensors)
                 for file in written
@@ -109,10 +117,11 @@ def save_training_state(
             Manifest(step=step, files=files, facts=stated).write(temporary)
             steps.commit(temporary, step, keep_last)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if not isinstance(temporary, RemotePath):  # where the next save removes what is no step
+                shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    io.write_folder(_SAVE, temporary, parts, use_async=use_async, want_checksums=True, commit=commit)
+    io.write_folder(_SAVE, temporary, parts, use_async=use_async, want_checksums=True, commit=commit, home=_home)
 
 
 def load_training_state(
@@ -154,28 +163,28 @@ def load_training_state(
     wanted += [OPTIMIZER] if state.optimizer is not None else []
     wanted += [EMA] if state.ema is not None else []
     for name, next_name in itertools.zip_longest(names, names[1:]):
-        with local_copy(session, steps, name, wanted) as folder:
-            manifest, problem, is_one_disk = _look_into(session, folder, wanted, verify=verify)
-            if problem is None:
-                # A tensor that is not loaded, as without `strict`, has no rank that verifies the block it begins in.
-                checks = ReadChecks(manifest if verify else None, folder, is_shared=is_one_disk and strict)
-                try:
-                    report, extra = _restore(
-                        io, session, state, folder, strict=strict, num_threads=num_threads, checks=checks
-                    )
-                except CheckpointError:
-                    problem = _damage_found(session, folder, checks) if verify else None
-                    if problem is None:
-                        raise
-                else:
-                    path = f"{steps.root.rstrip('/')}/{name}"
-                    return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
-            if next_name is None:
-                with session.together(_LOAD, folder, for_long=True):
-                    if coordinator.rank == 0:
-                        raise CheckpointError(problem + steps.advice(name))
-            if coordinator.rank == 0:
-                _log.warning("%s Trying '%s' instead.", problem, next_name)
+        folder = folder_of(steps, name)
+        manifest, problem, is_one_disk = _look_into(session, folder, wanted, verify=verify)
+        if problem is None:
+            # A tensor that is not loaded, as without `strict`, has no rank that verifies the block it begins in.
+            checks = ReadChecks(manifest if verify else None, folder, is_shared=is_one_disk and strict)
+            try:
+                report, extra = _restore(
+                    io, session, state, folder, strict=strict, num_threads=num_threads, checks=checks
+                )
+            except CheckpointError:
+                problem = _damage_found(session, folder, checks) if verify else None
+                if problem is None:
+                    raise
+            else:
+                path = f"{steps.root.rstrip('/')}/{name}"
+                return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
+        if next_name is None:
+            with session.together(_LOAD, folder, for_long=True):
+                if coordinator.rank == 0:
+                    raise CheckpointError(problem + steps.advice(name))
+        if coordinator.rank == 0:
+            _log.warning("%s Trying '%s' instead.", problem, next_name)
     msg = "a load tries one step at least"
     raise AssertionError(msg)
 
