@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mutation.equivalent import EQUIVALENT
 from mutation.mutants import mutants_of
-from mutation.running import import_what_tests_need, run_all
+from mutation.running import import_what_tests_need, survivors_of
 from mutation.targets import ROOT, TARGETS
 
 
@@ -55,8 +55,7 @@ def _run(name, folder, num_workers):
     """Run one target, write its report, and return whether each mutant is found or listed."""
     tree, mutants = _read(name)
     begin = time.monotonic()
-    runs = dict(run_all(TARGETS[name], mutants, tree, num_workers))
-    survivors = [mutant for position, mutant in enumerate(mutants) if runs[position].passed]
+    survivors = [mutants[position] for position in survivors_of(TARGETS[name], mutants, tree, num_workers)]
     listed = EQUIVALENT.get(name, {})
     missed = [mutant for mutant in survivors if mutant.key not in listed]
     stale = listed.keys() - {mutant.key for mutant in survivors}

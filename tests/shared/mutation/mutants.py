@@ -241,6 +241,8 @@ def _call(node: ast.Call) -> Iterator[ast.AST]:
             yield ast.Call(ast.Name(_NAMES[node.func.id], ast.Load()), node.args, node.keywords)
         if node.func.id in {"sorted", "reversed"}:
             yield ast.Call(ast.Name("list", ast.Load()), node.args, [])
+        if node.func.id.startswith("_") and len(node.args) == 1 and not node.keywords:
+            yield _copied(node.args[0])  # as if a step of the module's own was left out
     elif isinstance(node.func, ast.Attribute) and node.func.attr in _NAMES:
         yield ast.Call(ast.Attribute(node.func.value, _NAMES[node.func.attr], ast.Load()), node.args, node.keywords)
 

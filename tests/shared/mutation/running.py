@@ -1,10 +1,18 @@
-"""Run tests with a mutant in the place of a module, in a child process that has torch imported already."""
+"""Run tests against mutants: they are collected once, and each mutant is planted in a fork of that process.
+
+A mutant of a function's code takes the place of that code, wherever the function has been imported already. One of a
+class or of the module is there before the module is imported, and its fork collects the tests as well.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
+import json
 import math
 import os
 import resource
@@ -12,13 +20,15 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+import types
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 if TYPE_CHECKING:
     import ast
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from types import CodeType
 
     from mutation.mutants import Mutant
@@ -27,45 +37,20 @@ if TYPE_CHECKING:
 _PATIENCE = 4
 """How many times as long as the longest test without a mutant any test may compute. A mutant that hangs is found."""
 _LEAST_SECONDS = 3.0
-_MOST_SECONDS = 600.0
-"""For how long tests may compute without a mutant."""
 _WAITING_SECONDS = 1800
 """For how long tests may run at all: those of a mutant whose ranks wait for each other, or on a busy machine."""
 _MEMORY_BYTES = 8 << 30
-
-
-@dataclass(frozen=True)
-class Run:
-    """How the tests ended.
-
-    Args:
-        passed: Whether all of them did.
-        output: The end of what pytest printed.
-    """
-
-    passed: bool
-    output: str
-
-    @property
-    def longest_seconds(self) -> float:
-        """For how long the longest test computed; the last line tells."""
-        return float(self.output.rsplit(maxsplit=1)[1])
+_PASSED, _FAILED, _NOT_PLANTED = 0, 1, 77
 
 
 def import_what_tests_need() -> None:
     """Import what takes long, so that child processes have it."""
-    import gc
-
     import hypothesis
     import numpy  # noqa: F401, ICN001
-    import pytest  # noqa: F401
     import torch.distributed
     import torch.optim  # noqa: F401
 
-    import booster_testing  # noqa: F401 - tests/conftest.py imports it
-
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # which reads the metadata of each installed distribution
-
     # The same examples for each mutant. Nobody reads the smallest one.
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
     hypothesis.settings.register_profile("mutation", derandomize=True, database=None, deadline=None, phases=phases)
@@ -74,8 +59,8 @@ def import_what_tests_need() -> None:
     gc.freeze()  # pytest collects all garbage, several times
 
 
-def run_all(target: Target, mutants: Sequence[Mutant], tree: ast.Module, num_workers: int) -> Iterator[tuple[int, Run]]:
-    """Run the target's tests with each mutant, and yield the mutant's position with the outcome.
+def survivors_of(target: Target, mutants: Sequence[Mutant], tree: ast.Module, num_workers: int) -> list[int]:
+    """Return the positions of the mutants with which all of the target's tests pass.
 
     Args:
         target: The module and its tests.
@@ -86,73 +71,178 @@ def run_all(target: Target, mutants: Sequence[Mutant], tree: ast.Module, num_wor
     Raises:
         RuntimeError: If the tests fail without a mutant.
     """
-    before = _finish(*_start(target, None, tree, _MOST_SECONDS))
-    if not before.passed:
-        msg = f"The tests of {target.module} fail without a mutant:\n{before.output}"
-        raise RuntimeError(msg)
-    limit = max(before.longest_seconds * _PATIENCE, _LEAST_SECONDS)
-    todo = list(enumerate(mutants))[::-1]
-    running: dict[int, tuple[int, int]] = {}
-    while todo or running:
-        while todo and len(running) < num_workers:
-            position, mutant = todo.pop()
-            pid, log = _start(target, mutant, tree, limit)
-            running[pid] = position, log
-        pid, status = os.wait()
-        position, log = running.pop(pid)
-        yield position, _outcome(status, log)
+    runs = _Runs(target, mutants, tree, num_workers)
+    answer = os.memfd_create("answer")
 
+    def collect_and_run() -> int:
+        code = _run_pytest(target, [runs])
+        os.write(answer, json.dumps(runs.codes).encode())
+        return code
 
-def _start(target: Target, mutant: Mutant | None, tree: ast.Module, limit: float) -> tuple[int, int]:
-    """Fork a process that runs the tests; return its id and the file that holds its output."""
     log = os.memfd_create("pytest")
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
+    _, status = os.waitpid(_fork(collect_and_run, log), 0)
+    content = os.pread(answer, 1 << 24, 0)
+    if status or not content:
+        msg = f"The tests of {target.module} fail without a mutant:\n{os.pread(log, 1 << 16, 0).decode()}"
+        raise RuntimeError(msg)
+    codes = {int(position): code for position, code in json.loads(content).items()}
+    return sorted(position for position, code in codes.items() if code == _PASSED)
+
+
+class _Runs:
+    """A plugin of pytest that runs the collected tests once for each mutant, in forks.
+
+    Args:
+        target: The module and its tests.
+        mutants: What to plant.
+        tree: The module's syntax tree.
+        num_workers: How many forks run at a time.
+
+    Attributes:
+        codes: By the mutant's position, the exit code of its fork.
+    """
+
+    def __init__(self, target: Target, mutants: Sequence[Mutant], tree: ast.Module, num_workers: int) -> None:
+        self._target, self._mutants, self._tree, self._num_workers = target, mutants, tree, num_workers
+        self.codes: dict[int, int] = {}
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        gc.collect()
+        gc.freeze()
+        limits = _Limits(math.inf)
+        before = os.memfd_create("longest")
+
+        def without_mutant() -> int:
+            code = _run_items(session.items, limits)
+            os.write(before, str(limits.longest).encode())
+            return code
+
+        _, status = os.waitpid(_fork(without_mutant), 0)
+        if status or session.testsfailed:
+            session.testsfailed += 1
+            return True
+        limits = _Limits(max(float(os.pread(before, 100, 0)) * _PATIENCE, _LEAST_SECONDS))
+        items = list(session.items)
+        again = self._run(range(len(self._mutants)), items, lambda *given: self._in_place(*given, limits))
+        self._run(again, items, lambda mutant, *_: self._imported(mutant, limits))
+        return True
+
+    def _run(
+        self,
+        positions: Sequence[int],
+        items: list[pytest.Item],
+        function: Callable[[Mutant, list[pytest.Item], int], int],
+    ) -> list[int]:
+        """Call a function on mutants in forks; return the positions of those that it can't plant.
+
+        The test that found a mutant runs first for the next ones.
+        """
+        todo, running, again = list(positions)[::-1], dict[int, tuple[int, int]](), list[int]()
+        while todo or running:
+            while todo and len(running) < self._num_workers:
+                position, failed = todo.pop(), os.memfd_create("failed")
+                pid = _fork(functools.partial(function, self._mutants[position], items, failed))
+                running[pid] = position, failed
+            pid, status = os.wait()
+            (position, failed), code = running.pop(pid), os.waitstatus_to_exitcode(status)
+            name = os.pread(failed, 1 << 16, 0).decode()
+            os.close(failed)
+            items.sort(key=lambda item: item.nodeid != name)
+            if code == _NOT_PLANTED:
+                again.append(position)
+            else:
+                self.codes[position] = code
+        return again
+
+    def _in_place(self, mutant: Mutant, items: list[pytest.Item], failed: int, limits: _Limits) -> int:
+        """Plant a mutant in the imported module, and run the collected tests."""
+        module = sys.modules.get(self._target.module)
+        if module is None:
+            return _NOT_PLANTED
+        function = _function_of(module, mutant.function)
+        if function is None:
+            return _NOT_PLANTED
+        twin = types.ModuleType(module.__name__)
+        twin.__file__ = module.__file__
+        mutant.plant()
         try:
+            exec(compile(self._tree, str(self._target.path), "exec", dont_inherit=True), vars(twin))
+        except Exception:  # noqa: BLE001 - it can't be imported: the tests would fail
+            return _FAILED
+        other = _function_of(twin, mutant.function)
+        if other is None or len(other.__code__.co_freevars) != len(function.__code__.co_freevars):
+            return _NOT_PLANTED
+        function.__code__ = other.__code__
+        function.__defaults__, function.__kwdefaults__ = other.__defaults__, other.__kwdefaults__
+        return _run_items(items, limits, failed)
+
+    def _imported(self, mutant: Mutant, limits: _Limits) -> int:
+        """Plant a mutant before the module is imported, and collect the tests once more."""
+        mutant.plant()
+        code = compile(self._tree, str(self._target.path), "exec", dont_inherit=True)
+        for name in [name for name in sys.modules if name.startswith("booster_")]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, _Mutated(self._target, code))
+        limits.begin()
+        return _run_pytest(self._target, [limits])
+
+
+def _function_of(module: types.ModuleType, qualified: str) -> Any:
+    """Return a function or method of a module without what wraps it; ``None`` where the name is no function's."""
+    found: Any = module
+    for name in qualified.split("."):
+        found = inspect.getattr_static(found, name, None)
+    if isinstance(found, property):
+        found = found.fget
+    elif isinstance(found, functools.cached_property):
+        found = found.func
+    elif isinstance(found, (staticmethod, classmethod)):
+        found = found.__func__
+    found = inspect.unwrap(found) if callable(found) else None
+    is_own = isinstance(found, types.FunctionType) and found.__code__.co_filename == module.__file__
+    return found if is_own else None
+
+
+def _fork(function: Callable[[], int], log: int | None = None) -> int:
+    """Call a function in a fork, which ends with what it returns; return the fork's id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = _FAILED
+    try:
+        if log is not None:
             os.dup2(log, 1)
             os.dup2(log, 2)
-            os._exit(_run_tests(target, mutant, tree, limit))
-        except BaseException:  # noqa: BLE001 - this process has no other way out
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(1)
-    return pid, log
+        code = function()
+    except BaseException:  # noqa: BLE001 - a fork has no other way out
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
-def _finish(pid: int, log: int) -> Run:
-    _, status = os.waitpid(pid, 0)
-    return _outcome(status, log)
-
-
-def _outcome(status: int, log: int) -> Run:
-    size = os.fstat(log).st_size
-    output = os.pread(log, 4000, max(size - 4000, 0)).decode(errors="replace")
-    os.close(log)
-    return Run(os.waitstatus_to_exitcode(status) == 0, output)
-
-
-def _run_tests(target: Target, mutant: Mutant | None, tree: ast.Module, limit: float) -> int:
-    import pytest
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    present = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (present + _MEMORY_BYTES,) * 2)
-    signal.alarm(_WAITING_SECONDS)
-    if mutant is not None:
-        mutant.plant()
-        if target.module in sys.modules:  # what uses it has to be imported once more as well
-            for name in [name for name in sys.modules if name.startswith("booster_")]:
-                del sys.modules[name]
-        sys.meta_path.insert(0, _Mutated(target, compile(tree, str(target.path), "exec", dont_inherit=True)))
+def _run_pytest(target: Target, plugins: list[Any]) -> int:
     tests = [f"tests/unit/{name}" for name in target.tests]
-    options = ["-x", "-q", "--no-header", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    limits = _Limits(limit)
-    code = int(pytest.main([*options, *(["-k", target.select] if target.select else []), *tests], [limits]))
-    print(limits.longest)
-    sys.stdout.flush()
-    return code
+    # Without capture, which forks would share.
+    options = ["-x", "-q", "--no-header", "--tb=short", "--assert=plain", "-p", "no:cacheprovider", "-s"]
+    return int(pytest.main([*options, *(["-k", target.select] if target.select else []), *tests], plugins))
+
+
+def _run_items(items: Sequence[pytest.Item], limits: _Limits, failed: int | None = None) -> int:
+    """Run collected tests up to the first that fails, whose name goes to the file descriptor ``failed``."""
+    limits.begin()
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        limits.pytest_runtest_logstart()
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        limits.pytest_runtest_logfinish()
+        if item.session.testsfailed:
+            if failed is not None:
+                os.write(failed, item.nodeid.encode())
+            return _FAILED
+    return _PASSED
 
 
 class _Limits:
@@ -160,16 +250,28 @@ class _Limits:
 
     Args:
         seconds: How long a test may compute.
+
+    Attributes:
+        longest: How long the longest test computed.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._begin = 0.0
         self.longest = 0.0
+
+    def begin(self) -> None:
+        """Set the limits of the whole process."""
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        present = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (present + _MEMORY_BYTES,) * 2)
+        signal.alarm(_WAITING_SECONDS)
 
     def pytest_runtest_logstart(self) -> None:
         self._begin = time.process_time()
-        soft = math.ceil(self._begin + self._seconds)
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
+        if math.isfinite(self._seconds):
+            soft = math.ceil(self._begin + self._seconds)
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
 
     def pytest_runtest_logfinish(self) -> None:
         self.longest = max(self.longest, time.process_time() - self._begin)

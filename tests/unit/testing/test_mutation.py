@@ -37,6 +37,7 @@ def changes(text):
         ("a[b:]", ["b: -> :"]),
         ("[a for a in b if c(a)]", ["c(a) -> not c(a)"]),
         ("a.sub_(b)", ["a.sub_(b) -> a.add_(b)"]),
+        ("_aligned(a)", ["_aligned(a) -> a"]),
     ],
 )
 def test_an_expression_is_changed_in_each_of_its_ways(text, expected):
