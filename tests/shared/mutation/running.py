@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from mutation.targets import ROOT
 
 if TYPE_CHECKING:
     import ast
@@ -105,24 +106,26 @@ class _Runs:
     def __init__(self, target: Target, mutants: Sequence[Mutant], tree: ast.Module, num_workers: int) -> None:
         self._target, self._mutants, self._tree, self._num_workers = target, mutants, tree, num_workers
         self.codes: dict[int, int] = {}
+        self._screen = os.dup(sys.stdout.fileno())  # while what pytest prints goes elsewhere
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         gc.collect()
         gc.freeze()
         limits = _Limits(math.inf)
-        before = os.memfd_create("longest")
+        before = os.memfd_create("seconds")
 
         def without_mutant() -> int:
             code = _run_items(session.items, limits)
-            os.write(before, str(limits.longest).encode())
+            os.write(before, json.dumps(limits.seconds_of).encode())
             return code
 
         _, status = os.waitpid(_fork(without_mutant), 0)
         if status or session.testsfailed:
             session.testsfailed += 1
             return True
-        limits = _Limits(max(float(os.pread(before, 100, 0)) * _PATIENCE, _LEAST_SECONDS))
-        items = list(session.items)
+        seconds_of = json.loads(os.pread(before, 1 << 24, 0))
+        limits = _Limits(max(max(seconds_of.values()) * _PATIENCE, _LEAST_SECONDS))
+        items = sorted(session.items, key=lambda item: seconds_of[item.nodeid])
         again = self._run(range(len(self._mutants)), items, lambda *given: self._in_place(*given, limits))
         self._run(again, items, lambda mutant, *_: self._imported(mutant, limits))
         return True
@@ -152,6 +155,8 @@ class _Runs:
                 again.append(position)
             else:
                 self.codes[position] = code
+                if code == _PASSED:
+                    os.write(self._screen, f"  survived: {self._mutants[position].key}\n".encode())
         return again
 
     def _in_place(self, mutant: Mutant, items: list[pytest.Item], failed: int, limits: _Limits) -> int:
@@ -180,8 +185,10 @@ class _Runs:
         """Plant a mutant before the module is imported, and collect the tests once more."""
         mutant.plant()
         code = compile(self._tree, str(self._target.path), "exec", dont_inherit=True)
-        for name in [name for name in sys.modules if name.startswith("booster_")]:
-            del sys.modules[name]
+        tests = str(ROOT / "tests")
+        for name, module in list(sys.modules.items()):  # the tests' modules have imported names of the module
+            if name.startswith("booster_") or str(getattr(module, "__file__", "")).startswith(tests):
+                del sys.modules[name]
         sys.meta_path.insert(0, _Mutated(self._target, code))
         limits.begin()
         return _run_pytest(self._target, [limits])
@@ -237,7 +244,7 @@ def _run_items(items: Sequence[pytest.Item], limits: _Limits, failed: int | None
     for item, following in zip(items, [*items[1:], None], strict=True):
         limits.pytest_runtest_logstart()
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        limits.pytest_runtest_logfinish()
+        limits.pytest_runtest_logfinish(item.nodeid)
         if item.session.testsfailed:
             if failed is not None:
                 os.write(failed, item.nodeid.encode())
@@ -252,13 +259,13 @@ class _Limits:
         seconds: How long a test may compute.
 
     Attributes:
-        longest: How long the longest test computed.
+        seconds_of: How long each test computed, by its name.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._begin = 0.0
-        self.longest = 0.0
+        self.seconds_of: dict[str, float] = {}
 
     def begin(self) -> None:
         """Set the limits of the whole process."""
@@ -273,8 +280,8 @@ class _Limits:
             soft = math.ceil(self._begin + self._seconds)
             resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
 
-    def pytest_runtest_logfinish(self) -> None:
-        self.longest = max(self.longest, time.process_time() - self._begin)
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.seconds_of[nodeid] = time.process_time() - self._begin
 
 
 class _Mutated(importlib.abc.MetaPathFinder):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from booster_core.errors import ConfigError
 from booster_core.precision import DynamicLossScaler, LossScaleConfig
+from booster_core.precision.loss_scaler import any_nonfinite
 
 INTERVALS = st.integers(1, 4)
 OVERFLOWS = st.lists(st.booleans(), max_size=30)
@@ -128,3 +129,18 @@ def test_settings_out_of_range_are_refused(options, message):
 )
 def test_settings_at_the_ends_of_their_ranges_are_taken(options):
     LossScaleConfig(**options)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_nonfinite_values_are_found(bad):
+    good = [torch.ones(3), torch.zeros(0), torch.full((2,), 3e38)]
+    assert not any_nonfinite(good)
+    assert not any_nonfinite([])
+    assert any_nonfinite([*good, torch.tensor([1.0, bad])])
+    assert any_nonfinite([torch.tensor([bad, 1.0]), *good])
+    assert any_nonfinite([torch.full((2,), bad, dtype=torch.bfloat16), torch.ones(1)])
+
+
+def test_tensors_without_elements_are_finite():
+    assert any_nonfinite([torch.zeros(0), torch.zeros(2, 0)]) is False
+    assert any_nonfinite([]) is False
