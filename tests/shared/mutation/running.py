@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from mutation.targets import ROOT
 
 if TYPE_CHECKING:

@@ -66,6 +66,10 @@ class Saving(ABC):
             self._io = checkpoint_io_class(DEFAULT_ENGINE)(self.plugin, self.context)
         return self._io
 
+    @checkpoint_io.setter
+    def checkpoint_io(self, engine: CheckpointIO) -> None:
+        self._io = engine
+
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None = None) -> StateAdapter:
         """Return the view of a model's (and its optimizer's) state as shards.
 
@@ -96,7 +100,7 @@ class Saving(ABC):
         Args:
             model: The model that `boost` returned, or a plain one that every rank holds whole.
             checkpoint: A file, or with ``shard=True`` a folder. Folders are made as needed; older files are replaced.
-                A URL (``s3://bucket/model``) is written through a local temporary folder.
+                A URL (``s3://bucket/model``) is uploaded to while it is written.
             shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
             gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
             prefix: Put into the file names of a folder, as Hugging Face's ``variant``.
@@ -285,7 +289,7 @@ class Saving(ABC):
         time saves into a root. ``root/step-00000100/model`` is a folder as Hugging Face libraries load it.
 
         Args:
-            root: The folder of all steps, or a URL (``s3://bucket/run``): written to a local temporary folder first.
+            root: The folder of all steps, or a URL (``s3://bucket/run``), uploaded to while it is written.
             step: Number of steps taken so far. A step that exists is replaced.
             model: As for `save_model`.
             optimizer: The optimizer that `boost` returned.
@@ -334,9 +338,9 @@ class Saving(ABC):
     ) -> LoadedCheckpoint:
         """Read what `save_checkpoint` wrote, under any plugin and with any number of ranks.
 
-        The step is checked against its manifest before anything is changed. Random states come back rank by rank; with
-        another number of ranks, rank ``r`` takes those of rank ``r % saved``. A data loader goes on at the sample after
-        the last one that was handed out, whatever the number of ranks.
+        Sizes, headers and small files are compared with the manifest before anything is changed, tensors while they are
+        read: an error about a damaged tensor says that values have changed. Random states come back rank by rank; rank
+        ``r`` of another number takes those of rank ``r % saved``. A data loader goes on at the sample after the last.
 
         Args:
             root: The folder of all steps, or a URL.
@@ -348,8 +352,8 @@ class Saving(ABC):
             step: A step; ``"latest"``; or ``"newest-whole"``, which goes back to the newest step that is whole where
                 later ones are damaged, and logs which. For runs that restart by themselves.
             strict: As for `load_model`.
-            verify: Compare the checksum of each file that is read, once among the ranks that share a disk. It costs
-                one more read, at the speed of memory where the files fit there. Sizes are compared in any case.
+            verify: Compare checksums of what is read, while it is read. Of a block that several ranks read parts of,
+                one reads the whole. Sizes are compared in any case; `booster verify` reads all of a step.
             num_threads: As for `load_model`.
 
         Returns:

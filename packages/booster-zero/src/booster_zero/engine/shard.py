@@ -51,6 +51,7 @@ class Format:
         is_trained: Whether the parameter required a gradient when it was laid out.
         copies: The stages of a pipeline that hold a copy of the parameter each; empty where one stage has it. Buckets
             of the same copies must be laid out alike on each of the stages.
+        ranks: The ranks that share the parameter, where they are others than those of the layout.
     """
 
     working: torch.dtype
@@ -60,6 +61,7 @@ class Format:
     home: torch.device
     is_trained: bool
     copies: tuple[int, ...] = ()
+    ranks: ShardingRanks | None = None
 
     @property
     def has_copy(self) -> bool:
@@ -92,6 +94,8 @@ class Shard:
     Attributes:
         own: As given, wherever it is now.
         values: What the optimizer updates; ``own`` itself where that has the right format and device.
+        pieces: The parts of parameters that the slice is made of.
+        piece_of: The same by the parameter's number.
 
     Collective: none.
     """
@@ -116,6 +120,7 @@ class Shard:
         self.gradient: Tensor | None = None
         self.has_gradient = False
         self.pieces = list(self._cut())
+        self.piece_of = {piece.index: piece for piece in self.pieces}
         self._used: Mapping[int, bool] = {}
         self._gradients: list[Tensor] | None = None  # slices of the gradient, as long as it stays where it is
         self._number = next(_numbers)
@@ -350,7 +355,7 @@ class Shard:
         """
         if self.home.moves:
             # A load brings them one by one.
-            self._states.update({piece.index: states[piece.index] for piece in self.pieces if piece.index in states})
+            self._states.update({index: state for index, state in states.items() if index in self.piece_of})
             with self.in_use(changes=True):
                 self._pack(self._states)
         elif self.home.is_on_disk:

@@ -11,11 +11,13 @@ import json
 import math
 import re
 import secrets
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from booster_core.errors import CheckpointError, shorten
+from booster_core.errors import ConfigError
+from booster_runtime.checkpoint.files.checksums import block_sizes
+from booster_runtime.state.jsonable import tensor_references
+from booster_runtime.storage import leaves_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from booster_runtime.checkpoint.files.checksums import Block
     from booster_runtime.checkpoint.save.parts import Part
 
 SAFETENSORS, TORCH = ".safetensors", ".bin"
@@ -163,6 +166,13 @@ class PlannedFile:
     specs: tuple[TensorSpec, ...]
     values: dict[str, Any] = field(default_factory=dict)
 
+    def block_sizes(self, nbytes: int) -> list[int]:
+        """Return the sizes of the blocks that get checksums, where the file has ``nbytes`` bytes."""
+        if self.suffix != SAFETENSORS:
+            return block_sizes([nbytes])
+        tensors = [spec.nbytes for spec in self.specs]
+        return block_sizes([nbytes - sum(tensors), *tensors])
+
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenFile:
@@ -171,13 +181,13 @@ class WrittenFile:
     Args:
         name: Its name in the folder.
         nbytes: Its size.
-        checksum: The hexadecimal xxh3 (64 bits) of its content, where it was asked for.
+        blocks: Its blocks, where their checksums were asked for.
         tensors: The names of its tensors.
     """
 
     name: str
     nbytes: int
-    checksum: str | None = None
+    blocks: tuple[Block, ...] = ()
     tensors: tuple[str, ...] = ()
 
 
@@ -233,54 +243,6 @@ def new_token() -> str:
     return secrets.token_hex(TOKEN_CHARACTERS // 2)
 
 
-_Owned = tuple[str, tuple[int, ...], "torch.dtype", int]
-"""What a rank says of a tensor: its name, shape, dtype in the file, and number of elements that this rank writes."""
-
-
-def local_specs(part: Part) -> list[_Owned]:
-    """Return what this rank writes of each tensor of a part.
-
-    Collective: none.
-    """
-    specs: dict[str, list[Any]] = {}
-    for shard in part.owned_shards():
-        spec = specs.setdefault(shard.key, [shard.global_shape, part.file_dtype(shard), 0])
-        if spec[0] != shard.global_shape:
-            msg = f"'{shard.key}' has shards of shape {spec[0]} and of shape {shard.global_shape}."
-            raise CheckpointError(msg)
-        spec[2] += shard.numel
-    return [(key, shape, dtype, numel) for key, (shape, dtype, numel) in specs.items()]
-
-
-def merge_specs(gathered: Sequence[Sequence[_Owned]]) -> list[TensorSpec]:
-    """Return the whole tensors that all ranks' shards make up.
-
-    Raises:
-        CheckpointError: If a tensor is not owned exactly once, or ranks disagree about its shape or dtype.
-    """
-    specs: dict[str, TensorSpec] = {}
-    owned: dict[str, int] = defaultdict(int)
-    for entries in gathered:
-        for key, shape, dtype, numel in entries:
-            spec = specs.setdefault(key, TensorSpec(key=key, shape=shape, dtype=dtype))
-            if (spec.shape, spec.dtype) != (shape, dtype):
-                msg = f"Ranks disagree about '{key}': {spec.shape} of {spec.dtype}, and {shape} of {dtype}."
-                raise CheckpointError(msg)
-            owned[key] += numel
-    wrong = [
-        f"{key} ({owned[key]} of {math.prod(spec.shape)} elements)"
-        for key, spec in specs.items()
-        if owned[key] != math.prod(spec.shape)
-    ]
-    if wrong:
-        msg = (
-            f"{len(wrong)} tensors are not owned by exactly one rank in each of their parts: {shorten(wrong)}. Are "
-            "all ranks saving the same model, under the plugin that boosted it?"
-        )
-        raise CheckpointError(msg)
-    return list(specs.values())
-
-
 def make_plan(
     folder: Path, token: str, parts: Sequence[Part], specs: Sequence[Sequence[TensorSpec]], texts: Mapping[str, str]
 ) -> SavePlan:
@@ -302,7 +264,8 @@ def make_plan(
             name = part.names.part(number, len(divided)) if part.is_divided else part.file_name or part.names.single
             values = part.values() if number == 1 else {}
             home |= {spec.key: len(files) for spec in file_specs}
-            files.append(PlannedFile(name=name, suffix=part.names.suffix, specs=file_specs, values=values))
+            ordered = _in_torch_order(file_specs, values) if part.names.suffix == TORCH else file_specs
+            files.append(PlannedFile(name=name, suffix=part.names.suffix, specs=ordered, values=values))
         homes.append(home)
         all_texts |= part.texts()
         if part.is_divided:
@@ -311,6 +274,10 @@ def make_plan(
             )
             last.append(part.names.index)
     written = {file.name for file in files} | all_texts.keys()
+    for name in written:
+        if "/" in name or leaves_folder(name):
+            msg = f"The file name '{name}' leads out of '{folder}'. Use a `prefix` without separators."
+            raise ConfigError(msg)
     # Another form would be read in place of this one by those who look for it first, or ask for it.
     replaced = [form for part in parts if part.is_divided for form in (part.names, *part.names.other_forms)]
     in_one_file = [part.names for part in parts if part.file_name in (None, part.names.single)]
@@ -330,6 +297,12 @@ def make_plan(
         marks=tuple(part.names.mark for part in parts if part.is_divided),
         healed={names.mark: names.index for names in (*replaced, *in_one_file)},
     )
+
+
+def _in_torch_order(specs: Iterable[TensorSpec], values: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+    """Return tensors in the order of their values in a ``torch.save`` file: those inside of other values come last."""
+    inside = {key: place for place, key in enumerate(k for value in values.values() for k in tensor_references(value))}
+    return tuple(sorted(specs, key=lambda spec: inside.get(spec.key, -1)))
 
 
 def _index_text(files: Mapping[str, str], specs: Iterable[TensorSpec]) -> str:

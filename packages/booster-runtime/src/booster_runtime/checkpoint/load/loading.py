@@ -16,20 +16,26 @@ from booster_runtime.checkpoint.load.optimizer_check import (
     read_optimizer_info,
     states_by_parameter,
 )
+from booster_runtime.checkpoint.load.read_ahead import read_ahead
 from booster_runtime.checkpoint.load.reader import ShardReader
 from booster_runtime.checkpoint.load.source import Source, open_source
 from booster_runtime.checkpoint.load.transformers_names import renamed
 from booster_runtime.checkpoint.session import Progress
+from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from torch import nn
 
     from booster_core.checkpoint_io import LoadReport
-    from booster_core.state import StateAdapter
+    from booster_core.state import StateAdapter, TensorShard
+    from booster_runtime.checkpoint.files.checksums import CheckedReads
     from booster_runtime.checkpoint.session import Session
+
+    Checks = Callable[[Path], CheckedReads | None]
+    """Returns what verifies a file while it is read; ``None`` for a file without checksums."""
 
 
 def load_model(
@@ -42,6 +48,7 @@ def load_model(
     num_threads: int,
     bucket_bytes: int,
     module: nn.Module | None,
+    checks: Checks,
 ) -> LoadReport:
     """Read a model; see `CheckpointFiles.load_model`.
 
@@ -53,7 +60,7 @@ def load_model(
 
         def look() -> Expectation:
             nonlocal source, extra
-            source = stack.enter_context(open_source(path, MODEL, in_memory=in_memory))
+            source = stack.enter_context(open_source(path, MODEL, in_memory=in_memory, checks=checks))
             extra = tuple(adapter.extra_state())
             return Expectation.of(adapter, extra)
 
@@ -68,7 +75,12 @@ def load_model(
             raise CheckpointError(msg)
         with session.together("load_model", path):
             is_shown = session.rank == 0
-            _fill("Loading model", source, adapter.model_shards(), homes, num_threads, bucket_bytes, is_shown=is_shown)
+            targets: Iterable[TensorShard] = adapter.model_targets(
+                {name: source.tensors[key] for name, key in homes.items()}
+            )
+            if isinstance(path, RemotePath) and adapter.keeps_values:
+                targets = read_ahead(source, targets, homes, bucket_bytes)
+            _fill("Loading model", source, targets, homes, num_threads, bucket_bytes, is_shown=is_shown)
             adapter.load_extra_state(source.extra_values(extra))
     # Not inside of `together`: an adapter may communicate here, and then all ranks fail or none.
     adapter.finish_load(model=True, optimizer=False)
@@ -76,7 +88,14 @@ def load_model(
 
 
 def load_optimizer(
-    session: Session, adapter: StateAdapter, path: Path, *, in_memory: bool, num_threads: int, bucket_bytes: int
+    session: Session,
+    adapter: StateAdapter,
+    path: Path,
+    *,
+    in_memory: bool,
+    num_threads: int,
+    bucket_bytes: int,
+    checks: Checks,
 ) -> None:
     """Read an optimizer; see `CheckpointFiles.load_optimizer`.
 
@@ -86,13 +105,13 @@ def load_optimizer(
         source: Source | None = None
         saved: OptimizerInfo | None = None
 
-        def look() -> OptimizerInfo:
+        def look() -> list[Any]:
             nonlocal source, saved
-            source = stack.enter_context(open_source(path, OPTIMIZER, in_memory=in_memory))
+            source = stack.enter_context(open_source(path, OPTIMIZER, in_memory=in_memory, checks=checks))
             saved = read_optimizer_info(source)
-            return OptimizerInfo.of(adapter)
+            return OptimizerInfo.of(adapter).entries()
 
-        here = OptimizerInfo.merge(session.gather("load_optimizer", path, look))
+        here = OptimizerInfo.merge(session.gather_each("load_optimizer", path, look))
         assert source is not None, "opened on every rank, or on none"
         assert saved is not None, "read with it"
         check_same_parameters(path, saved, here)
@@ -102,7 +121,9 @@ def load_optimizer(
         check_states(path, tensors, session.gather("load_optimizer", path, lambda: listed_states(adapter, tensors)))
         with session.together("load_optimizer", path):
             homes, is_shown = {key: key for key in tensors}, session.rank == 0
-            shards = adapter.optimizer_shards()
+            shards: Iterable[TensorShard] = adapter.optimizer_shards()
+            if isinstance(path, RemotePath) and adapter.keeps_values:
+                shards = read_ahead(source, shards, homes, bucket_bytes)
             _fill("Loading optimizer", source, shards, homes, num_threads, bucket_bytes, is_shown=is_shown)
     adapter.finish_load(model=False, optimizer=True)
 

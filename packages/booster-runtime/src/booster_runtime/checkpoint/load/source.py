@@ -29,14 +29,16 @@ from booster_runtime.checkpoint.files.layout import (
 )
 from booster_runtime.checkpoint.files.opening import open_tensor_file
 from booster_runtime.state.jsonable import decode_json, tensor_references
+from booster_runtime.storage import RemotePath, read_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import torch
 
     from booster_core.state import Box, TensorMeta
-    from booster_runtime.checkpoint.files.reading import TensorFile
+    from booster_runtime.checkpoint.files.checksums import CheckedReads
+    from booster_runtime.checkpoint.files.reading import ByteFile, TensorFile
 
 _CANDIDATES = {
     MODEL: (FileNames(base=MODEL), FileNames(base=TORCH_MODEL, suffix=TORCH)),
@@ -175,13 +177,21 @@ class Source:
         path: A file, an index, or a folder.
         kind: ``"model"`` or ``"optimizer"``.
         in_memory: Read each file as a whole, once, instead of the parts that are asked for.
+        checks: Returns what verifies a file while it is read, by its path.
 
     Raises:
         CheckpointError: If there is no checkpoint, or any of its files is damaged or not what the index says.
     """
 
-    def __init__(self, path: Path | str, kind: str, *, in_memory: bool = False) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: Path | str,
+        kind: str,
+        *,
+        in_memory: bool = False,
+        checks: Callable[[Path], CheckedReads | None] = lambda _: None,
+    ) -> None:
+        self.path = path if isinstance(path, Path | RemotePath) else Path(path)
         self._files: list[TensorFile] = []
         self._home: dict[str, TensorFile] = {}
         self.tensors: dict[str, TensorMeta] = {}
@@ -194,8 +204,9 @@ class Source:
                 self._add(DCPFile(self.path), None)
                 return
             found, self.index = find_files(self.path, kind)
+            read_heads(found)
             for file_path, expected in found.items():
-                self._add(open_tensor_file(file_path, in_memory=in_memory), expected)
+                self._add(open_tensor_file(file_path, in_memory=in_memory, checks=checks(file_path)), expected)
         except BaseException:
             self.close()
             raise
@@ -239,6 +250,10 @@ class Source:
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Read a box of a tensor into ``out``; see `TensorFile.read`."""
         self._home[key].read(key, box, out)
+
+    def place_of(self, key: str) -> tuple[ByteFile, int] | None:
+        """Return where a tensor is read from; see `TensorFile.place_of`."""
+        return self._home[key].place_of(key)
 
     def home_of(self, key: str) -> Path:
         """Return the file that holds a tensor."""
@@ -294,9 +309,15 @@ def _checked_values(file: TensorFile) -> Mapping[str, Any]:
 
 
 @contextmanager
-def open_source(path: Path, kind: str, *, in_memory: bool = False) -> Iterator[Source]:
+def open_source(
+    path: Path,
+    kind: str,
+    *,
+    in_memory: bool = False,
+    checks: Callable[[Path], CheckedReads | None] = lambda _: None,
+) -> Iterator[Source]:
     """Open a checkpoint for the body, in any of its forms; see `Source`."""
-    source = Source(path, kind, in_memory=in_memory)
+    source = Source(path, kind, in_memory=in_memory, checks=checks)
     try:
         yield source
     finally:

@@ -2,7 +2,8 @@
 
 This file holds the order of things. A step is written into a temporary folder by all ranks, described by a manifest,
 renamed, and named by ``latest``, each after the one before is on disk (`booster_runtime.checkpoint.run.steps`). A load
-checks the manifest before it changes anything, and random states come last, because loading may draw numbers.
+checks the manifest, sizes and small files before it changes anything; tensors' values are verified while they are read,
+so that damage there is found when some values have changed. Random states come last, because loading may draw numbers.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from typing import TYPE_CHECKING, Any
 from booster_core.checkpoint_io import LoadedCheckpoint
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames, new_token
-from booster_runtime.checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, damaged, required
+from booster_runtime.checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, ReadChecks, damaged, required
 from booster_runtime.checkpoint.run.steps import LATEST, NEWEST_WHOLE, arrange
-from booster_runtime.checkpoint.run.steps_remote import local_copy, open_steps
+from booster_runtime.checkpoint.run.steps_remote import folder_of, open_steps
 from booster_runtime.checkpoint.run.training_part import BASE, TENSORS, VALUES, SavedTraining, TrainingPart
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
+from booster_runtime.storage import RemotePath, path_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from booster_core.checkpoint_io import TrainingState
+    from booster_core.checkpoint_io import LoadReport, TrainingState
     from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
     from booster_runtime.checkpoint.files.layout import WrittenFile
     from booster_runtime.checkpoint.save.parts import Part
@@ -77,10 +79,12 @@ def save_training_state(
     has_ema = state.ema is not None
     asked = {"step": step, "keep_last": keep_last, "use_async": use_async, "root": str(root), "ema": has_ema}
     _check_alike(coordinator.all_gather_object(asked))
-    with session.together(_SAVE, where):
+    written_in = ""
+    with session.together(_SAVE, where, for_long=True):
         if coordinator.rank == 0:
             steps.prepare()
-    temporary = Path(coordinator.broadcast_object(str(steps.temporary(step, new_token()))))
+            written_in = str(steps.temporary(step, new_token()))
+    temporary = path_at(coordinator.broadcast_object(written_in))
     max_bytes = size_per_shard << 20
     parts: list[Part] = [
         ModelPart(
@@ -99,19 +103,25 @@ def save_training_state(
     stated = {**facts, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
     def commit(written: list[WrittenFile]) -> None:
+        names = [file.name for file in written]
         try:
-            placed = arrange(temporary, _home, [file.name for file in written])
+            placed = (
+                {name: f"{_home(name)}/{name}".lstrip("/") for name in names}  # written there
+                if isinstance(temporary, RemotePath)
+                else arrange(temporary, _home, names)
+            )
             files = {
-                placed[file.name]: FileEntry(nbytes=file.nbytes, checksum=file.checksum or "", tensors=file.tensors)
+                placed[file.name]: FileEntry(nbytes=file.nbytes, blocks=file.blocks, tensors=file.tensors)
                 for file in written
             }
             Manifest(step=step, files=files, facts=stated).write(temporary)
             steps.commit(temporary, step, keep_last)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if not isinstance(temporary, RemotePath):  # where the next save removes what is no step
+                shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    io.write_folder(_SAVE, temporary, parts, use_async=use_async, want_checksums=True, commit=commit)
+    io.write_folder(_SAVE, temporary, parts, use_async=use_async, want_checksums=True, commit=commit, home=_home)
 
 
 def load_training_state(
@@ -134,7 +144,7 @@ def load_training_state(
         root: The folder of all steps.
         step: The step, ``"latest"`` or ``"newest-whole"``.
         strict: As for `CheckpointFiles.load_model`.
-        verify: Compare each file's checksum first.
+        verify: Compare checksums.
         num_threads: As for `CheckpointFiles.load_model`.
 
     Collective: every rank.
@@ -153,32 +163,71 @@ def load_training_state(
     wanted += [OPTIMIZER] if state.optimizer is not None else []
     wanted += [EMA] if state.ema is not None else []
     for name, next_name in itertools.zip_longest(names, names[1:]):
-        with local_copy(session, steps, name, wanted) as folder:
-            manifest, problem = _look_into(session, folder, wanted, verify=verify)
-            if problem is not None:
-                if next_name is None:
-                    with session.together(_LOAD, folder, for_long=True):
-                        if coordinator.rank == 0:
-                            raise CheckpointError(problem + steps.advice(name))
+        folder = folder_of(steps, name)
+        manifest, problem, is_one_disk = _look_into(session, folder, wanted, verify=verify)
+        if problem is None:
+            # A tensor that is not loaded, as without `strict`, has no rank that verifies the block it begins in.
+            checks = ReadChecks(manifest if verify else None, folder, is_shared=is_one_disk and strict)
+            try:
+                report, extra = _restore(
+                    io, session, state, folder, strict=strict, num_threads=num_threads, checks=checks
+                )
+            except CheckpointError:
+                problem = _damage_found(session, folder, checks) if verify else None
+                if problem is None:
+                    raise
+            else:
+                path = f"{steps.root.rstrip('/')}/{name}"
+                return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
+        if next_name is None:
+            with session.together(_LOAD, folder, for_long=True):
                 if coordinator.rank == 0:
-                    _log.warning("%s Trying '%s' instead.", problem, next_name)
-                continue
-            with session.together(_LOAD, where):
-                saved = SavedTraining(folder)
-                saved.check(state.objects)
-            report = io.load_model(state.model, folder / MODEL, strict, num_threads=num_threads)
-            if state.optimizer is not None:
-                io.load_optimizer(state.optimizer, folder / OPTIMIZER, num_threads=num_threads)
-            if state.ema is not None:
-                io.load_model(state.ema, folder / EMA, strict, num_threads=num_threads)
-            with session.together(_LOAD, where):
-                saved.restore_objects(state.objects)
-                extra = saved.extra()
-                saved.restore_random_state(state.objects.device, coordinator.rank)
-        path = f"{steps.root.rstrip('/')}/{name}"
-        return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
+                    raise CheckpointError(problem + steps.advice(name))
+        if coordinator.rank == 0:
+            _log.warning("%s Trying '%s' instead.", problem, next_name)
     msg = "a load tries one step at least"
     raise AssertionError(msg)
+
+
+def _restore(
+    io: CheckpointFiles,
+    session: Session,
+    state: TrainingState,
+    folder: Path,
+    *,
+    strict: bool,
+    num_threads: int,
+    checks: ReadChecks,
+) -> tuple[LoadReport, Any]:
+    """Read a step that looks whole; return what was loaded of the model, and the user's own values.
+
+    Collective: every rank.
+    """
+    with session.together(_LOAD, folder):
+        saved = SavedTraining(folder)
+        saved.check(state.objects)
+    report = io.load_model(state.model, folder / MODEL, strict, num_threads=num_threads, checks=checks)
+    if state.optimizer is not None:
+        io.load_optimizer(state.optimizer, folder / OPTIMIZER, num_threads=num_threads, checks=checks)
+    if state.ema is not None:
+        io.load_model(state.ema, folder / EMA, strict, num_threads=num_threads, checks=checks)
+    with session.together(_LOAD, folder):
+        saved.restore_objects(state.objects)
+        extra = saved.extra()
+        saved.restore_random_state(state.objects.device, session.rank)
+    return report, extra
+
+
+def _damage_found(session: Session, folder: Path, checks: ReadChecks) -> str | None:
+    """Return what any rank has found damaged while it read, in words; ``None`` if the load failed for another reason.
+
+    Collective: every rank.
+    """
+    gathered = session.coordinator.all_gather_object(checks.problems, name=f"{_LOAD} (damage)")
+    found = list(dict.fromkeys(problem for problems in gathered for problem in problems))
+    if not found:
+        return None
+    return f"{damaged(folder, found)} The values of model and optimizer are partly those of this step now."
 
 
 def has_training_state(session: Session, root: str | Path) -> bool:
@@ -194,11 +243,13 @@ def has_training_state(session: Session, root: str | Path) -> bool:
     return bool(session.coordinator.broadcast_object(found))
 
 
-def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: bool) -> tuple[Manifest, str | None]:
-    """Check a step against its manifest; ranks that see the same files share the work.
+def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: bool) -> tuple[Manifest, str | None, bool]:
+    """Check a step against its manifest, as far as nothing is verified while it is read.
+
+    Ranks that see the same files share the work.
 
     Returns:
-        The manifest, and what is damaged; the same on every rank.
+        The manifest, what is damaged, and whether all ranks see the same files; the same on every rank.
 
     Raises:
         CheckpointError: If the step lacks what is wanted.
@@ -211,7 +262,7 @@ def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: boo
             problem = str(error)
     problem = session.coordinator.broadcast_object(problem)
     if problem is not None:
-        return manifest, problem
+        return manifest, problem, False
     with session.together(_LOAD, folder):
         manifest = Manifest.read(folder)
         required(manifest, folder, wanted)
@@ -224,9 +275,11 @@ def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: boo
     with session.together(_LOAD, folder, for_long=True):
         problems = manifest.size_problems(folder, own)
         if verify and not problems:
-            problems = manifest.content_problems(folder, own)
+            ahead = [file for file in own if file == TENSORS or not manifest.files[file].is_read_checked]
+            problems = manifest.content_problems(folder, ahead)
     found = [problem for problems in session.coordinator.all_gather_object(problems) for problem in problems]
-    return manifest, str(damaged(folder, list(dict.fromkeys(found)))) if found else None
+    problem = str(damaged(folder, list(dict.fromkeys(found)))) if found else None
+    return manifest, problem, len(mates) == session.world_size
 
 
 def _home(name: str) -> str:

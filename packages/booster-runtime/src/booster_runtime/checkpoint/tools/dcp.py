@@ -32,10 +32,11 @@ from booster_core.errors import CheckpointError
 from booster_core.state import box_shape
 from booster_runtime.checkpoint.files.dcp_file import GROUPS, SHAPES, STATE
 from booster_runtime.checkpoint.files.dcp_table import read_table
-from booster_runtime.checkpoint.files.layout import TEMPORARY, local_specs, merge_specs, new_token
+from booster_runtime.checkpoint.files.layout import TEMPORARY, new_token
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
-from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part
+from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part, local_specs, merge_specs
 from booster_runtime.checkpoint.save.writer import sync_folder
+from booster_runtime.checkpoint.session import distinct
 from booster_runtime.state.regions import pack, regions_of
 
 if TYPE_CHECKING:
@@ -175,25 +176,29 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
     made: list[Path] = []
     temporary: Path | None = None
 
-    def tell() -> Any:
+    owned: dict[str, int] = {}
+
+    def tell() -> list[Any]:
         if session.rank == 0:
             _check_target(path, is_optimizer=isinstance(part, OptimizerPart))
             made.extend(parent for parent in path.parents if not parent.exists())
             path.parent.mkdir(parents=True, exist_ok=True)
-        return part.local_facts(), local_specs(part), part.aliases(), new_token()
+        table, held = local_specs(part)
+        owned.update(held)
+        return [*part.local_facts(), table, part.aliases(), new_token() if session.rank == 0 else None]
 
     try:
-        gathered = session.gather(name, path, tell)
-        token = gathered[0][3]
+        gathered = session.gather_each(name, path, tell)
+        token = gathered[0][-1]
         if len(session.ranks_that_see(path.parent, token)) < session.world_size:
             msg = (
                 f"`gather_dtensor=False` needs a folder that all ranks see; '{path}' is not. Use `gather_dtensor=True`."
             )
             raise CheckpointError(msg)
         temporary = path.parent / f".{path.name}.{token}{TEMPORARY}"
-        part.learn([entry[0] for entry in gathered], session.rank)
-        merge_specs([[*entry[1], *part.learned_specs(entry[0], rank)] for rank, entry in enumerate(gathered)])
-        aliases = {alias: first for entry in gathered for alias, first in entry[2].items()}
+        part.learn([entries[:-3] for entries in gathered], session.rank)
+        merge_specs([entries[-3] for entries in gathered], owned, part.learned_specs(), session.total_over_ranks)
+        aliases = {alias: first for known in distinct(each[-2] for each in gathered) for alias, first in known.items()}
         with session.together(name, path):
             planner = _make_planner(part, session.rank)
         group = session.cpu_group() if session.world_size > 1 else None

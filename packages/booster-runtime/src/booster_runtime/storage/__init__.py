@@ -1,0 +1,15 @@
+"""Files at URLs: the interface `Storage`, the drivers behind it, and paths to files and folders there."""
+
+from booster_runtime.storage.interface import Storage, WriteStream, leaves_folder, storage_for
+from booster_runtime.storage.remote_path import RemoteFile, RemotePath, path_at, read_heads
+
+__all__ = [
+    "RemoteFile",
+    "RemotePath",
+    "Storage",
+    "WriteStream",
+    "leaves_folder",
+    "path_at",
+    "read_heads",
+    "storage_for",
+]
