@@ -16,6 +16,13 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
         ("_fill", "held = 0", "0 -> 1"): _FIRST_BUCKET,
         ("_fill", "held = 0", "0 -> -1"): _FIRST_BUCKET,
     },
+    "core/loss_scaler": {
+        (
+            "any_nonfinite",
+            "return not bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())",
+            "0 -> -1",
+        ): "the norms may be put together on the device of any of them",
+    },
     "core/norm": {
         (
             "global_norm",

@@ -139,6 +139,7 @@ def test_nonfinite_values_are_found(bad):
     assert any_nonfinite([*good, torch.tensor([1.0, bad])])
     assert any_nonfinite([torch.tensor([bad, 1.0]), *good])
     assert any_nonfinite([torch.full((2,), bad, dtype=torch.bfloat16), torch.ones(1)])
+    assert any_nonfinite([torch.tensor(bad)])
 
 
 def test_tensors_without_elements_are_finite():
