@@ -146,7 +146,8 @@ def coverage(session: nox.Session) -> None:
         folder.mkdir(parents=True)
         session.env["COVERAGE_FILE"] = str(folder / "data")
         measured = ("-m", "coverage", "run", f"--source={name.replace('-', '_')}", "-m", "pytest")
-        _run(session, python, *measured, *_own_tests(name), "-m", "not slow", *_workers())
+        own = [*_own_tests(name), *(_checkpoint_tests() if short == "runtime" else [])]
+        _run(session, python, *measured, *own, "-m", "not slow", *_workers())
         _run(session, python, "-m", "coverage", "combine", "--quiet")
         _run(session, python, "-m", "coverage", "html", "--quiet", "--directory", str(folder / "html"))
         _run(session, python, "-m", "coverage", "report", "--skip-covered", "--show-missing")
@@ -312,14 +313,16 @@ def _workers() -> tuple[str, ...]:
 
 
 def _own_tests(name: str) -> list[str]:
-    """Return the folders and files with a package's own tests: they need no other package but those it depends on."""
+    """Return the folders with a package's own tests."""
     short = name.removeprefix("booster-")
-    folders = [path for path in sorted(ROOT.glob(f"tests/*/{short}")) if any(path.glob("test_*.py"))]
-    if short == "runtime":  # checkpoints are its own, but some of their tests are of strategies
-        strategies = re.compile(r"booster_(?:ddp|fsdp|zero|gemini|hybrid)|\"(?:ddp|fsdp|zero|gemini|hybrid)\"")
-        files = sorted(ROOT.glob("tests/checkpoint/test_*.py"))
-        folders += [path for path in files if not strategies.search(path.read_text(encoding="utf-8"))]
-    return list(map(str, folders))
+    return [str(path) for path in sorted(ROOT.glob(f"tests/*/{short}")) if any(path.glob("test_*.py"))]
+
+
+def _checkpoint_tests() -> list[str]:
+    """Return the tests of checkpoints that are booster-runtime's own, because they name no strategy."""
+    strategies = re.compile(r"booster_(?:ddp|fsdp|zero|gemini|hybrid)|\"(?:ddp|fsdp|zero|gemini|hybrid)\"")
+    files = sorted(ROOT.glob("tests/checkpoint/test_*.py"))
+    return [str(path) for path in files if not strategies.search(path.read_text(encoding="utf-8"))]
 
 
 def _run(session: nox.Session, python: str, *arguments: str, env: dict[str, str] | None = None) -> None:
