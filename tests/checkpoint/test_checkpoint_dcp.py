@@ -151,3 +151,26 @@ def test_options_without_meaning_are_refused(option, tmp_path):
     io, adapter = CheckpointFiles(DistCoordinator()), ReplicatedStateAdapter(nn.Linear(2, 2), None, DistCoordinator())
     with pytest.raises(ConfigError, match="has no meaning with `gather_dtensor=False`"):
         io.save_model(adapter, tmp_path / "m", gather_dtensor=False, **option)
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    import weakref
+
+    from booster_runtime.checkpoint.tools import dcp as ours
+
+    alive, most = weakref.WeakSet(), []
+    real = ours._ShardPlanner.resolve_data
+
+    def resolve(self, item):
+        most.append(len(alive))
+        data = real(self, item)
+        if isinstance(data, torch.Tensor):
+            alive.add(data)
+        return data
+
+    monkeypatch.setattr(ours._ShardPlanner, "resolve_data", resolve)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
+    adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
+    CheckpointFiles(DistCoordinator()).save_model(adapter, tmp_path / "m", gather_dtensor=False)
+    assert len(most) == 20
+    assert max(most) <= 1
