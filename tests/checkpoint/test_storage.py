@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from booster_core import hookimpl
-from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint.run.manifest import FileEntry, Manifest
 from booster_runtime.checkpoint.run.steps_remote import download, open_steps
-from booster_runtime.storage import FsspecStorage, storage_for
+from booster_runtime.storage import FsspecStorage, local_path, scheme_of, storage_for
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
 

@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.checkpoint.files.index import read_json
 from booster_runtime.checkpoint.files.layout import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
@@ -20,9 +19,10 @@ from booster_runtime.checkpoint.run.scheduler import scheduler_from_json, schedu
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_runtime.checkpoint.save.saver import Saver
 from booster_runtime.checkpoint.session import Session
+from booster_runtime.storage import local_path, scheme_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -137,6 +137,8 @@ class CheckpointFiles:
         low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002
         num_threads: int = 1,
         *,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        exclude: Sequence[str] = (),
         module: nn.Module | None = None,
     ) -> LoadReport:
         """Read a model from any of the forms that `save_model` and Hugging Face libraries write.
@@ -151,6 +153,8 @@ class CheckpointFiles:
             strict: As there.
             low_cpu_mem_mode: As there.
             num_threads: As there.
+            rename: As there.
+            exclude: As there.
             module: The user's own model; tells where transformers' files name tensors differently from its modules.
 
         Collective: every rank.
@@ -165,6 +169,8 @@ class CheckpointFiles:
                 in_memory=not low_cpu_mem_mode,
                 num_threads=num_threads,
                 bucket_bytes=self._bucket_bytes,
+                rename=rename,
+                exclude=exclude,
                 module=module,
             )
 
@@ -248,6 +254,14 @@ class CheckpointFiles:
             self.wait()
         finally:
             self._saver.buffers.release()
+
+    def location(self, checkpoint: str | Path) -> str | Path:
+        """Return a URL as it is, and any other path as a `Path`, ``file://`` taken off.
+
+        Collective: none.
+        """
+        checkpoint = local_path(checkpoint)
+        return checkpoint if scheme_of(checkpoint) else Path(checkpoint)
 
     def target(self, checkpoint: str | Path, name: str, *, use_async: bool = False) -> AbstractContextManager[Path]:
         """Give the local path to write to; what is there after the body is uploaded where a URL was passed.

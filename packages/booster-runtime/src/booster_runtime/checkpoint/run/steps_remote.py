@@ -14,14 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError
 from booster_core.ranks import this_host
 from booster_runtime.checkpoint.files.layout import TEMPORARY
-from booster_runtime.checkpoint.run.manifest import MANIFEST, verify_folder
-from booster_runtime.checkpoint.run.steps import LATEST, LocalSteps, Steps, folder_name, log_failed_removal, parse_name
+from booster_runtime.checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
+from booster_runtime.checkpoint.run.steps import LocalSteps, Steps, folder_name, log_failed_removal, parse_name
 from booster_runtime.checkpoint.save.writer import as_checkpoint_error
-from booster_runtime.storage import leaves_folder, storage_for
+from booster_runtime.storage import leaves_folder, local_path, scheme_of, storage_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -72,24 +71,29 @@ class RemoteSteps(Steps):
     def taken(self) -> list[str]:
         return sorted({path.partition("/")[0] for path in self._storage.list(self.root)})
 
-    def latest_name(self) -> str | None:
-        if LATEST not in self._storage.list(self.root):
+    def read_text(self, name: str) -> str | None:
+        if "" not in self._storage.list(f"{self.root}/{name}"):
             return None
         with tempfile.TemporaryDirectory(prefix="booster-") as folder:
-            self._storage.download(f"{self.root}/{LATEST}", Path(folder) / LATEST)
-            return (Path(folder) / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+            self._storage.download(f"{self.root}/{name}", Path(folder) / name)
+            return (Path(folder) / name).read_text(encoding="utf-8", errors="replace")
+
+    def write_text(self, name: str, text: str) -> None:
+        with tempfile.TemporaryDirectory(prefix="booster-") as folder:
+            path = Path(folder) / name
+            path.write_text(text, encoding="utf-8")
+            self._storage.upload(path, f"{self.root}/{name}")
+
+    def manifest(self, name: str) -> Manifest:
+        with tempfile.TemporaryDirectory(prefix="booster-") as folder:
+            self._storage.download(f"{self.root}/{name}/{MANIFEST}", Path(folder) / MANIFEST)
+            return Manifest.read(Path(folder))
 
     def place(self, temporary: Path, name: str) -> None:
         files = sorted(path for path in temporary.rglob("*") if path.is_file() and path.name != MANIFEST)
         for path in [*files, temporary / MANIFEST]:
             self._storage.upload(path, f"{self.root}/{name}/{path.relative_to(temporary).as_posix()}")
         shutil.rmtree(temporary)
-
-    def set_latest(self, name: str) -> None:
-        with tempfile.TemporaryDirectory(prefix="booster-") as folder:
-            path = Path(folder) / LATEST
-            path.write_text(f"{name}\n", encoding="utf-8")
-            self._storage.upload(path, f"{self.root}/{LATEST}")
 
     def remove(self, name: str) -> None:
         self._storage.remove(f"{self.root}/{name}/{MANIFEST}")  # without it, the rest is no step any more

@@ -1,7 +1,8 @@
 """Saving and loading a whole training state: everything that a run needs to go on as if it had never stopped.
 
 This file holds the order of things. A step is written into a temporary folder by all ranks, described by a manifest,
-renamed, and named by ``latest``, each after the one before is on disk (`booster_runtime.checkpoint.run.steps`). A load
+renamed, and named by ``latest``, each after the one before is on disk (`booster_runtime.checkpoint.run.steps`), as long
+as no later job saves there (`booster_runtime.checkpoint.run.lease`). A load
 checks the manifest before it changes anything, and random states come last, because loading may draw numbers.
 """
 
@@ -18,17 +19,21 @@ from booster_core.checkpoint_io import LoadedCheckpoint
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames, new_token
 from booster_runtime.checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, damaged, required
-from booster_runtime.checkpoint.run.steps import LATEST, NEWEST_WHOLE, arrange
+from booster_runtime.checkpoint.run.retention import Retention
+from booster_runtime.checkpoint.run.steps import LATEST, METRIC, NEWEST_WHOLE, arrange
 from booster_runtime.checkpoint.run.steps_remote import local_copy, open_steps
 from booster_runtime.checkpoint.run.training_part import BASE, TENSORS, VALUES, SavedTraining, TrainingPart
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
+from booster_runtime.state.jsonable import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from booster_core.checkpoint_io import TrainingState
+    from booster_core.checkpoint_io import LoadReport, TrainingState
     from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
     from booster_runtime.checkpoint.files.layout import WrittenFile
+    from booster_runtime.checkpoint.run.lease import Leases
+    from booster_runtime.checkpoint.run.steps import Steps
     from booster_runtime.checkpoint.save.parts import Part
     from booster_runtime.checkpoint.session import Session
 
@@ -43,10 +48,12 @@ def save_training_state(
     make_state: Callable[[], TrainingState],
     root: str | Path,
     *,
+    leases: Leases,
     facts: Mapping[str, Any],
     step: int,
     extra: Any,
-    keep_last: int | None,
+    keep: Mapping[str, int | None],
+    metric: float | None,
     use_async: bool,
     size_per_shard: int,
 ) -> None:
@@ -57,10 +64,12 @@ def save_training_state(
         session: The ranks.
         make_state: Returns the state; may raise what the user got wrong.
         root: The folder of all steps.
+        leases: The roots that this engine may save into.
         facts: What the manifest says of the run.
         step: The step.
         extra: The user's own values.
-        keep_last: How many steps to keep.
+        keep: The arguments of `Retention`.
+        metric: How good the step is.
         use_async: Write in the background.
         size_per_shard: Largest size of a file of tensors in MiB.
 
@@ -70,15 +79,19 @@ def save_training_state(
     io.wait(_SAVE)
     where = Path(root)
     with session.together(_SAVE, where):
-        _check_numbers(step, keep_last, size_per_shard)
+        _check_numbers(step, metric, size_per_shard)
+        retention = Retention(**keep)
         steps = open_steps(root)
         state = make_state()
         training = TrainingPart(state.objects, rank=coordinator.rank, step=step, extra=extra)
     has_ema = state.ema is not None
-    asked = {"step": step, "keep_last": keep_last, "use_async": use_async, "root": str(root), "ema": has_ema}
+    stated = {} if metric is None else {METRIC: encode_json(float(metric), METRIC)}
+    asked = {"step": step, **keep, **stated, "use_async": use_async, "root": str(root), "ema": has_ema}
     _check_alike(coordinator.all_gather_object(asked))
     with session.together(_SAVE, where):
         if coordinator.rank == 0:
+            if steps.taken():
+                leases.hold(steps)
             steps.prepare()
     temporary = Path(coordinator.broadcast_object(str(steps.temporary(step, new_token()))))
     max_bytes = size_per_shard << 20
@@ -96,7 +109,7 @@ def save_training_state(
     if state.ema is not None:
         parts.append(ModelPart(state.ema, _EMA_NAMES, max_bytes=max_bytes))
     parts.append(training)
-    stated = {**facts, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    stated = {**facts, **stated, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
     def commit(written: list[WrittenFile]) -> None:
         try:
@@ -106,7 +119,7 @@ def save_training_state(
                 for file in written
             }
             Manifest(step=step, files=files, facts=stated).write(temporary)
-            steps.commit(temporary, step, keep_last)
+            steps.commit(temporary, step, retention, lambda: leases.hold(steps))
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -120,7 +133,9 @@ def load_training_state(
     make_state: Callable[[], TrainingState],
     root: str | Path,
     *,
-    step: int | str,
+    leases: Leases,
+    step: int | str | None,
+    resume: bool,
     strict: bool,
     verify: bool,
     num_threads: int,
@@ -132,8 +147,10 @@ def load_training_state(
         session: The ranks.
         make_state: Returns the state that is written into.
         root: The folder of all steps.
+        leases: The roots that this engine may save into.
         step: The step, ``"latest"`` or ``"newest-whole"``.
-        strict: As for `CheckpointFiles.load_model`.
+        resume: This run goes on saving there; where there is nothing, step 0 is returned.
+        strict: As for `CheckpointFiles.load_model`; ``False`` also leaves out registered objects that don't fit.
         verify: Compare each file's checksum first.
         num_threads: As for `CheckpointFiles.load_model`.
 
@@ -142,13 +159,17 @@ def load_training_state(
     coordinator = session.coordinator
     io.wait(_LOAD)
     where, names = Path(root), list[str]()
+    if step is None:
+        step = NEWEST_WHOLE if resume else LATEST
     with session.together(_LOAD, where, for_long=True):
         _check_step(step, is_load=True)
         state = make_state()
         steps = open_steps(root)
         if coordinator.rank == 0:
-            names = steps.candidates() if step == NEWEST_WHOLE else [steps.find(step)]
+            names = _names_to_try(steps, step, leases if resume else None)
     names = coordinator.broadcast_object(names)
+    if not names:
+        return LoadedCheckpoint()
     wanted = [MODEL, VALUES, TENSORS]
     wanted += [OPTIMIZER] if state.optimizer is not None else []
     wanted += [EMA] if state.ema is not None else []
@@ -163,22 +184,30 @@ def load_training_state(
                 if coordinator.rank == 0:
                     _log.warning("%s Trying '%s' instead.", problem, next_name)
                 continue
-            with session.together(_LOAD, where):
-                saved = SavedTraining(folder)
-                saved.check(state.objects)
-            report = io.load_model(state.model, folder / MODEL, strict, num_threads=num_threads)
-            if state.optimizer is not None:
-                io.load_optimizer(state.optimizer, folder / OPTIMIZER, num_threads=num_threads)
-            if state.ema is not None:
-                io.load_model(state.ema, folder / EMA, strict, num_threads=num_threads)
-            with session.together(_LOAD, where):
-                saved.restore_objects(state.objects)
-                extra = saved.extra()
-                saved.restore_random_state(state.objects.device, coordinator.rank)
+            report, extra = _read_step(io, session, state, folder, strict=strict, num_threads=num_threads)
         path = f"{steps.root.rstrip('/')}/{name}"
         return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
     msg = "a load tries one step at least"
     raise AssertionError(msg)
+
+
+def _read_step(
+    io: CheckpointFiles, session: Session, state: TrainingState, folder: Path, *, strict: bool, num_threads: int
+) -> tuple[LoadReport, Any]:
+    """Read a step that is whole into a state; return what was loaded of the model, and the user's own values."""
+    with session.together(_LOAD, folder):
+        saved = SavedTraining(folder)
+        saved.check(state.objects, session.world_size, strict=strict)
+    report = io.load_model(state.model, folder / MODEL, strict, num_threads=num_threads, module=state.module)
+    if state.optimizer is not None:
+        io.load_optimizer(state.optimizer, folder / OPTIMIZER, num_threads=num_threads)
+    if state.ema is not None:
+        io.load_model(state.ema, folder / EMA, strict, num_threads=num_threads)
+    with session.together(_LOAD, folder):
+        saved.restore_objects(state.objects, session.rank)
+        extra = saved.extra()
+        saved.restore_random_state(state.objects.device, session.rank)
+    return report, extra
 
 
 def has_training_state(session: Session, root: str | Path) -> bool:
@@ -192,6 +221,24 @@ def has_training_state(session: Session, root: str | Path) -> bool:
             steps = open_steps(root)
             found = steps.latest_name() is not None or bool(steps.names())
     return bool(session.coordinator.broadcast_object(found))
+
+
+def _names_to_try(steps: Steps, step: int | str, leases: Leases | None) -> list[str]:
+    """Return the folders of steps to load from, the first that is whole; on rank 0.
+
+    Args:
+        steps: The steps of the root.
+        step: What was asked for.
+        leases: Where the run goes on saving there: takes the lease, so that an earlier job no longer removes steps.
+    """
+    if leases is not None:
+        if not steps.names() and steps.latest_name() is None:
+            return []
+        try:
+            leases.take(steps)
+        except OSError as error:
+            _log.warning("'%s' can be loaded from, but not saved into: %s.", steps.root, error)
+    return steps.candidates() if step == NEWEST_WHOLE else [steps.find(step)]
 
 
 def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: bool) -> tuple[Manifest, str | None]:
@@ -239,11 +286,14 @@ def _home(name: str) -> str:
     return "" if name.startswith(f"{BASE}.") else MODEL
 
 
-def _check_numbers(step: int, keep_last: int | None, size_per_shard: int) -> None:
+def _check_numbers(step: int, metric: float | None, size_per_shard: int) -> None:
     _check_step(step, is_load=False)
-    if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
-        msg = f"`keep_last={keep_last!r}` is not a number of steps. Use 1 or more, or None to keep all."
-        raise ConfigError(msg)
+    if metric is not None:
+        try:
+            float(metric)
+        except (TypeError, ValueError, RuntimeError) as error:
+            msg = f"`metric={metric!r}` is not a number, nor a tensor with one element."
+            raise ConfigError(msg) from error
     if size_per_shard < 1:
         msg = f"`size_per_shard={size_per_shard}` is not a size in MiB. The default is 1024."
         raise ConfigError(msg)
