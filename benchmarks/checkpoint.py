@@ -7,14 +7,18 @@ round. The comparisons:
 - save: each rank writes an equal part of the same bytes into one file, with the same sync, from one buffer;
 - load: each rank reads the same bytes from the same files into allocated memory;
 - DCP: ``torch.distributed.checkpoint`` saves and loads the same model and optimizer state;
-- async: a copy of the bytes that the rank writes, into allocated memory.
+- async: a copy of the bytes that the rank writes, into allocated memory;
+- training states: `save_checkpoint` and `load_checkpoint`, with checksums, against DCP.
 
-Files are read from the page cache on both sides.
+Files are read from the page cache on both sides, except where it says "cold": the page cache is emptied of them before
+each load, and ``mincore`` confirms it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import mmap
 import os
 import shutil
 import statistics
@@ -30,6 +34,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from booster_core import Booster
 from booster_core.ranks import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles, ModelPart, OptimizerPart
 from booster_runtime.checkpoint.files.layout import MODEL, OPTIMIZER, FileNames
@@ -111,6 +116,34 @@ def report(text: str, numerator: list[float], denominator: list[float], bar: str
         print(f"{text:52s} {statistics.median(ratios):6.2f}  ({spread}; bar {bar})", flush=True)
 
 
+def drop_from_page_cache(path: Path) -> None:
+    """Write a file out and forget its pages.
+
+    Raises:
+        RuntimeError: If some stay in memory: a load would not be a cold one.
+    """
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        size = os.fstat(descriptor).st_size
+        if not size:
+            return
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        with mmap.mmap(descriptor, size) as mapping:
+            pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+            start = ctypes.c_char.from_buffer(mapping)
+            try:
+                ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), pages)
+            finally:
+                del start
+            resident = sum(page & 1 for page in pages)
+            if resident * 20 > len(pages):
+                msg = f"{resident} of {len(pages)} pages of '{path}' are still in memory."
+                raise RuntimeError(msg)
+    finally:
+        os.close(descriptor)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -120,6 +153,7 @@ def main() -> None:
         "--folder", type=Path, default=None, help="on the disk to measure; a temporary folder by default"
     )
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", choices=["parts", "states"], default=None, help="leave out the other comparisons")
     options = parser.parse_args()
     run_on_ranks(
         on_rank,
@@ -127,19 +161,24 @@ def main() -> None:
         options.size,
         options.rounds,
         options.folder,
+        options.only,
         timeout_seconds=3600,
         group_timeout_seconds=600,
     )
 
 
-def on_rank(size: str, rounds: int, folder: Path | None) -> None:
+def on_rank(size: str, rounds: int, folder: Path | None, only: str | None) -> None:
     """Run the comparisons on this rank."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
     coordinator = DistCoordinator()
     place = coordinator.broadcast_object(folder or Path(tempfile.mkdtemp(prefix="booster-bench-")))
     try:
-        Bench(size, rounds, place, coordinator).run()
+        bench = Bench(size, rounds, place, coordinator)
+        if only != "states":
+            bench.run()
+        if only != "parts":
+            bench.run_states()
     finally:
         dist.barrier()
         if coordinator.rank == 0 and folder is None:
@@ -254,6 +293,38 @@ class Bench:
         blocked, copied = in_turns([self.save_in_background, copy], self.rounds, self.io.wait)
         report("time blocked by a save in the background / of a copy", blocked, copied, "<= 1.2")
         self.io.close()
+
+    def drop(self) -> None:
+        """Empty the page cache of all files."""
+        dist.barrier()
+        if self.rank == 0:
+            for path in self.folder.rglob("*"):
+                if path.is_file():
+                    drop_from_page_cache(path)
+        dist.barrier()
+
+    def run_states(self) -> None:
+        """Run the comparisons of whole training states."""
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        booster = Booster("cpu", None, "ddp")
+        model, optimizer, *_ = booster.boost(self.model, self.optimizer)
+        root = self.folder / "states"
+
+        def save() -> None:
+            booster.save_checkpoint(root, step=1, model=model, optimizer=optimizer)
+
+        def load() -> None:
+            booster.load_checkpoint(root, model=model, optimizer=optimizer)
+
+        ours, theirs = in_turns([save, self.save_dcp], self.rounds, self.clean)
+        report("time of save_checkpoint / of DCP", ours, theirs, "<= 0.7")
+        self.clean()
+        save()
+        self.save_dcp()
+        ours, theirs = in_turns([load, self.load_dcp], self.rounds)
+        report("time of load_checkpoint, warm / of DCP", ours, theirs, "<= 0.5")
+        ours, theirs = in_turns([load, self.load_dcp], self.rounds, self.drop)
+        report("time of load_checkpoint, cold / of DCP", ours, theirs, "<= 0.9")
 
 
 if __name__ == "__main__":

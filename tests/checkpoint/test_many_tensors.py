@@ -1,18 +1,34 @@
-"""The work of saves and loads grows with the number of tensors, not with its square."""
+"""Work, messages and open files of saves and loads with many tensors, many ranks and many files."""
 
 import cProfile
+import pickle
 import pstats
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
+from booster_core import Booster
+from booster_core.plugin import discovery
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.state import TensorShard
 from booster_core.state.adapter import ParamGroup, TensorMeta
 from booster_runtime.checkpoint import CheckpointFiles
+from booster_runtime.checkpoint.files.layout import MODEL, FileNames
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
 from booster_runtime.checkpoint.load.optimizer_check import check_same_parameters, states_by_parameter
+from booster_runtime.checkpoint.save import saver
+from booster_runtime.checkpoint.save.parts import ModelPart
+from booster_runtime.checkpoint.save.saver import Saver
+from booster_runtime.checkpoint.save.specs import local_specs
+from booster_runtime.checkpoint.save.view import ModelView
+from booster_runtime.checkpoint.session import Session, places_in_message
 from booster_runtime.state.replicated import ReplicatedStateAdapter
+from booster_testing import run_on_ranks
 
 
 class CountedName(str):
@@ -68,3 +84,176 @@ def test_calls_grow_with_the_number_of_parameters(tmp_path):
     few, many = calls(150, tmp_path), calls(1200, tmp_path)
     ratios = {action: many[action] / few[action] for action in ACTIONS}
     assert all(4 < ratio < 9 for ratio in ratios.values()), ratios
+
+
+OFFLOADING = {
+    "zero": {"stage": 1, "offload": "disk"},
+    "gemini": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0},
+}
+
+
+class Sum(nn.Module):
+    """A model of many small parameters."""
+
+    def __init__(self, num_params):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(num_params)])
+
+    def forward(self, x):
+        return sum((weight * x).sum() for weight in self.weights)
+
+
+def calls_while_offloading(plugin, folder):
+    counted = {}
+    for num_params in (20, 100, 800):  # the first one imports
+        model = Sum(num_params)
+        booster = Booster(plugin=discovery.load(plugin)(**OFFLOADING[plugin], offload_dir=folder))
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+        booster.backward(boosted(torch.ones(())), optimizer)
+        optimizer.step()
+        booster.save_optimizer(optimizer, f"{folder}/{num_params}", shard=True)
+        profile = cProfile.Profile()
+        profile.runcall(booster.load_optimizer, optimizer, f"{folder}/{num_params}")
+        counted[num_params] = pstats.Stats(profile).total_calls
+    return counted[800] / counted[100]
+
+
+@pytest.mark.parametrize("plugin", OFFLOADING)
+def test_calls_grow_with_the_number_of_parameters_that_are_offloaded(plugin, tmp_path):
+    (ratio,) = run_on_ranks(calls_while_offloading, 1, plugin, str(tmp_path))
+    assert 4 < ratio < 9
+
+
+# ---- many ranks
+
+
+NUM_RANKS, NUM_TENSORS = 1024, 20_000
+
+
+class AlikeAdapter(ModelView):
+    """An adapter of 20,000 tensors of which each of 1,024 ranks has the same share."""
+
+    def __init__(self, rank):
+        super().__init__(self)
+        self._rank = rank
+        self._data = torch.empty(1, 4)
+
+    def model_shards(self):
+        box = ((self._rank, self._rank + 1), (0, 4))
+        for index in range(NUM_TENSORS):
+            yield TensorShard(
+                name=f"model.layers.{index // 200}.mlp.experts.{index % 200}.down_proj.weight",
+                global_shape=(NUM_RANKS, 4),
+                dtype=torch.float32,
+                box=box,
+                data=self._data,
+            )
+
+
+class OneOfMany:
+    """A coordinator of the last of many ranks that all say what it says, and counts what they would receive."""
+
+    rank, world_size = NUM_RANKS - 1, NUM_RANKS
+
+    def __init__(self):
+        self.received = 0
+
+    def all_gather_object(self, value, **_):
+        self.received += NUM_RANKS * len(pickle.dumps(value))
+        return [value] * NUM_RANKS
+
+
+class SessionOfMany(Session):
+    """A session of such ranks, each of which owns as much of every tensor."""
+
+    def _add_up(self, values, group):
+        self.coordinator.received += values.numel() * values.element_size()
+        values *= NUM_RANKS
+
+
+def planned_on_one_of_many(folder):
+    coordinator = OneOfMany()
+    session = SessionOfMany(coordinator, timeout_seconds=None)
+    part = ModelPart(AlikeAdapter(coordinator.rank), FileNames(base=MODEL), max_bytes=1 << 30)
+    own = local_specs(part)  # the adapter's own work is not counted
+    start = time.process_time()
+    save = saver._Save(
+        name="save",
+        folder=folder,
+        parts=[part],
+        texts={},
+        want_checksums=False,
+        commit=None,
+        facts=lambda: [(part.local_facts(), *own)],
+        fragments=list,
+        keeps_values=True,
+        is_shown=False,
+    )
+    plan = Saver(session, 1 << 20, shared_filesystem=None)._plan(save, [])
+    return plan, coordinator.received, time.process_time() - start
+
+
+def test_planning_a_save_of_many_tensors_on_many_ranks_takes_little(tmp_path):
+    plan, received, seconds = planned_on_one_of_many(tmp_path)
+    assert sum(len(file.specs) for file in plan.files) == NUM_TENSORS
+    assert received < 2 << 20, "50 MB at most; digests of 1,024 ranks, and a number for each tensor"
+    assert seconds < 2
+
+
+def shared_out(keys):
+    """Return what each rank keeps of the values that travel, as `gather_each` shares them out."""
+    return places_in_message([[(bytes([key]), 10) for key in rank_keys] for rank_keys in keys])
+
+
+def test_values_that_all_ranks_have_do_not_travel_and_others_travel_once():
+    assert shared_out([[1, 2], [1, 2], [1, 2]]) == {}
+    assert shared_out([[1, 2], [1, 3], [1, 3]]) == {(b"\2", 10): (0, 0), (b"\3", 10): (1, 10)}
+    assert shared_out([[4, 4], [4, 5]]) == {(b"\5", 10): (1, 0)}
+
+
+def gathered_entries():
+    rank = DistCoordinator().rank
+    session = Session(DistCoordinator(), timeout_seconds=None)
+    entries = session.gather_each("test", Path(), lambda: [("alike", 1), f"of rank {rank}", ["two" if rank else "one"]])
+    assert entries == [[("alike", 1), f"of rank {each}", ["two" if each else "one"]] for each in range(3)]
+    assert session.total_over_ranks([rank, 1, 2**40]) == [3, 3, 3 * 2**40]
+    assert session.gather("test", Path(), lambda: rank) == [0, 1, 2]
+    return entries[1][2] is entries[2][2], entries[0][0] is entries[2][0]
+
+
+def test_ranks_learn_what_each_of_them_says():
+    assert run_on_ranks(gathered_entries, 3) == [(True, True)] * 3
+
+
+# ---- many files
+
+
+def test_few_files_are_open_however_many_a_checkpoint_has(tmp_path):
+    script = """
+import os, resource, sys
+import torch
+from pathlib import Path
+from torch import nn
+from booster_core.ranks import DistCoordinator
+from booster_runtime.checkpoint import CheckpointFiles
+from booster_runtime.checkpoint.files.layout import MODEL, FileNames
+from booster_runtime.checkpoint.save.parts import ModelPart
+from booster_runtime.checkpoint.load.source import open_source
+from booster_runtime.state.replicated import ReplicatedStateAdapter
+
+io = CheckpointFiles(DistCoordinator())
+model = nn.ParameterList([nn.Parameter(torch.full((64,), float(index))) for index in range(500)])
+adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
+used = len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 48, used + 48))
+io.write_folder("save", Path(sys.argv[1]), [ModelPart(adapter, FileNames(base=MODEL), max_bytes=256)])
+files = list(Path(sys.argv[1]).glob("*.safetensors"))
+assert len(files) == 500, len(files)
+with torch.no_grad():
+    for parameter in model:
+        parameter.zero_()
+io.load_model(adapter, sys.argv[1])
+assert all(bool((parameter == index).all()) for index, parameter in enumerate(model))
+assert len(os.listdir("/proc/self/fd")) <= used + 1
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)

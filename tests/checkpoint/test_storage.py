@@ -12,6 +12,7 @@ from booster_core import hookimpl
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_runtime.checkpoint.files.checksums import Block
 from booster_runtime.checkpoint.run.manifest import FileEntry, Manifest
 from booster_runtime.checkpoint.run.steps_remote import download, open_steps
 from booster_runtime.storage import FsspecStorage, local_path, scheme_of, storage_for
@@ -330,7 +331,7 @@ def test_url_with_parent_folders_is_an_error_on_every_rank(root):
 
 @pytest.mark.parametrize("name", ["../other.json", "/etc/hostname", "model/../../x", ""])
 def test_manifest_that_names_a_file_outside_of_its_folder(name, tmp_path):
-    entry = FileEntry(nbytes=1, checksum="0")
+    entry = FileEntry(nbytes=1, blocks=(Block(1, "0"),))
     Manifest(step=1, files={name: entry, "a": entry}).write(tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(f"names the file '{name}', which is not in its folder")):
         Manifest.read(tmp_path)

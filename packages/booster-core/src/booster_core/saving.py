@@ -30,18 +30,14 @@ if TYPE_CHECKING:
 
 
 class Saving(ABC):
-    """Saves and loads what `Booster.boost` returned, and plain models and schedulers.
-
-    Calls that some ranks do not make raise `MissingRanksError` on the others.
-    """
+    """Saves and loads, on all ranks together: a call that some ranks do not make raises `MissingRanksError`."""
 
     plugin: Plugin
 
     def __init__(self) -> None:
         # The optimizer of each boosted model.
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
-        # What is saved with every training state, by name, and whether ranks differ.
-        self._registered: dict[str, tuple[Any, bool]] = {}
+        self._registered: dict[str, tuple[Any, bool]] = {}  # by name; whether ranks differ
         self._io: CheckpointIO | None = None
         self._context: BoostContext | None = None
 
@@ -242,10 +238,7 @@ class Saving(ABC):
             self.checkpoint_io.load_optimizer(adapter, checkpoint, low_cpu_mem_mode, num_threads)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
-        """Write a learning rate scheduler's state as JSON.
-
-        Raises:
-            CheckpointError: If the state has no JSON form, or the file can't be written.
+        """Write a scheduler's state as JSON; a `CheckpointError` is raised where that is not possible.
 
         Collective: every rank of the world.
         """
@@ -343,9 +336,9 @@ class Saving(ABC):
     ) -> LoadedCheckpoint:
         """Read what `save_checkpoint` wrote, under any plugin and with any number of ranks.
 
-        The step is checked against its manifest before anything is changed. Random states come back rank by rank; with
-        another number of ranks, rank ``r`` takes those of rank ``r % saved``. A data loader goes on at the sample after
-        the last one that was handed out, whatever the number of ranks.
+        Sizes, headers and small files are compared with the manifest before anything is changed, tensors while they are
+        read: an error about a damaged tensor says that values have changed. Random states come back rank by rank; rank
+        ``r`` of another number takes those of rank ``r % saved``. A data loader goes on at the sample after the last.
 
         Args:
             root: The folder of all steps, or a URL.
@@ -359,8 +352,8 @@ class Saving(ABC):
             resume: Go on with a run that restarts by itself: take over saving into ``root`` from an earlier one, and
                 return step 0 where there is no checkpoint yet.
             strict: As for `load_model`.
-            verify: Compare the checksum of each file that is read, once among the ranks that share a disk. It costs
-                one more read, at the speed of memory where the files fit there. Sizes are compared in any case.
+            verify: Compare checksums of what is read, while it is read. Of a block that several ranks read parts of,
+                one reads the whole. Sizes are compared in any case; `booster verify` reads all of a step.
             num_threads: As for `load_model`.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Access the FSDP units of a model; only this module uses torch's private FSDP attributes.
+"""Access the FSDP units of a model; only this module and `forward_writes` use torch's private FSDP attributes.
 
 torch reduces the gradients of those parameters that have one on this rank, so ranks that used different parameters
 would reduce different buffers. Before each reduction, missing gradients are therefore set to zero, and used parameters
@@ -8,17 +8,16 @@ are recorded, so that a parameter that no rank used ends without a gradient, as 
 from __future__ import annotations
 
 import functools
-import sys
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd import Variable
 
-from booster_core.errors import ConfigError
+from booster_fsdp.forward_writes import ForwardWrites
 from booster_fsdp.outputs import refuse_stale_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
@@ -45,9 +44,10 @@ class Units:
         self._seen_versions = 0
         self._settle: Callable[[], None] | None = None
         self._task = -1
-        self._parametrized = _parametrized_in_forward(cast("Sequence[nn.Module]", self.modules))
+        self._writes = ForwardWrites(cast("Sequence[nn.Module]", self.modules))
         for group in self._groups():
             group.post_backward = functools.partial(self._post_backward, group, group.post_backward)
+            group.pre_forward = functools.partial(self._pre_forward, group, group.pre_forward)
             group.post_forward = functools.partial(self._post_forward, group, group.post_forward)
         root = self.modules[0]
         if not any(True for _ in _groups_of(root)):
@@ -145,8 +145,13 @@ class Units:
         for module in self.modules:
             yield from _groups_of(module)
 
+    def _pre_forward(self, group: Any, run: Any, *args: Any) -> Any:
+        given = run(*args)
+        self._writes.take(group)
+        return given
+
     def _post_forward(self, group: Any, run: Any, *args: Any) -> Any:
-        _check_unwritten(group, self._parametrized)
+        self._writes.check(group)
         output = run(*args)
         refuse_stale_backward(output, lambda: (self._num_updates, _version_of(group)))
         return output
@@ -214,42 +219,6 @@ def _groups_of(module: FSDPModule) -> Iterator[Any]:
 def _version_of(group: Any) -> int:
     """Return a number that changes with a unit's shards, except by our optimizer, which updates views of their rows."""
     return sum(inner.sharded_param._version for inner in group.fsdp_params)  # noqa: SLF001 - as autograd notices it
-
-
-def _parametrized_in_forward(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of modules whose parameters peft parametrizes while forward runs (its ``target_parameters``).
-
-    torch sets such a parameter to its own memory, which counts as a write.
-    """
-    if "peft" not in sys.modules:
-        return set()
-    from peft.tuners.lora.layer import ParamWrapper
-
-    inside = (module for unit in modules for module in unit.modules())
-    return {id(module.get_base_layer()) for module in inside if isinstance(module, ParamWrapper)}
-
-
-def _check_unwritten(group: Any, excepted: Container[int]) -> None:
-    """Check that forward has not written to gathered parameters: the values are dropped with them.
-
-    Args:
-        group: A unit's parameters.
-        excepted: Ids of modules whose parameters may be written to.
-
-    Raises:
-        ConfigError: If it has; torch's gathers leave the version counters at zero.
-    """
-    for inner in group.fsdp_params:
-        whole = getattr(inner, "_unsharded_param", None)
-        if whole is None or whole.is_inference() or id(inner._module_info.module) in excepted:  # noqa: SLF001
-            continue
-        if whole._version:  # noqa: SLF001 - as autograd notices it
-            msg = (
-                f"Parameter '{inner._param_fqn}' was changed in place during forward. FSDP drops that change, because "  # noqa: SLF001
-                "it keeps only shards. Change parameters after `optimizer.step()`, or keep the module whole by "
-                "`ignored_modules`."
-            )
-            raise ConfigError(msg)
 
 
 def _call_after_backward(function: Any) -> None:

@@ -45,8 +45,9 @@ class GeminiConfig(ShardingOptions):
             those in which the data chooses what is used, such as the experts of a mixture. A list of modules counts
             as a part of the module that runs it. Takes memory for all parameters of such a module at once.
         debug: Look for parameters that are changed by hand, whose new values would be lost, and raise at the next
-            forward, backward or step, naming them. Takes the time to read all parameters whenever they are gathered
-            and released.
+            forward, backward or step, naming them. The first forwards, backward passes and steps look at some values
+            of each parameter anyway; this looks at all of them, always, which takes the time to read them whenever
+            they are gathered and released.
 
     Raises:
         ConfigError: If a value is out of range.

@@ -54,9 +54,9 @@ class GeminiStateAdapter(ZeroStateAdapter):
     def parameter_as_master(self, index: int) -> Iterator[TensorShard]:
         chunk = self._manager.chunk_of(index)
         with chunk.in_use(Role.PARAM, changes=True):
-            for piece in chunk.pieces:
-                if piece.index == index:
-                    yield self.shard_of(piece, MASTER, piece.values, is_owner=False)
+            piece = chunk.piece_of.get(index)
+            if piece is not None:
+                yield self.shard_of(piece, MASTER, piece.values, is_owner=False)
 
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
         chunks = self._manager.layout.buckets

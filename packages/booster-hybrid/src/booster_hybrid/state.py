@@ -53,6 +53,10 @@ class HybridStateAdapter(StateAdapter):
     def model_shards(self) -> Iterator[TensorShard]:
         return self._moved(self._inner.model_shards())
 
+    def model_targets(self, stored: Mapping[str, TensorMeta]) -> Iterator[TensorShard]:
+        local = {name: self._local_meta(name, meta) for name, meta in stored.items()}
+        return self._moved(self._inner.model_targets(local))
+
     def optimizer_shards(self) -> Iterator[TensorShard]:
         return self._moved(self._inner.optimizer_shards())
 

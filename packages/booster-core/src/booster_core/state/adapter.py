@@ -75,6 +75,11 @@ class StateAdapter(ABC):
         Collective: none.
         """
 
+    def model_targets(self, stored: Mapping[str, TensorMeta]) -> Iterator[TensorShard]:
+        """Yield what a load of ``stored`` writes: `model_shards`, and masters of which they would be a rounded copy."""
+        del stored
+        return self.model_shards()
+
     @abstractmethod
     def tied_names(self) -> Mapping[str, str]:
         """Return, for each further name of a tied tensor, the first name, under which its shard is listed."""

@@ -43,7 +43,7 @@ class ChunkManager:
         shard_param_frac: Fraction of the parameters whose chunks are released after use.
         home: Keeps the chunks' blocks.
         lazy: Numbers of parameters that have no values yet.
-        debug: Look for parameters that are changed by hand.
+        debug: Look for parameters that are changed by hand at all times, not only in the first phases.
 
     Attributes:
         parameters: By number.
@@ -79,7 +79,7 @@ class ChunkManager:
             self.parameters[index] = parameter
             self.names[index] = named.name_of[id(parameter)]
             self.index_of[id(parameter)] = index
-        self._watch = ChangeWatch(self.names) if debug else None
+        self._watch = ChangeWatch(self.names, is_thorough=debug)
         self.first_uses: dict[int, None] | None = {}
         self._max_prefetch = max_prefetch
         self._has_looked_ahead = False
@@ -129,7 +129,7 @@ class ChunkManager:
         """Begin a phase: a forward or a backward.
 
         Raises:
-            ConfigError: In debugging, if a parameter was changed by hand.
+            ConfigError: If a parameter was changed by hand.
 
         Collective: every rank of the shard group.
         """
@@ -297,12 +297,13 @@ class ChunkManager:
         Raises:
             ConfigError: If there are any.
 
-        Collective: the shard group, in debugging; else none.
+        Collective: the shard group, in debugging and in the first phases; else none.
         """
-        if self._watch is None:
+        if not self._watch.phases_left:
             return
         for chunk in self.layout.buckets:
             self._watch.look(chunk)
+        self._watch.end_phase()
         found, self._watch.found = self._watch.found, {}
         every = collectives.all_gather_object(found, self.ranks.shard_group)
         told = [
@@ -355,12 +356,12 @@ class ChunkManager:
         self.end()
 
     def begin_step(self, buckets: Sequence[Bucket], names: Mapping[int, str]) -> None:
-        """Raise for parameters that were changed by hand, in debugging.
+        """Raise for parameters that were changed by hand.
 
         Raises:
             ConfigError: If there are any.
 
-        Collective: the shard group, in debugging; else none.
+        Collective: the shard group, in debugging and in the first phases; else none.
         """
         del buckets, names
         self.check_changes()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from booster_core.checkpoint_io import LoadReport
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter
+    from booster_runtime.checkpoint.files.checksums import CheckedReads
 
 _MIB = 1 << 20
 _MIN_BUCKET_BYTES = 1024
@@ -140,6 +141,7 @@ class CheckpointFiles:
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
         exclude: Sequence[str] = (),
         module: nn.Module | None = None,
+        checks: Callable[[Path], CheckedReads | None] = lambda _: None,
     ) -> LoadReport:
         """Read a model from any of the forms that `save_model` and Hugging Face libraries write.
 
@@ -156,6 +158,7 @@ class CheckpointFiles:
             rename: As there.
             exclude: As there.
             module: The user's own model; tells where transformers' files name tensors differently from its modules.
+            checks: Returns what verifies a file while it is read, by its path; a training state knows its checksums.
 
         Collective: every rank.
         """
@@ -172,6 +175,7 @@ class CheckpointFiles:
                 rename=rename,
                 exclude=exclude,
                 module=module,
+                checks=checks,
             )
 
     def load_optimizer(
@@ -180,6 +184,8 @@ class CheckpointFiles:
         checkpoint: str | Path,
         low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
         num_threads: int = 1,
+        *,
+        checks: Callable[[Path], CheckedReads | None] = lambda _: None,
     ) -> None:
         """Read an optimizer's state and parameter groups; the groups' options become those of the checkpoint.
 
@@ -194,6 +200,7 @@ class CheckpointFiles:
                 in_memory=not low_cpu_mem_mode,
                 num_threads=num_threads,
                 bucket_bytes=self._bucket_bytes,
+                checks=checks,
             )
 
     def save_lr_scheduler(self, scheduler: LRScheduler, checkpoint: str | Path) -> None:

@@ -1,18 +1,27 @@
-"""What saving and loading share: who takes part, how ranks agree, whether they see one folder, and a progress bar."""
+"""What saving and loading share: who takes part, how ranks agree, whether they see one folder, and a progress bar.
+
+What ranks tell each other is mostly the same on all of them. So they compare digests first; what is equal everywhere
+does not travel, and what some ranks have alike travels once.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
 
 from booster_core.ranks import this_host
 from booster_runtime.checkpoint.save.writer import as_checkpoint_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -21,10 +30,47 @@ if TYPE_CHECKING:
 
     from booster_core.ranks import DistCoordinator, Host
 
+_T = TypeVar("_T")
 _LINGER_SECONDS = 10.0
 _WRITE_TIMEOUT_SECONDS = 24 * 3600.0
 """How long ranks wait for each other's disks. That all take part is known by then; a rank that dies ends the run."""
 _PATIENCE_SECONDS = 1.0
+
+
+_Key = tuple[bytes, int]
+"""A digest of a pickled value, and its size in bytes."""
+
+
+def _key_of(content: bytes) -> _Key:
+    return hashlib.blake2b(content, digest_size=16).digest(), len(content)
+
+
+def places_in_message(keys: Sequence[Sequence[_Key]]) -> dict[_Key, tuple[int, int]]:
+    """Return, for each value that not all ranks have, the rank that sends it and where it begins in what all receive.
+
+    Args:
+        keys: The keys of every rank's values.
+
+    Collective: none; the same on every rank.
+    """
+    holders: dict[_Key, int] = {}
+    first: dict[_Key, int] = {}
+    for rank, rank_keys in enumerate(keys):
+        for key in set(rank_keys):
+            holders[key] = holders.get(key, 0) + 1
+        for key in rank_keys:
+            first.setdefault(key, rank)
+    places, used = {}, 0
+    for key, rank in first.items():
+        if holders[key] < len(keys):
+            places[key] = rank, used
+            used += key[1]
+    return places
+
+
+def distinct(values: Iterable[_T]) -> list[_T]:
+    """Return values without repetitions of the same object, in their order."""
+    return list({id(value): value for value in values}.values())
 
 
 class Session:
@@ -79,27 +125,74 @@ class Session:
         self.coordinator.raise_together(error, name=name, timeout_seconds=limit)
 
     def gather(self, name: str, path: Path, work: Callable[[], Any], group: ProcessGroup | None = None) -> list[Any]:
-        """Return what ``work`` returned on every rank, in rank order; raise on every rank what it raised on any.
+        """Return what ``work`` returned on every rank, in rank order; see `gather_each`.
+
+        Collective: every rank.
+        """
+        return [entries[0] for entries in self.gather_each(name, path, lambda: [work()], group)]
+
+    def gather_each(
+        self, name: str, path: Path, work: Callable[[], Sequence[Any]], group: ProcessGroup | None = None
+    ) -> list[list[Any]]:
+        """Return the entries that ``work`` returned on every rank, in rank order; raise what it raised on any rank.
+
+        Entries that are equal to the byte when they are pickled are the same object in the result.
 
         Args:
             name: What the user called.
             path: What it works on.
-            work: Contains no collectives.
+            work: Contains no collectives. Returns as many entries on every rank.
             group: The group to communicate in; the default group when ``None``.
 
         Collective: every rank.
         """
-        error, value = None, None
+        error, packed = None, list[bytes]()
         try:
-            value = work()
+            packed = [pickle.dumps(entry) for entry in work()]
         except Exception as caught:  # noqa: BLE001 - whatever happened here, the other ranks have to hear of it
             error = as_checkpoint_error(caught, path)
-        gathered = self.coordinator.all_gather_object(
-            (value, error is not None), process_group=group, name=f"{name} (gather)"
+        own = dict(zip([_key_of(content) for content in packed], packed, strict=True))
+        told = self.coordinator.all_gather_object(
+            ([_key_of(content) for content in packed], error is not None), process_group=group, name=f"{name} (gather)"
         )
-        if any(has_failed for _, has_failed in gathered):
+        if any(has_failed for _, has_failed in told):
             self.coordinator.raise_together(error, name=name)
-        return [entry for entry, _ in gathered]
+        keys = [rank_keys for rank_keys, _ in told]
+        travelling = places_in_message(keys)
+        message = np.zeros(sum(size for _, size in travelling), dtype=np.uint8)  # each rank fills its places
+        for key, (rank, start) in travelling.items():
+            if rank == self.rank:
+                message[start : start + key[1]] = np.frombuffer(own[key], dtype=np.uint8)
+        self._add_up(torch.from_numpy(message), group)
+        known = own | {key: message[start : start + key[1]].tobytes() for key, (_, start) in travelling.items()}
+        values = {key: pickle.loads(content) for key, content in known.items()}  # noqa: S301 - of this run's own ranks
+        return [[values[key] for key in rank_keys] for rank_keys in keys]
+
+    def total_over_ranks(self, numbers: Sequence[int], group: ProcessGroup | None = None) -> list[int]:
+        """Return the sums of all ranks' numbers.
+
+        Args:
+            numbers: As many on every rank.
+            group: The group to communicate in; the default group when ``None``.
+
+        Collective: every rank.
+        """
+        summed = torch.tensor(numbers, dtype=torch.int64)
+        self._add_up(summed, group)
+        return [int(number) for number in summed.tolist()]
+
+    def _add_up(self, values: torch.Tensor, group: ProcessGroup | None) -> None:
+        """Replace values on the CPU by their sums over all ranks."""
+        if self.world_size == 1 or not values.numel():
+            return
+        import torch.distributed as dist
+
+        if "cpu:" in dist.get_backend_config(group):
+            dist.all_reduce(values, group=group)
+        else:
+            there = values.to(torch.accelerator.current_accelerator() or "cpu")
+            dist.all_reduce(there, group=group)
+            values.copy_(there)
 
     def hosts(self, group: ProcessGroup | None = None) -> list[Host]:
         """Return the host of each rank; asked for once.

@@ -16,7 +16,7 @@ from booster_core.state import JSONValue, ParamGroup, TensorMeta, TensorShard, f
 from booster_runtime.state import MASTER, flatten_state, restore_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -172,7 +172,8 @@ class HostedOptimizer:
         groups: Sequence[ParamGroup],
         *,
         has_master: Container[int] = (),
-        on_state: Callable[[int, State], None] | None = None,
+        batches: Iterable[Sequence[int]] = (),
+        on_batch: Callable[[Mapping[int, State]], None] = lambda _: None,
     ) -> list[int]:
         """Set options and scalars as they were saved, and make memory for this rank's parts of the saved tensors.
 
@@ -181,7 +182,8 @@ class HostedOptimizer:
             scalars: Saved state that is no tensor.
             groups: Saved groups, in the order of the optimizer's.
             has_master: The parameters that have a master here, to be read as the optimizer's values.
-            on_state: Called with each parameter and its new state, one after the other.
+            batches: Parameters whose state is made together; those in none of them come last.
+            on_batch: Called with the new state of each batch, before that of the next one is made.
 
         Returns:
             The parameters that take a saved master as their own values, because they have no master here.
@@ -189,24 +191,33 @@ class HostedOptimizer:
         Collective: none.
         """
         states = self.states()
-        taken = []
+        group_of: dict[int, dict[str, Any]] = {}
         for members, group, saved in zip(self.groups, self.optimizer.param_groups, groups, strict=True):
             for key, value in saved.options.items():
                 _set_option(group, key, value)
-            for index in members:
-                name = self._names[index]
-                stored = dict(tensors.get(name, {}))
-                if stored.pop(MASTER, None) is not None and index not in has_master:
-                    taken.append(index)
+            group_of.update(dict.fromkeys(members, group))
+        waiting = dict.fromkeys(group_of)
+        for batch in (*batches, None):
+            made: dict[int, State] = {}
+            for index in [*waiting] if batch is None else [index for index in batch if index in waiting]:
+                del waiting[index]
                 piece = self._pieces.get(index)
                 if piece is None:
                     continue
-                metas = {key: _cut_meta(key, meta, piece) for key, meta in stored.items()}
-                state = restore_state(piece.values, group, states.get(index, {}), metas, scalars.get(name, {}))
+                name = self._names[index]
+                metas = {
+                    key: _cut_meta(key, meta, piece) for key, meta in tensors.get(name, {}).items() if key != MASTER
+                }
+                state = restore_state(
+                    piece.values, group_of[index], states.get(index, {}), metas, scalars.get(name, {})
+                )
                 self.set_state(index, state)
-                if state and on_state is not None:
-                    on_state(index, state)
-        return taken
+                if state:
+                    made[index] = state
+            on_batch(made)
+        return [
+            index for index in group_of if MASTER in tensors.get(self._names[index], {}) and index not in has_master
+        ]
 
     def _list_pieces(self, group_index: int) -> None:
         group = self.optimizer.param_groups[group_index]

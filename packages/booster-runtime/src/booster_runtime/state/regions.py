@@ -50,7 +50,10 @@ def regions_of(box: Box, flat: tuple[int, int] | None = None) -> list[Region]:
 
     Collective: none.
     """
-    start, stop = (0, box_numel(box)) if flat is None else flat
+    numel = box_numel(box)
+    start, stop = (0, numel) if flat is None else flat
+    if (start, stop) == (0, numel) and numel:
+        return [Region(box, 0)]
     return [Region(part, first - start) for first, part in _cut(box, start, stop, 0)]
 
 

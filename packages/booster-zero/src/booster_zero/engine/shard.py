@@ -92,6 +92,8 @@ class Shard:
     Attributes:
         own: As given, wherever it is now.
         values: What the optimizer updates; ``own`` itself where that has the right format and device.
+        pieces: The parts of parameters that the slice is made of.
+        piece_of: The same by the parameter's number.
 
     Collective: none.
     """
@@ -116,6 +118,7 @@ class Shard:
         self.gradient: Tensor | None = None
         self.has_gradient = False
         self.pieces = list(self._cut())
+        self.piece_of = {piece.index: piece for piece in self.pieces}
         self._used: Mapping[int, bool] = {}
         self._gradients: list[Tensor] | None = None  # slices of the gradient, as long as it stays where it is
         self._number = next(_numbers)
@@ -350,7 +353,7 @@ class Shard:
         """
         if self.home.moves:
             # A load brings them one by one.
-            self._states.update({piece.index: states[piece.index] for piece in self.pieces if piece.index in states})
+            self._states.update({index: state for index, state in states.items() if index in self.piece_of})
             with self.in_use(changes=True):
                 self._pack(self._states)
         elif self.home.is_on_disk:

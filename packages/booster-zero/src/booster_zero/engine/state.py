@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_core.ranks import DistCoordinator
+    from booster_runtime.sharding import State
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.optimizer import ZeroOptimizer
     from booster_zero.engine.shard import BucketPiece
@@ -47,6 +48,26 @@ class ZeroStateAdapter(StateAdapter):
         if self.optimizer is not None:
             self.optimizer.gathers.wait()
         return self.replicated.model_shards()
+
+    def model_targets(self, stored: Mapping[str, TensorMeta]) -> Iterator[TensorShard]:
+        """Yield `model_shards`, and masters whose values the working format would round on their way from the file.
+
+        `finish_load` leaves such a master alone, since it rounds to the working value. Masters of a file in the
+        working format are not yielded: those that an optimizer's file has brought before are truer than the model's.
+        """
+        yield from self.model_shards()
+        for bucket in self.buckets_with_masters() if self.optimizer is not None else ():
+            rounded = self._rounded_pieces(bucket, stored)
+            if rounded:
+                with bucket.in_use(changes=True):
+                    for piece in rounded:
+                        yield self.shard_of(piece, None, piece.values, is_owner=False)
+
+    def _rounded_pieces(self, bucket: Bucket, stored: Mapping[str, TensorMeta]) -> list[BucketPiece]:
+        """Return the pieces of a bucket whose values in a file lose digits in the working format."""
+        names, working = self.required_optimizer().names, bucket.format.working
+        metas = ((piece, stored.get(names[piece.index])) for piece in bucket.pieces)
+        return [piece for piece, meta in metas if meta is not None and meta.dtype != working]
 
     def tied_names(self) -> Mapping[str, str]:
         return self.replicated.tied_names()
@@ -101,6 +122,11 @@ class ZeroStateAdapter(StateAdapter):
     ) -> None:
         zero = self.required_optimizer()
         bucket_of = {piece.index: bucket for bucket in zero.layout.buckets for piece in bucket.pieces}
+
+        def offload(states: Mapping[int, State]) -> None:
+            if states:  # of one bucket
+                bucket_of[next(iter(states))].offload_state(states)
+
         has_master = {slot.index for bucket in self.buckets_with_masters() for slot in bucket.plan.slots}
         taken = zero.hosted.prepare_load(
             tensors,
@@ -108,7 +134,8 @@ class ZeroStateAdapter(StateAdapter):
             groups,
             has_master=has_master,
             # One after the other, so that at most a bucket's worth is in memory on its way to files.
-            on_state=lambda index, state: bucket_of[index].offload_state({index: state}),
+            batches=[[piece.index for piece in bucket.pieces] for bucket in zero.layout.buckets],
+            on_batch=offload,
         )
         # Without masters of its own, a run takes the true values as its parameters.
         self.taken_as_parameters = set(taken)

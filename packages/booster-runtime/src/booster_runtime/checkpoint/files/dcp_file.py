@@ -8,7 +8,6 @@ where its values are.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import threading
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -20,9 +19,9 @@ from booster_core.errors import CheckpointError
 from booster_core.state import Box, TensorMeta, box_numel, box_shape
 from booster_runtime.checkpoint.files.dcp_table import Slice, Table, read_table
 from booster_runtime.checkpoint.files.layout import MODEL, OPTIMIZER
-from booster_runtime.checkpoint.files.reading import TensorFile, pread_into, read_strided
+from booster_runtime.checkpoint.files.reading import ByteFile, TensorFile
 from booster_runtime.state.jsonable import encode_json
-from booster_runtime.state.regions import as_bytes, intersect, is_contiguous, regions_of, slices_of, span_of
+from booster_runtime.state.regions import intersect, regions_of, slices_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,8 +55,8 @@ class DCPFile(TensorFile):
         self._paths = _paths_of(self._table, kind)
         self.tensors = {}
         self._fqns: dict[str, str] = {}
-        self._files: dict[str, int] = {}
-        self._chunks: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+        self._files: dict[str, ByteFile] = {}
+        self._chunks: dict[tuple[str, tuple[int, ...]], tuple[ByteFile, int]] = {}
         self._lock = threading.Lock()
         try:
             self._check_files()
@@ -104,33 +103,24 @@ class DCPFile(TensorFile):
 
     @override
     def close(self) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
+        for file in self._files.values():
+            file.close()
         self._files = {}
 
     def _read_chunk(self, fqn: str, dtype: torch.dtype, place: Box, common: Box, box: Box, out: torch.Tensor) -> None:
         """Read the part of a chunk that a box wants, into its place among the box' values."""
-        descriptor, start = self._values_of(fqn, dtype, place)
+        file, start = self._values_of(fqn, dtype, place)
         shape = box_shape(place)
         target = out.view(box_shape(box))[slices_of(common, box)]
         if target.is_contiguous():
-            self._read_part(descriptor, start, shape, dtype, _relative(common, place), target.view(-1))
+            file.read_box(start, shape, dtype.itemsize, _relative(common, place), target.view(-1))
             return
         most = max(_PART_BYTES // dtype.itemsize, 1)
         for first in range(0, box_numel(common), most):
             for region in regions_of(common, (first, min(first + most, box_numel(common)))):
                 values = torch.empty(region.numel, dtype=dtype)
-                self._read_part(descriptor, start, shape, dtype, _relative(region.box, place), values)
+                file.read_box(start, shape, dtype.itemsize, _relative(region.box, place), values)
                 out.view(box_shape(box))[slices_of(region.box, box)] = values.view(box_shape(region.box))
-
-    def _read_part(
-        self, descriptor: int, start: int, shape: tuple[int, ...], dtype: torch.dtype, box: Box, out: torch.Tensor
-    ) -> None:
-        if is_contiguous(shape, box):
-            first = start + span_of(shape, box)[0] * dtype.itemsize
-            pread_into(descriptor, as_bytes(out), first, self.path)
-        else:
-            read_strided(descriptor, start, shape, dtype.itemsize, box, out)
 
     def _check_files(self) -> None:
         for (fqn, _), place in self._table.slices.items():
@@ -145,12 +135,8 @@ class DCPFile(TensorFile):
                 msg = f"'{fqn}' in '{self.path}' was written through an extension ({', '.join(place.extensions)})."
                 raise CheckpointError(msg)
             if name not in self._files:
-                try:
-                    self._files[name] = os.open(self.path / name, os.O_RDONLY)
-                except OSError as error:
-                    msg = f"'{self.path / name}' cannot be read: {error.strerror or error}."
-                    raise CheckpointError(msg) from error
-            size = os.fstat(self._files[name]).st_size
+                self._files[name] = ByteFile(self.path / name)
+            size = self._files[name].size
             if place.offset + place.length > size:
                 msg = (
                     f"'{fqn}' is at bytes {place.offset} to {place.offset + place.length} of "
@@ -159,7 +145,7 @@ class DCPFile(TensorFile):
                 )
                 raise CheckpointError(msg)
 
-    def _slice_of(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[int, Slice]:
+    def _slice_of(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[ByteFile, Slice]:
         place = self._table.slices.get((fqn, offset))
         if place is None:
             msg = f"The table in '{self.path}' does not say where '{fqn}' is: it is damaged."
@@ -167,15 +153,15 @@ class DCPFile(TensorFile):
         return self._files[place.file], place
 
     def _read_value(self, fqn: str) -> Any:
-        descriptor, info = self._slice_of(fqn, None)
-        content = io.BytesIO(os.pread(descriptor, info.length, info.offset))
+        file, info = self._slice_of(fqn, None)
+        content = io.BytesIO(_FileSlice(file, info.offset, info.length).read())
         try:
             return torch.load(content, map_location="cpu", weights_only=True)
         except _UNREADABLE as error:
             msg = f"'{fqn}' in '{self.path}' was not loaded, because it is damaged or holds objects: {error}"
             raise CheckpointError(msg.splitlines()[0]) from error
 
-    def _values_of(self, fqn: str, dtype: torch.dtype, place: Box) -> tuple[int, int]:
+    def _values_of(self, fqn: str, dtype: torch.dtype, place: Box) -> tuple[ByteFile, int]:
         """Return file and position of a chunk's values."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -184,8 +170,8 @@ class DCPFile(TensorFile):
             known = self._chunks.get((fqn, offset))
             if known is not None:
                 return known
-            descriptor, info = self._slice_of(fqn, offset)
-            stream = _FileSlice(descriptor, info.offset, info.length)
+            file, info = self._slice_of(fqn, offset)
+            stream = _FileSlice(file, info.offset, info.length)
             try:
                 with FakeTensorMode():
                     chunk = torch.load(cast("IO[bytes]", stream), weights_only=True)
@@ -203,16 +189,16 @@ class DCPFile(TensorFile):
             if not chunk.is_contiguous() or start + chunk.numel() * chunk.element_size() > info.offset + info.length:
                 msg = f"'{fqn}' in '{self.path}' is damaged: its chunk at {offset} is {chunk}."
                 raise CheckpointError(msg)
-            self._chunks[fqn, offset] = descriptor, start
-            return descriptor, start
+            self._chunks[fqn, offset] = file, start
+            return file, start
 
 
 class _FileSlice(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, descriptor: int, start: int, length: int) -> None:
+    def __init__(self, file: ByteFile, start: int, length: int) -> None:
         super().__init__()
-        self._descriptor, self._start, self._length = descriptor, start, length
+        self._file, self._start, self._length = file, start, length
         self._position = 0
 
     @override
@@ -236,10 +222,9 @@ class _FileSlice(io.RawIOBase):
     @override
     def readinto(self, buffer: Any, /) -> int:
         count = max(min(len(buffer), self._length - self._position), 0)
-        content = os.pread(self._descriptor, count, self._start + self._position)
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
+        self._file.read_into(memoryview(buffer)[:count], self._start + self._position)
+        self._position += count
+        return count
 
 
 def _paths_of(table: Table, kind: str) -> dict[str, tuple[str | int, ...]]:

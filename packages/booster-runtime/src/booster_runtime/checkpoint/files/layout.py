@@ -11,11 +11,10 @@ import json
 import math
 import re
 import secrets
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from booster_core.errors import CheckpointError, shorten
+from booster_runtime.checkpoint.files.checksums import block_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from booster_runtime.checkpoint.files.checksums import Block
     from booster_runtime.checkpoint.save.parts import Part
 
 SAFETENSORS, TORCH = ".safetensors", ".bin"
@@ -163,6 +163,13 @@ class PlannedFile:
     specs: tuple[TensorSpec, ...]
     values: dict[str, Any] = field(default_factory=dict)
 
+    def block_sizes(self, nbytes: int) -> list[int]:
+        """Return the sizes of the blocks that get checksums, where the file has ``nbytes`` bytes."""
+        if self.suffix != SAFETENSORS:
+            return block_sizes([nbytes])
+        tensors = [spec.nbytes for spec in self.specs]
+        return block_sizes([nbytes - sum(tensors), *tensors])
+
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenFile:
@@ -171,13 +178,13 @@ class WrittenFile:
     Args:
         name: Its name in the folder.
         nbytes: Its size.
-        checksum: The hexadecimal xxh3 (64 bits) of its content, where it was asked for.
+        blocks: Its blocks, where their checksums were asked for.
         tensors: The names of its tensors.
     """
 
     name: str
     nbytes: int
-    checksum: str | None = None
+    blocks: tuple[Block, ...] = ()
     tensors: tuple[str, ...] = ()
 
 
@@ -231,54 +238,6 @@ class SavePlan:
 def new_token() -> str:
     """Return text that no other save uses."""
     return secrets.token_hex(TOKEN_CHARACTERS // 2)
-
-
-_Owned = tuple[str, tuple[int, ...], "torch.dtype", int]
-"""What a rank says of a tensor: its name, shape, dtype in the file, and number of elements that this rank writes."""
-
-
-def local_specs(part: Part) -> list[_Owned]:
-    """Return what this rank writes of each tensor of a part.
-
-    Collective: none.
-    """
-    specs: dict[str, list[Any]] = {}
-    for shard in part.owned_shards():
-        spec = specs.setdefault(shard.key, [shard.global_shape, part.file_dtype(shard), 0])
-        if spec[0] != shard.global_shape:
-            msg = f"'{shard.key}' has shards of shape {spec[0]} and of shape {shard.global_shape}."
-            raise CheckpointError(msg)
-        spec[2] += shard.numel
-    return [(key, shape, dtype, numel) for key, (shape, dtype, numel) in specs.items()]
-
-
-def merge_specs(gathered: Sequence[Sequence[_Owned]]) -> list[TensorSpec]:
-    """Return the whole tensors that all ranks' shards make up.
-
-    Raises:
-        CheckpointError: If a tensor is not owned exactly once, or ranks disagree about its shape or dtype.
-    """
-    specs: dict[str, TensorSpec] = {}
-    owned: dict[str, int] = defaultdict(int)
-    for entries in gathered:
-        for key, shape, dtype, numel in entries:
-            spec = specs.setdefault(key, TensorSpec(key=key, shape=shape, dtype=dtype))
-            if (spec.shape, spec.dtype) != (shape, dtype):
-                msg = f"Ranks disagree about '{key}': {spec.shape} of {spec.dtype}, and {shape} of {dtype}."
-                raise CheckpointError(msg)
-            owned[key] += numel
-    wrong = [
-        f"{key} ({owned[key]} of {math.prod(spec.shape)} elements)"
-        for key, spec in specs.items()
-        if owned[key] != math.prod(spec.shape)
-    ]
-    if wrong:
-        msg = (
-            f"{len(wrong)} tensors are not owned by exactly one rank in each of their parts: {shorten(wrong)}. Are "
-            "all ranks saving the same model, under the plugin that boosted it?"
-        )
-        raise CheckpointError(msg)
-    return list(specs.values())
 
 
 def make_plan(

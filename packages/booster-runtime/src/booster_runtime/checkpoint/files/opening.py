@@ -11,15 +11,17 @@ from booster_runtime.checkpoint.files.torch_file import TorchFile
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from booster_runtime.checkpoint.files.checksums import CheckedReads
     from booster_runtime.checkpoint.files.reading import TensorFile
 
 
-def open_tensor_file(path: Path, *, in_memory: bool = False) -> TensorFile:
+def open_tensor_file(path: Path, *, in_memory: bool = False, checks: CheckedReads | None = None) -> TensorFile:
     """Open a file of tensors of either kind; the kind is told by its content, not by its name.
 
     Args:
         path: The file.
         in_memory: Read all of it at once, in order, instead of the parts that are asked for.
+        checks: Verifies what is read; of a safetensors file only.
 
     Raises:
         CheckpointError: If it cannot be read, is damaged, or is refused for what it holds.
@@ -36,7 +38,9 @@ def open_tensor_file(path: Path, *, in_memory: bool = False) -> TensorFile:
         start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
     )
     is_torch = is_torch and not _has_plausible_header(path)
-    return TorchFile(path, in_memory=in_memory) if is_torch else SafetensorsFile(path, in_memory=in_memory)
+    return (
+        TorchFile(path, in_memory=in_memory) if is_torch else SafetensorsFile(path, in_memory=in_memory, checks=checks)
+    )
 
 
 def _has_plausible_header(path: Path) -> bool:

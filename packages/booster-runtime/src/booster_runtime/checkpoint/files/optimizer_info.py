@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import CheckpointError
 from booster_core.state import ParamGroup
 from booster_runtime.checkpoint.files.layout import natural_order
+from booster_runtime.checkpoint.session import distinct
 from booster_runtime.state.jsonable import decode_json, encode_json
 
 if TYPE_CHECKING:
@@ -93,16 +94,24 @@ class OptimizerInfo:
             shapes={shard.name: shard.global_shape for shard in adapter.model_shards() if shard.name in members},
         )
 
+    def entries(self) -> list[Any]:
+        """Return what a rank tells the others, in parts: ranks that have all groups alike may differ in scalars."""
+        return [self.groups, self.scalars, self.shapes]
+
     @classmethod
-    def merge(cls, infos: Sequence[OptimizerInfo]) -> OptimizerInfo:
+    def merge(cls, gathered: Sequence[Sequence[Any]]) -> OptimizerInfo:
         """Return what all ranks know together: a rank may hold only some of the parameters.
+
+        Args:
+            gathered: The `entries` of every rank; those that are equal are the same object.
 
         Raises:
             CheckpointError: If ranks disagree about a group's options.
         """
+        rank_groups, rank_scalars, rank_shapes = (distinct(entries) for entries in zip(*gathered, strict=True))
         groups = []
-        for index in range(max(len(info.groups) for info in infos)):
-            present = [info.groups[index] for info in infos if index < len(info.groups)]
+        for index in range(max(len(held) for held in rank_groups)):
+            present: list[ParamGroup] = [held[index] for held in rank_groups if index < len(held)]
             params = tuple(dict.fromkeys(name for group in present for name in group.params))
             options = present[0].options
             for group in present[1:]:
@@ -112,9 +121,10 @@ class OptimizerInfo:
             groups.append(ParamGroup(params=params, options=options))
         scalars: dict[str, dict[str, Any]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        for info in infos:
-            shapes |= info.shapes
-            for name, states in info.scalars.items():
+        for named in rank_shapes:
+            shapes |= named
+        for named in rank_scalars:
+            for name, states in named.items():
                 scalars.setdefault(name, {}).update(states)
         return cls(groups=tuple(groups), scalars=scalars, shapes=shapes)
 

@@ -1,7 +1,8 @@
 """Reading files of tensors in parts: the interface of a file, and how ranges of it get into a tensor's memory.
 
 A box that is contiguous in the file takes one ``pread`` straight into the tensor's memory. Any other box (columns of a
-matrix) is one strided copy from a shared mapping, which costs page-cache memory but none of the process' own.
+matrix) is one strided copy from a shared mapping, which costs page-cache memory but none of the process' own. However
+many files a checkpoint has, few of them are open at a time.
 """
 
 from __future__ import annotations
@@ -9,27 +10,32 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import threading
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from booster_core.errors import CheckpointError
 from booster_core.state import box_shape
-from booster_runtime.state.regions import as_bytes, slices_of
+from booster_runtime.state.regions import as_bytes, is_contiguous, slices_of, span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     import torch
 
     from booster_core.state import Box, TensorMeta
+    from booster_runtime.checkpoint.files.checksums import CheckedReads
 
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB per call."""
 _WINDOW_BYTES = 4 << 20
 """How much of a file is mapped at a time, unless one row is larger."""
+_MOST_OPEN = 32
+"""How many files are kept open."""
 
 
 class TensorFile(ABC):
@@ -56,6 +62,138 @@ class TensorFile(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the file."""
+
+
+class ByteFile:
+    """The bytes of a local file, read in ranges by any thread.
+
+    Its descriptor is closed while many other files are in use, and opened again by the next read.
+
+    Args:
+        path: The file.
+        checks: Verifies what is read.
+
+    Attributes:
+        size: Its size in bytes.
+
+    Raises:
+        CheckpointError: If it cannot be opened; and later, if another file has taken its place.
+    """
+
+    def __init__(self, path: Path, checks: CheckedReads | None = None) -> None:
+        self.path = path
+        self._checks = checks
+        self._identity: tuple[int, ...] | None = None
+        with self.opened() as descriptor:
+            self.size = os.fstat(descriptor).st_size
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill memory from a byte offset.
+
+        Raises:
+            CheckpointError: If the file ends before that, or the bytes are not what was saved.
+        """
+        if self._checks is None:
+            self._read(target, offset)
+        else:
+            self._checks.read(self._read, target, offset)
+
+    def read_box(self, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, out: torch.Tensor) -> None:
+        """Read a box of a row-major tensor.
+
+        Args:
+            offset: Where the tensor's values begin, in bytes.
+            shape: Shape of the whole tensor.
+            itemsize: Bytes per element.
+            box: The part to read; not empty.
+            out: Contiguous CPU tensor of ``box_numel(box)`` elements.
+
+        Raises:
+            CheckpointError: As `read_into` does.
+        """
+        if is_contiguous(shape, box):
+            self.read_into(as_bytes(out), offset + span_of(shape, box)[0] * itemsize)
+            return
+        if self._checks is not None:
+            self._checks.verify_box(self._read, offset, shape, itemsize, box)
+        with self.opened() as descriptor:
+            read_strided(descriptor, offset, shape, itemsize, box, out)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Give a descriptor, which stays open until the body ends."""
+        descriptor = _OPEN.take(self)
+        try:
+            yield descriptor
+        finally:
+            _OPEN.give_back(self)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        _OPEN.close(self)
+
+    def open(self) -> int:
+        """Return a new descriptor of the file that was there at first."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            msg = f"'{self.path}' cannot be read: {error.strerror or error}."
+            raise CheckpointError(msg) from error
+        status = os.fstat(descriptor)
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if self._identity not in (None, identity):
+            os.close(descriptor)
+            msg = f"'{self.path}' was replaced or changed while it was being read. Load it again."
+            raise CheckpointError(msg)
+        self._identity = identity
+        return descriptor
+
+    def _read(self, target: memoryview, offset: int) -> None:
+        with self.opened() as descriptor:
+            pread_into(descriptor, target, offset, self.path)
+
+
+class _OpenFiles:
+    """The descriptors of files that are being read; the one that was used longest ago is closed first.
+
+    Args:
+        most: How many stay open, unless more are read at the same moment.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._descriptors: dict[ByteFile, int] = {}  # in the order of use
+        self._uses: dict[ByteFile, int] = {}
+
+    def take(self, file: ByteFile) -> int:
+        with self._lock:
+            descriptor = self._descriptors.pop(file, None)
+            if descriptor is None:
+                descriptor = file.open()
+            self._descriptors[file] = descriptor
+            self._uses[file] = self._uses.get(file, 0) + 1
+            while len(self._descriptors) > self._most:
+                idle = next((each for each in self._descriptors if each not in self._uses), None)
+                if idle is None:
+                    break
+                os.close(self._descriptors.pop(idle))
+            return descriptor
+
+    def give_back(self, file: ByteFile) -> None:
+        with self._lock:
+            self._uses[file] -= 1
+            if not self._uses[file]:
+                del self._uses[file]
+
+    def close(self, file: ByteFile) -> None:
+        with self._lock:
+            descriptor = self._descriptors.pop(file, None)
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+_OPEN = _OpenFiles(_MOST_OPEN)
 
 
 def pread_into(descriptor: int, target: memoryview, offset: int, path: Path) -> None:

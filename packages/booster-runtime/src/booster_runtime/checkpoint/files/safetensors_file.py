@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import struct
 import threading
 from typing import TYPE_CHECKING, Any
@@ -19,13 +18,14 @@ from typing_extensions import override
 
 from booster_core.errors import CheckpointError
 from booster_core.state import TensorMeta
-from booster_runtime.checkpoint.files.reading import TensorFile, pread_into, read_strided
-from booster_runtime.state.regions import as_bytes, is_contiguous, span_of
+from booster_runtime.checkpoint.files.reading import ByteFile, TensorFile, read_strided
+from booster_runtime.state.regions import as_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from booster_core.state import Box
+    from booster_runtime.checkpoint.files.checksums import CheckedReads
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -65,16 +65,17 @@ class SafetensorsFile(TensorFile):
     Args:
         path: The file.
         in_memory: Read all values at once, on first use.
+        checks: Verifies what is read.
 
     Raises:
         CheckpointError: If the file is truncated, its header is damaged, or its tensors overlap or leave the file.
     """
 
-    def __init__(self, path: Path, *, in_memory: bool = False) -> None:
+    def __init__(self, path: Path, *, in_memory: bool = False, checks: CheckedReads | None = None) -> None:
         self.path = path
-        self._descriptor = _open(path)
+        self._bytes = ByteFile(path, checks)
         try:
-            self._size = os.fstat(self._descriptor).st_size
+            self._size = self._bytes.size
             header, self._start = self._read_header()
             metadata = header.pop(METADATA, None)
             self.values = {} if metadata is None else _values_in(path, metadata)
@@ -82,7 +83,7 @@ class SafetensorsFile(TensorFile):
             self.tensors = {key: self._check_entry(key, entry) for key, entry in header.items()}
             self._check_overlaps()
         except BaseException:
-            os.close(self._descriptor)
+            self._bytes.close()
             raise
         self._in_memory = in_memory
         self._content: torch.Tensor | None = None
@@ -96,27 +97,26 @@ class SafetensorsFile(TensorFile):
             content = self._whole()
             whole = content[offset - self._start : offset - self._start + math.prod(meta.shape) * itemsize]
             read_strided(as_bytes(whole), 0, meta.shape, itemsize, box, out)
-        elif is_contiguous(meta.shape, box):
-            first = offset + span_of(meta.shape, box)[0] * itemsize
-            pread_into(self._descriptor, as_bytes(out), first, self.path)
         else:
-            read_strided(self._descriptor, offset, meta.shape, itemsize, box, out)
+            self._bytes.read_box(offset, meta.shape, itemsize, box, out)
 
     @override
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._bytes.close()
         self._content = None
 
     def _whole(self) -> torch.Tensor:
         with self._lock:
             if self._content is None:
                 self._content = torch.empty(self._size - self._start, dtype=torch.uint8)
-                pread_into(self._descriptor, as_bytes(self._content), self._start, self.path)
+                self._bytes.read_into(as_bytes(self._content), self._start)
         return self._content
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
-        head = os.pread(self._descriptor, LENGTH_BYTES, 0)
-        if len(head) < LENGTH_BYTES:
+        head = bytearray(LENGTH_BYTES)
+        if self._size >= LENGTH_BYTES:
+            self._bytes.read_into(memoryview(head), 0)
+        else:
             msg = (
                 f"'{self.path}' has {self._size} bytes: too few for a safetensors file. It is truncated or another "
                 "kind of file."
@@ -130,9 +130,10 @@ class SafetensorsFile(TensorFile):
                 "a safetensors file."
             )
             raise CheckpointError(msg)
+        text = bytearray(length)
+        self._bytes.read_into(memoryview(text), LENGTH_BYTES)
         try:
-            text = os.pread(self._descriptor, length, LENGTH_BYTES).decode()
-            header = json.loads(text, object_pairs_hook=_refuse_duplicates)
+            header = json.loads(text.decode(), object_pairs_hook=_refuse_duplicates)
         except (ValueError, RecursionError) as error:
             msg = f"The header of '{self.path}' is damaged: {error}."
             raise CheckpointError(msg) from error
@@ -184,14 +185,6 @@ class SafetensorsFile(TensorFile):
             if begin < end:
                 msg = f"The header of '{self.path}' is damaged: '{key}' and '{other}' share bytes."
                 raise CheckpointError(msg)
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY)
-    except OSError as error:
-        msg = f"'{path}' cannot be read: {error.strerror or error}."
-        raise CheckpointError(msg) from error
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

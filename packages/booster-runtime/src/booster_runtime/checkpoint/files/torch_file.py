@@ -8,7 +8,6 @@ accepts plain data only (``weights_only=True``).
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,9 @@ from typing_extensions import override
 from booster_core.errors import CheckpointError
 from booster_core.state import TensorMeta, box_shape
 from booster_runtime.checkpoint.files.layout import SAFETENSORS
-from booster_runtime.checkpoint.files.reading import TensorFile, pread_into, read_strided
+from booster_runtime.checkpoint.files.reading import ByteFile, TensorFile
 from booster_runtime.state.jsonable import decode_json, encode_json, tensor_references
-from booster_runtime.state.regions import as_bytes, is_contiguous, slices_of, span_of
+from booster_runtime.state.regions import slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,7 +88,7 @@ class TorchFile(TensorFile):
 
     def __init__(self, path: Path, *, in_memory: bool = False) -> None:
         self.path = path
-        self._descriptor: int | None = None
+        self._bytes: ByteFile | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         is_zip = _is_zip(path)
         content = _load(path, is_zip=is_zip, mode="describe" if is_zip and not in_memory else "read")
@@ -97,7 +96,7 @@ class TorchFile(TensorFile):
         if is_zip and not in_memory:
             self._offsets = {name: _offset_of(tensor) for name, tensor in self._tensors.items()}
             if all(tensor.is_contiguous() for tensor in self._tensors.values()):
-                self._descriptor = os.open(path, os.O_RDONLY)
+                self._bytes = ByteFile(path)
                 self._check_sizes()
             else:
                 self._collect(_load(path, is_zip=is_zip, mode="map"))
@@ -105,21 +104,17 @@ class TorchFile(TensorFile):
     @override
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         meta = self.tensors[key]
-        itemsize = meta.dtype.itemsize
-        if self._descriptor is None:
+        if self._bytes is None:
             out.view(box_shape(box)).copy_(self._tensors[key].detach()[slices_of(box)])
-        elif is_contiguous(meta.shape, box):
-            first = self._offsets[key] + span_of(meta.shape, box)[0] * itemsize
-            pread_into(self._descriptor, as_bytes(out), first, self.path)
         else:
-            read_strided(self._descriptor, self._offsets[key], meta.shape, itemsize, box, out)
+            self._bytes.read_box(self._offsets[key], meta.shape, meta.dtype.itemsize, box, out)
 
     @override
     def close(self) -> None:
         self._tensors = {}
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._bytes is not None:
+            self._bytes.close()
+            self._bytes = None
 
     def _collect(self, content: Any) -> None:
         """Sort what the file holds into tensors and other values."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.checkpoint_io import LoadReport
 from booster_core.state import TensorMeta
+from booster_runtime.checkpoint.session import distinct
 from booster_runtime.state.jsonable import tensor_references
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Expectation:
         tensors: dict[str, TensorMeta] = {}
         aliases: dict[str, str] = {}
         extra: dict[str, None] = {}
-        for part in parts:
+        for part in distinct(parts):
             tensors |= part.tensors
             aliases |= part.aliases
             extra |= dict.fromkeys(part.extra)

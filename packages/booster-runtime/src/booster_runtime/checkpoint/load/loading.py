@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
     from booster_core.checkpoint_io import LoadReport
     from booster_core.state import StateAdapter
+    from booster_runtime.checkpoint.files.checksums import CheckedReads
     from booster_runtime.checkpoint.session import Session
+
+    Checks = Callable[[Path], CheckedReads | None]
+    """Returns what verifies a file while it is read; ``None`` for a file without checksums."""
 
 
 def load_model(
@@ -47,6 +51,7 @@ def load_model(
     rename: Mapping[str, str] | Callable[[str], str] | None,
     exclude: Sequence[str],
     module: nn.Module | None,
+    checks: Checks,
 ) -> LoadReport:
     """Read a model; see `CheckpointFiles.load_model`.
 
@@ -58,7 +63,7 @@ def load_model(
 
         def look() -> Expectation:
             nonlocal source, extra
-            source = stack.enter_context(open_source(path, MODEL, in_memory=in_memory))
+            source = stack.enter_context(open_source(path, MODEL, in_memory=in_memory, checks=checks))
             is_out = excluder(exclude)
             extra = tuple(name for name in adapter.extra_state() if not is_out(name))
             found = Expectation.of(adapter, extra)
@@ -76,7 +81,8 @@ def load_model(
             raise CheckpointError(msg)
         with session.together("load_model", path, for_long=True):
             is_shown = session.rank == 0
-            _fill("Loading model", named, adapter.model_shards(), homes, num_threads, bucket_bytes, is_shown=is_shown)
+            targets = adapter.model_targets({name: named.tensors[key] for name, key in homes.items()})
+            _fill("Loading model", named, targets, homes, num_threads, bucket_bytes, is_shown=is_shown)
             adapter.load_extra_state(named.extra_values(extra))
     # Not inside of `together`: an adapter may communicate here, and then all ranks fail or none.
     adapter.finish_load(model=True, optimizer=False)
@@ -84,7 +90,14 @@ def load_model(
 
 
 def load_optimizer(
-    session: Session, adapter: StateAdapter, path: Path, *, in_memory: bool, num_threads: int, bucket_bytes: int
+    session: Session,
+    adapter: StateAdapter,
+    path: Path,
+    *,
+    in_memory: bool,
+    num_threads: int,
+    bucket_bytes: int,
+    checks: Checks,
 ) -> None:
     """Read an optimizer; see `CheckpointFiles.load_optimizer`.
 
@@ -94,19 +107,19 @@ def load_optimizer(
         source: Source | None = None
         saved: OptimizerInfo | None = None
 
-        def look() -> OptimizerInfo:
+        def look() -> list[Any]:
             nonlocal source, saved
-            source = stack.enter_context(open_source(path, OPTIMIZER, in_memory=in_memory))
+            source = stack.enter_context(open_source(path, OPTIMIZER, in_memory=in_memory, checks=checks))
             saved = None if is_positional(source) else read_optimizer_info(source)
-            return OptimizerInfo.of(adapter)
+            return OptimizerInfo.of(adapter).entries()
 
-        infos = session.gather("load_optimizer", path, look)
-        here = OptimizerInfo.merge(infos)
+        gathered = session.gather_each("load_optimizer", path, look)
+        here = OptimizerInfo.merge(gathered)
         assert source is not None, "opened on every rank, or on none"
         named: ReadableTensors = source
         if saved is None:
             with session.together("load_optimizer", path):
-                named, saved = by_name(source, infos)
+                named, saved = by_name(source, here, [groups for groups, *_ in gathered])
         assert saved is not None, "an error was raised on every rank"
         check_same_parameters(path, saved, here)
         states = states_by_parameter(path, named.tensors, here)

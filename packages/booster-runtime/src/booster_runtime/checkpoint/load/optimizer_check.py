@@ -9,6 +9,7 @@ from booster_core.state import TensorMeta
 from booster_runtime.checkpoint.files.index import read_json
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
 from booster_runtime.checkpoint.load.compare import misfit
+from booster_runtime.checkpoint.session import distinct
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,24 +75,26 @@ def states_by_parameter(
     return states
 
 
-def listed_states(adapter: StateAdapter, stored: Mapping[str, TensorMeta]) -> tuple[set[str], dict[str, str]]:
+def listed_states(adapter: StateAdapter, stored: Mapping[str, TensorMeta]) -> tuple[list[str], dict[str, str]]:
     """Return which states this rank has room for, and those that do not fit."""
-    listed, misfits = set[str](), {}
+    listed, misfits = dict[str, None](), {}
     for shard in adapter.optimizer_shards():
-        listed.add(shard.key)
-        if shard.key in stored:
-            reason = misfit(stored[shard.key], TensorMeta(shape=shard.global_shape, dtype=shard.dtype))
+        key = shard.key
+        listed[key] = None
+        if key in stored:
+            reason = misfit(stored[key], TensorMeta(shape=shard.global_shape, dtype=shard.dtype))
             if reason is not None:
-                misfits[shard.key] = reason
-    return listed, misfits
+                misfits[key] = reason
+    return list(listed), misfits
 
 
 def check_states(
-    path: Path, stored: Mapping[str, TensorMeta], gathered: Sequence[tuple[set[str], dict[str, str]]]
+    path: Path, stored: Mapping[str, TensorMeta], gathered: Sequence[tuple[list[str], dict[str, str]]]
 ) -> None:
     """Raise `CheckpointError` unless every tensor of the checkpoint has a place that it fits, on some rank."""
-    listed = set().union(*(entry[0] for entry in gathered))
-    misfits = {key: reason for entry in gathered for key, reason in entry[1].items()}
+    told = distinct(gathered)
+    listed = set().union(*(entry[0] for entry in told))
+    misfits = {key: reason for entry in told for key, reason in entry[1].items()}
     homeless = [key for key in stored if key not in listed]
     if misfits:
         shown = [f"{key} ({reason})" for key, reason in misfits.items()]

@@ -32,12 +32,15 @@ def is_positional(source: Source) -> bool:
     return {"state", "param_groups"} <= source.values.keys()
 
 
-def by_name(source: Source, infos: Sequence[OptimizerInfo]) -> tuple[ComposedTensors, OptimizerInfo]:
+def by_name(
+    source: Source, here: OptimizerInfo, groups_of_ranks: Sequence[Sequence[ParamGroup]]
+) -> tuple[ComposedTensors, OptimizerInfo]:
     """Return an optimizer's tensors under the names of this run's parameters, and its groups and other state.
 
     Args:
         source: A checkpoint that is positional.
-        infos: What each rank knows of this run's optimizer.
+        here: This run's optimizer.
+        groups_of_ranks: Its groups as each rank knows them.
 
     Raises:
         CheckpointError: If the file is damaged, its groups have other numbers of parameters, or no rank knows the
@@ -45,8 +48,7 @@ def by_name(source: Source, infos: Sequence[OptimizerInfo]) -> tuple[ComposedTen
 
     Collective: none.
     """
-    here = infos[0]
-    if any([group.params for group in info.groups] != [group.params for group in here.groups] for info in infos):
+    if any([group.params for group in groups] != [group.params for group in here.groups] for groups in groups_of_ranks):
         msg = (
             f"'{source.path}' tells parameters apart by their positions, which no rank of this run knows: each holds "
             "other parameters. Load it under another plugin, and save it there by `save_optimizer`."

@@ -94,6 +94,8 @@ class ShardReader:
         most = max(total, 1) if is_direct else self._stage_bytes // itemsize
         if self._num_threads > 1:
             most = min(most, max(-(-total // self._num_threads), _MIN_THREAD_BYTES // itemsize))
+        if total <= most:
+            return regions
         parts = []
         for region in regions:
             for start in range(0, region.numel, most):

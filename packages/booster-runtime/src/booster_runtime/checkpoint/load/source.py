@@ -31,11 +31,12 @@ from booster_runtime.checkpoint.files.opening import open_tensor_file
 from booster_runtime.state.jsonable import decode_json, tensor_references
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import torch
 
     from booster_core.state import Box, TensorMeta
+    from booster_runtime.checkpoint.files.checksums import CheckedReads
     from booster_runtime.checkpoint.files.reading import TensorFile
 
 _CANDIDATES = {
@@ -175,12 +176,20 @@ class Source:
         path: A file, an index, or a folder.
         kind: ``"model"`` or ``"optimizer"``.
         in_memory: Read each file as a whole, once, instead of the parts that are asked for.
+        checks: Returns what verifies a file while it is read, by its path.
 
     Raises:
         CheckpointError: If there is no checkpoint, or any of its files is damaged or not what the index says.
     """
 
-    def __init__(self, path: Path | str, kind: str, *, in_memory: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        kind: str,
+        *,
+        in_memory: bool = False,
+        checks: Callable[[Path], CheckedReads | None] = lambda _: None,
+    ) -> None:
         self.path = Path(path)
         self._files: list[TensorFile] = []
         self._home: dict[str, TensorFile] = {}
@@ -195,7 +204,7 @@ class Source:
                 return
             found, self.index = find_files(self.path, kind)
             for file_path, expected in found.items():
-                self._add(open_tensor_file(file_path, in_memory=in_memory), expected)
+                self._add(open_tensor_file(file_path, in_memory=in_memory, checks=checks(file_path)), expected)
         except BaseException:
             self.close()
             raise
@@ -294,9 +303,15 @@ def _checked_values(file: TensorFile) -> Mapping[str, Any]:
 
 
 @contextmanager
-def open_source(path: Path, kind: str, *, in_memory: bool = False) -> Iterator[Source]:
+def open_source(
+    path: Path,
+    kind: str,
+    *,
+    in_memory: bool = False,
+    checks: Callable[[Path], CheckedReads | None] = lambda _: None,
+) -> Iterator[Source]:
     """Open a checkpoint for the body, in any of its forms; see `Source`."""
-    source = Source(path, kind, in_memory=in_memory)
+    source = Source(path, kind, in_memory=in_memory, checks=checks)
     try:
         yield source
     finally:

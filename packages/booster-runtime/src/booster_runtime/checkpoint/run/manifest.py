@@ -1,7 +1,8 @@
 """The manifest of a saved training state: its files, their sizes, checksums and tensors, and who wrote them.
 
 A folder without a manifest is not a checkpoint, and one that differs from its manifest is a damaged one. The manifest
-carries a checksum of itself.
+carries a checksum of itself. Files have a checksum for each of their blocks, so that a load verifies what it reads
+while it reads (`ReadChecks`); format version 1 had one checksum for each file, and is verified ahead of the load.
 """
 
 from __future__ import annotations
@@ -12,8 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, shorten
+from booster_runtime.checkpoint.files.checksums import (
+    LARGEST_READ_BYTES,
+    Block,
+    CheckedReads,
+    blocks_of_file,
+    checksum_of,
+    difference,
+)
 from booster_runtime.checkpoint.files.index import read_json
-from booster_runtime.checkpoint.save.writer import file_checksum, sync_folder
+from booster_runtime.checkpoint.save.writer import sync_folder
 from booster_runtime.storage import leaves_folder
 
 if TYPE_CHECKING:
@@ -21,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the manifest and of the folder around it."""
 
 
@@ -31,13 +40,42 @@ class FileEntry:
 
     Args:
         nbytes: Its size.
-        checksum: The hexadecimal xxh3 (64 bits) of its content.
+        blocks: Its blocks, from its first byte to its last.
         tensors: The names of its tensors.
     """
 
     nbytes: int
-    checksum: str
+    blocks: tuple[Block, ...]
     tensors: tuple[str, ...] = ()
+
+    @property
+    def is_read_checked(self) -> bool:
+        """Whether a load verifies its tensors' values while it reads them, not ahead."""
+        return bool(self.tensors) and all(block.nbytes <= LARGEST_READ_BYTES for block in self.blocks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as the manifest holds it."""
+        return {
+            "nbytes": self.nbytes,
+            "blocks": [block.nbytes for block in self.blocks],
+            "xxh3": " ".join(block.checksum for block in self.blocks),
+            "tensors": list(self.tensors),
+        }
+
+    @classmethod
+    def from_json(cls, content: Any) -> FileEntry:
+        """Return the entry that the manifest holds, of this format version or version 1.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it is damaged.
+        """
+        nbytes, checksums = content["nbytes"], content["xxh3"].split()
+        sizes = content.get("blocks", [nbytes])
+        if any(type(size) is not int or size < 0 for size in (nbytes, *sizes)) or sum(sizes) != nbytes:
+            msg = f"blocks of {sizes} bytes in a file of {nbytes}"
+            raise ValueError(msg)
+        blocks = tuple(Block(size, checksum) for size, checksum in zip(sizes, checksums, strict=True))
+        return cls(nbytes=nbytes, blocks=blocks, tensors=tuple(content["tensors"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +101,7 @@ class Manifest:
             "format_version": FORMAT_VERSION,
             "step": self.step,
             **self.facts,
-            "files": {
-                name: {"nbytes": entry.nbytes, "xxh3": entry.checksum, "tensors": list(entry.tensors)}
-                for name, entry in sorted(self.files.items())
-            },
+            "files": {name: entry.to_json() for name, entry in sorted(self.files.items())},
         }
         content["xxh3"] = _digest(content)
         with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
@@ -98,10 +133,7 @@ class Manifest:
             if version > FORMAT_VERSION:
                 msg = f"'{path}' has format version {version}; this Booster reads up to {FORMAT_VERSION}. Update it."
                 raise CheckpointError(msg)
-            files = {
-                name: FileEntry(nbytes=entry["nbytes"], checksum=entry["xxh3"], tensors=tuple(entry["tensors"]))
-                for name, entry in content.pop("files").items()
-            }
+            files = {name: FileEntry.from_json(entry) for name, entry in content.pop("files").items()}
             step = content.pop("step")
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             msg = f"The manifest '{path}' is damaged: {error!r} where its entries should be."
@@ -136,14 +168,45 @@ class Manifest:
         """
         problems = []
         for name in names:
+            saved, begin = self.files[name].blocks, 0
             try:
-                digest = file_checksum(folder / name)
+                found = blocks_of_file(folder / name, [block.nbytes for block in saved])
             except OSError as error:
                 problems.append(f"'{name}' cannot be read ({error.strerror})")
                 continue
-            if digest != self.files[name].checksum:
-                problems.append(f"'{name}' has the checksum {digest}, and was saved with {self.files[name].checksum}")
+            for block, other in zip(saved, found, strict=False):
+                if block != other:
+                    problems.append(difference(name, begin, block, other.checksum))
+                    break
+                begin += block.nbytes
         return problems
+
+
+class ReadChecks:
+    """Verifies a step's files of tensors while they are read.
+
+    Args:
+        manifest: The step's manifest; ``None`` verifies nothing.
+        folder: Its folder.
+        is_shared: All ranks load the same tensors from the same disk, so that each block is verified by one of them.
+
+    Attributes:
+        problems: What this rank has found damaged, in words.
+    """
+
+    def __init__(self, manifest: Manifest | None, folder: Path, *, is_shared: bool) -> None:
+        self.problems: list[str] = []
+        self._files = {} if manifest is None else manifest.files
+        self._folder = folder
+        self._is_shared = is_shared
+
+    def __call__(self, path: Path) -> CheckedReads | None:
+        """Return what verifies a file while it is read; ``None`` for one that is verified ahead."""
+        name = path.relative_to(self._folder).as_posix()
+        entry = self._files.get(name)
+        if entry is None or not entry.is_read_checked:
+            return None
+        return CheckedReads(name, entry.blocks, is_shared=self._is_shared, on_damage=self.problems.append)
 
 
 def verify_folder(folder: Path) -> None:
@@ -167,10 +230,7 @@ def damaged(folder: Path, problems: list[str]) -> CheckpointError:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    import xxhash
-
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return str(xxhash.xxh3_64_hexdigest(text.encode()))
+    return checksum_of(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def required(manifest: Manifest, folder: Path, names: Iterable[str]) -> None:

@@ -88,10 +88,10 @@ class TrainingPart(Part):
     def owned_shards(self) -> Iterator[TensorShard]:
         yield from whole_shards(self._tensors)
 
-    def local_facts(self) -> Any:
-        return self._shared, self._extra, self._random, self._registered.facts
+    def local_facts(self) -> list[Any]:
+        return [self._shared, self._extra, self._random, self._registered.facts]
 
-    def learn(self, facts: Sequence[Any], rank: int) -> None:
+    def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
         del rank
         shared, extra, *_ = facts[0]
         for other, (theirs, *_) in enumerate(facts):

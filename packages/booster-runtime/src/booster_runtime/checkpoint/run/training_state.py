@@ -3,7 +3,8 @@
 This file holds the order of things. A step is written into a temporary folder by all ranks, described by a manifest,
 renamed, and named by ``latest``, each after the one before is on disk (`booster_runtime.checkpoint.run.steps`), as long
 as no later job saves there (`booster_runtime.checkpoint.run.lease`). A load
-checks the manifest before it changes anything, and random states come last, because loading may draw numbers.
+checks the manifest, sizes and small files before it changes anything; tensors' values are verified while they are read,
+so that damage there is found when some values have changed. Random states come last, because loading may draw numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.checkpoint_io import LoadedCheckpoint
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames, new_token
-from booster_runtime.checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, damaged, required
+from booster_runtime.checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, ReadChecks, damaged, required
 from booster_runtime.checkpoint.run.retention import Retention
 from booster_runtime.checkpoint.run.steps import LATEST, METRIC, NEWEST_WHOLE, arrange
 from booster_runtime.checkpoint.run.steps_remote import local_copy, open_steps
@@ -115,7 +116,7 @@ def save_training_state(
         try:
             placed = arrange(temporary, _home, [file.name for file in written])
             files = {
-                placed[file.name]: FileEntry(nbytes=file.nbytes, checksum=file.checksum or "", tensors=file.tensors)
+                placed[file.name]: FileEntry(nbytes=file.nbytes, blocks=file.blocks, tensors=file.tensors)
                 for file in written
             }
             Manifest(step=step, files=files, facts=stated).write(temporary)
@@ -151,7 +152,7 @@ def load_training_state(
         step: The step, ``"latest"`` or ``"newest-whole"``.
         resume: This run goes on saving there; where there is nothing, step 0 is returned.
         strict: As for `CheckpointFiles.load_model`; ``False`` also leaves out registered objects that don't fit.
-        verify: Compare each file's checksum first.
+        verify: Compare checksums.
         num_threads: As for `CheckpointFiles.load_model`.
 
     Collective: every rank.
@@ -159,8 +160,7 @@ def load_training_state(
     coordinator = session.coordinator
     io.wait(_LOAD)
     where, names = Path(root), list[str]()
-    if step is None:
-        step = NEWEST_WHOLE if resume else LATEST
+    step = _chosen(step, resume=resume)
     with session.together(_LOAD, where, for_long=True):
         _check_step(step, is_load=True)
         state = make_state()
@@ -170,44 +170,72 @@ def load_training_state(
     names = coordinator.broadcast_object(names)
     if not names:
         return LoadedCheckpoint()
-    wanted = [MODEL, VALUES, TENSORS]
-    wanted += [OPTIMIZER] if state.optimizer is not None else []
-    wanted += [EMA] if state.ema is not None else []
+    wanted = _wanted(state)
     for name, next_name in itertools.zip_longest(names, names[1:]):
         with local_copy(session, steps, name, wanted) as folder:
-            manifest, problem = _look_into(session, folder, wanted, verify=verify)
-            if problem is not None:
-                if next_name is None:
-                    with session.together(_LOAD, folder, for_long=True):
-                        if coordinator.rank == 0:
-                            raise CheckpointError(problem + steps.advice(name))
-                if coordinator.rank == 0:
-                    _log.warning("%s Trying '%s' instead.", problem, next_name)
-                continue
-            report, extra = _read_step(io, session, state, folder, strict=strict, num_threads=num_threads)
-        path = f"{steps.root.rstrip('/')}/{name}"
-        return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
+            manifest, problem, is_one_disk = _look_into(session, folder, wanted, verify=verify)
+            if problem is None:
+                # A tensor that is not loaded, as without `strict`, has no rank that verifies the block it begins in.
+                checks = ReadChecks(manifest if verify else None, folder, is_shared=is_one_disk and strict)
+                try:
+                    report, extra = _restore(
+                        io, session, state, folder, strict=strict, num_threads=num_threads, checks=checks
+                    )
+                except CheckpointError:
+                    problem = _damage_found(session, folder, checks) if verify else None
+                    if problem is None:
+                        raise
+                else:
+                    path = f"{steps.root.rstrip('/')}/{name}"
+                    return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
+            if next_name is None:
+                _raise_damaged(session, steps, name, problem)
+            if coordinator.rank == 0:
+                _log.warning("%s Trying '%s' instead.", problem, next_name)
     msg = "a load tries one step at least"
     raise AssertionError(msg)
 
 
-def _read_step(
-    io: CheckpointFiles, session: Session, state: TrainingState, folder: Path, *, strict: bool, num_threads: int
+def _restore(
+    io: CheckpointFiles,
+    session: Session,
+    state: TrainingState,
+    folder: Path,
+    *,
+    strict: bool,
+    num_threads: int,
+    checks: ReadChecks,
 ) -> tuple[LoadReport, Any]:
-    """Read a step that is whole into a state; return what was loaded of the model, and the user's own values."""
+    """Read a step that looks whole; return what was loaded of the model, and the user's own values.
+
+    Collective: every rank.
+    """
     with session.together(_LOAD, folder):
         saved = SavedTraining(folder)
         saved.check(state.objects, session.world_size, strict=strict)
-    report = io.load_model(state.model, folder / MODEL, strict, num_threads=num_threads, module=state.module)
+    options: dict[str, Any] = {"num_threads": num_threads, "checks": checks}
+    report = io.load_model(state.model, folder / MODEL, strict, module=state.module, **options)
     if state.optimizer is not None:
-        io.load_optimizer(state.optimizer, folder / OPTIMIZER, num_threads=num_threads)
+        io.load_optimizer(state.optimizer, folder / OPTIMIZER, **options)
     if state.ema is not None:
-        io.load_model(state.ema, folder / EMA, strict, num_threads=num_threads)
+        io.load_model(state.ema, folder / EMA, strict, **options)
     with session.together(_LOAD, folder):
         saved.restore_objects(state.objects, session.rank)
         extra = saved.extra()
         saved.restore_random_state(state.objects.device, session.rank)
     return report, extra
+
+
+def _damage_found(session: Session, folder: Path, checks: ReadChecks) -> str | None:
+    """Return what any rank has found damaged while it read, in words; ``None`` if the load failed for another reason.
+
+    Collective: every rank.
+    """
+    gathered = session.coordinator.all_gather_object(checks.problems, name=f"{_LOAD} (damage)")
+    found = list(dict.fromkeys(problem for problems in gathered for problem in problems))
+    if not found:
+        return None
+    return f"{damaged(folder, found)} The values of model and optimizer are partly those of this step now."
 
 
 def has_training_state(session: Session, root: str | Path) -> bool:
@@ -221,6 +249,26 @@ def has_training_state(session: Session, root: str | Path) -> bool:
             steps = open_steps(root)
             found = steps.latest_name() is not None or bool(steps.names())
     return bool(session.coordinator.broadcast_object(found))
+
+
+def _raise_damaged(session: Session, steps: Steps, name: str, problem: str) -> None:
+    """Raise on every rank what is wrong with a step, and which other one to load; rank 0 looks for it."""
+    with session.together(_LOAD, Path(steps.root), for_long=True):
+        if session.rank == 0:
+            raise CheckpointError(problem + steps.advice(name))
+
+
+def _chosen(step: int | str | None, *, resume: bool) -> int | str:
+    if step is None:
+        return NEWEST_WHOLE if resume else LATEST
+    return step
+
+
+def _wanted(state: TrainingState) -> list[str]:
+    """Return the files and folders of a step that a state is read from."""
+    wanted = [MODEL, VALUES, TENSORS]
+    wanted += [OPTIMIZER] if state.optimizer is not None else []
+    return wanted + ([EMA] if state.ema is not None else [])
 
 
 def _names_to_try(steps: Steps, step: int | str, leases: Leases | None) -> list[str]:
@@ -241,11 +289,13 @@ def _names_to_try(steps: Steps, step: int | str, leases: Leases | None) -> list[
     return steps.candidates() if step == NEWEST_WHOLE else [steps.find(step)]
 
 
-def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: bool) -> tuple[Manifest, str | None]:
-    """Check a step against its manifest; ranks that see the same files share the work.
+def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: bool) -> tuple[Manifest, str | None, bool]:
+    """Check a step against its manifest, as far as nothing is verified while it is read.
+
+    Ranks that see the same files share the work.
 
     Returns:
-        The manifest, and what is damaged; the same on every rank.
+        The manifest, what is damaged, and whether all ranks see the same files; the same on every rank.
 
     Raises:
         CheckpointError: If the step lacks what is wanted.
@@ -258,7 +308,7 @@ def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: boo
             problem = str(error)
     problem = session.coordinator.broadcast_object(problem)
     if problem is not None:
-        return manifest, problem
+        return manifest, problem, False
     with session.together(_LOAD, folder):
         manifest = Manifest.read(folder)
         required(manifest, folder, wanted)
@@ -271,9 +321,11 @@ def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: boo
     with session.together(_LOAD, folder, for_long=True):
         problems = manifest.size_problems(folder, own)
         if verify and not problems:
-            problems = manifest.content_problems(folder, own)
+            ahead = [file for file in own if file == TENSORS or not manifest.files[file].is_read_checked]
+            problems = manifest.content_problems(folder, ahead)
     found = [problem for problems in session.coordinator.all_gather_object(problems) for problem in problems]
-    return manifest, str(damaged(folder, list(dict.fromkeys(found)))) if found else None
+    problem = str(damaged(folder, list(dict.fromkeys(found)))) if found else None
+    return manifest, problem, len(mates) == session.world_size
 
 
 def _home(name: str) -> str:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from booster_core.errors import CheckpointError
 from booster_core.state import box_numel, box_shape, full_box
+from booster_runtime.checkpoint.files.checksums import BlockHasher
 from booster_runtime.checkpoint.save.writer import create_file, offsets_in, synchronize_devices, write_at
 from booster_runtime.state.regions import as_bytes, intersect, regions_of, slices_of
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from booster_core.state import Box
+    from booster_runtime.checkpoint.files.checksums import Block
     from booster_runtime.checkpoint.files.layout import PlannedFile, SavePlan, TensorSpec
     from booster_runtime.checkpoint.save.writer import Fragment
     from booster_runtime.checkpoint.session import Session
@@ -240,9 +242,9 @@ class OwnerWrite:
         self._filled, self._outgoing, self._incoming = (torch.empty(window_bytes, dtype=torch.uint8) for _ in range(3))
         self._failure: Exception | None = None
         self._stream: _Stream | None = None
-        self._told: dict[str, tuple[int, str | None]] = {}
+        self._told: dict[str, tuple[int, tuple[Block, ...]]] = {}
 
-    def run(self, group: ProcessGroup | None) -> dict[str, tuple[int, str | None]]:
+    def run(self, group: ProcessGroup | None) -> dict[str, tuple[int, tuple[Block, ...]]]:
         """Send this rank's pieces to the owners of their files, and write the files that this rank owns.
 
         A failure to read or write does not stop what other ranks wait for; it is raised at the end.
@@ -251,7 +253,7 @@ class OwnerWrite:
             group: A group of all ranks with a CPU backend, used for nothing else meanwhile; ``None`` for one rank.
 
         Returns:
-            For each file of this rank its size, and its checksum.
+            For each file of this rank its size, and its blocks.
 
         Collective: every rank.
         """
@@ -364,7 +366,7 @@ class _Stream:
     Args:
         path: Its path; created here.
         file: What it holds.
-        want_checksum: Compute its checksum on the way.
+        want_checksum: Compute the checksums of its blocks on the way.
     """
 
     def __init__(self, path: Path, file: PlannedFile, *, want_checksum: bool) -> None:
@@ -374,39 +376,36 @@ class _Stream:
         self._offsets = offsets_in(path, file)
         self._descriptor = os.open(path, os.O_RDWR)
         self._position = 0
-        self._digest: Any = None
-        if want_checksum:
-            import xxhash
-
-            self._digest = xxhash.xxh3_64()
+        sizes = file.block_sizes(os.fstat(self._descriptor).st_size) if want_checksum else []
+        self._hasher = BlockHasher(sizes) if want_checksum else None
 
     def write(self, cut: _Cut, values: memoryview) -> None:
         """Write a range of a tensor's values, after those of all tensors before it in the file."""
         offset = self._offsets[cut.spec.key] + cut.start * cut.spec.dtype.itemsize
         self._pass_over(offset)
         write_at(self._descriptor, values, offset)
-        if self._digest is not None:
-            self._digest.update(values)
+        if self._hasher is not None:
+            self._hasher.update(values)
         self._position = offset + len(values)
 
-    def close(self) -> tuple[int, str | None]:
-        """Wait until all of it is on disk; return its size and checksum."""
+    def close(self) -> tuple[int, tuple[Block, ...]]:
+        """Wait until all of it is on disk; return its size and blocks."""
         size = os.fstat(self._descriptor).st_size
         self._pass_over(size)
         os.fsync(self._descriptor)
         self.abandon()
-        return size, None if self._digest is None else self._digest.hexdigest()
+        return size, () if self._hasher is None else tuple(self._hasher.blocks)
 
     def abandon(self) -> None:
         """Close the file as it is."""
         os.close(self._descriptor)
 
     def _pass_over(self, offset: int) -> None:
-        """Take what lies between values, as it was laid out, into the checksum: the header, a zip's records."""
-        if self._digest is None:
+        """Take what lies between values, as it was laid out, into the checksums: the header, a zip's records."""
+        if self._hasher is None:
             return
         assert offset >= self._position, "values are in the order of the file"
         while self._position < offset:
             content = os.pread(self._descriptor, min(offset - self._position, _GAP_BYTES), self._position)
-            self._digest.update(content)
+            self._hasher.update(content)
             self._position += len(content)

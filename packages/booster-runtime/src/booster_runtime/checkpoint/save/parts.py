@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from booster_core.state import StateAdapter
     from booster_runtime.checkpoint.files.layout import FileNames
+    from booster_runtime.checkpoint.save.specs import OwnedSpec
     from booster_runtime.checkpoint.save.transformers_files import PretrainedNames
 
 _EXTRA_STATE = "_extra_state"
@@ -75,17 +76,16 @@ class Part(ABC):
         """Return, for each further name of a tied tensor, the first name."""
         return {}
 
-    def local_facts(self) -> Any:
-        """Return what the other ranks have to know; it is pickled on the way."""
-        return None
+    @abstractmethod
+    def local_facts(self) -> list[Any]:
+        """Return what the other ranks have to know, as many entries on every rank; each is pickled on the way."""
 
     @abstractmethod
-    def learn(self, facts: Sequence[Any], rank: int) -> None:
-        """Take in what every rank said, in rank order."""
+    def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
+        """Take in what every rank said, in rank order; entries that are equal are the same object."""
 
-    def learned_specs(self, facts: Any, rank: int) -> list[tuple[str, tuple[int, ...], torch.dtype, int]]:
-        """Return the tensors that a rank owns only since all have heard from all; as `local_specs` lists others."""
-        del facts, rank
+    def learned_specs(self) -> list[OwnedSpec]:
+        """Return the tensors that ranks own only since all have heard from all; `local_specs` tells of the others."""
         return []
 
     @abstractmethod
@@ -129,7 +129,7 @@ class ModelPart(Part):
         self._texts = dict(texts or {})
         self._extra: dict[str, Any] = {}
         self._extra_tensors: dict[str, dict[str, torch.Tensor]] = {}
-        self._owners: dict[str, int] = {}
+        self._learned: list[OwnedSpec] = []
         self._mine: list[str] = []
         self._names_in_files: PretrainedNames | None = None
 
@@ -164,7 +164,7 @@ class ModelPart(Part):
         return self._dtype
 
     @override
-    def local_facts(self) -> Any:
+    def local_facts(self) -> list[Any]:
         if self._module is not None:
             _check_model_is_saved_whole(self._module)
             if self.is_divided:
@@ -183,26 +183,21 @@ class ModelPart(Part):
             name: [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
             for name, tensors in self._extra_tensors.items()
         }
-        return encoded, shapes
+        return [encoded, shapes]
 
     @override
-    def learn(self, facts: Sequence[Any], rank: int) -> None:
-        self._extra, self._owners = {}, {}
-        for owner, (encoded, _) in enumerate(facts):
+    def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
+        self._extra, self._mine, self._learned = {}, [], []
+        for owner, (encoded, shapes) in enumerate(facts):
             for name, value in encoded.items():
                 if name not in self._extra:  # of modules that are everywhere, the first rank writes
                     self._extra[name] = value
-                    self._owners[name] = owner
-        self._mine = [name for name, owner in self._owners.items() if owner == rank]
+                    self._mine += [name] if owner == rank else []
+                    self._learned += [(key, shape, dtype, math.prod(shape)) for key, shape, dtype in shapes[name]]
 
     @override
-    def learned_specs(self, facts: Any, rank: int) -> list[tuple[str, tuple[int, ...], torch.dtype, int]]:
-        return [
-            (key, shape, dtype, math.prod(shape))
-            for name, tensors in facts[1].items()
-            if self._owners[name] == rank
-            for key, shape, dtype in tensors
-        ]
+    def learned_specs(self) -> list[OwnedSpec]:
+        return self._learned
 
     @override
     def aliases(self) -> Mapping[str, str]:
@@ -263,7 +258,7 @@ class OptimizerPart(Part):
                 yield shard
 
     @override
-    def local_facts(self) -> Any:
+    def local_facts(self) -> list[Any]:
         unsaved = self._adapter.unsaved_state()
         if unsaved:
             msg = (
@@ -271,10 +266,10 @@ class OptimizerPart(Part):
                 f"{shorten(unsaved)}. Keep them in a parameter group, or in the state of a parameter."
             )
             raise CheckpointError(msg)
-        return OptimizerInfo.of(self._adapter)
+        return OptimizerInfo.of(self._adapter).entries()
 
     @override
-    def learn(self, facts: Sequence[Any], rank: int) -> None:
+    def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
         del rank
         self._info = OptimizerInfo.merge(facts).to_json()
 

@@ -1,7 +1,7 @@
 """How a save goes: what ranks tell each other, who writes, and when files get their names; now or in the background.
 
 Files are laid out under temporary names, every rank writes its bytes and syncs them, all agree that they have, and only
-then rank 0 renames the files and commits what they belong to (the order of torchsnapshot). After the first gather,
+then rank 0 renames the files and commits what they belong to (the order of torchsnapshot). Once the plan is made,
 ranks agree over the store alone.
 """
 
@@ -14,25 +14,24 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
+from booster_runtime.checkpoint.files.checksums import Block, block_sizes, blocks_of_file
 from booster_runtime.checkpoint.files.layout import (
     TEMPORARY,
     TOKEN_CHARACTERS,
     WrittenFile,
-    local_specs,
     make_plan,
-    merge_specs,
     new_token,
 )
 from booster_runtime.checkpoint.save.async_writer import BackgroundWriter, SnapshotBuffers
+from booster_runtime.checkpoint.save.specs import local_specs, merge_specs
 from booster_runtime.checkpoint.save.writer import (
     Fragment,
     create_file,
-    file_checksum,
     sync_folder,
     write_directly,
     write_text,
 )
-from booster_runtime.checkpoint.session import Progress
+from booster_runtime.checkpoint.session import Progress, distinct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,8 +47,8 @@ _NUMBERED = re.compile(r"-\d{5,}-of-\d{5,}\.")
 _TEMPORARY_NAME = re.compile(rf"\.(.+)\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
 _background_saves = itertools.count()
 """Ranks start saves in the background in step, so that a number names the same save on each."""
-Told = dict[str, tuple[int, "str | None"]]
-"""What the writers of files say of them, by name: size, and checksum where it was asked for."""
+Told = dict[str, tuple[int, tuple[Block, ...]]]
+"""What the writers of files say of them, by name: size, and blocks where checksums were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ class _Save:
     """One call; see `Saver.save`.
 
     Args:
-        facts: Returns what this rank tells the others of each part.
+        facts: Returns, for each part, what this rank tells the others, the tensors that it owns parts of, and how much.
         fragments: Returns what this rank writes; a fragment is read before the next one is asked for.
         keeps_values: Fragments may be read later as well.
         is_shown: Whether a progress bar may be shown.
@@ -70,7 +69,7 @@ class _Save:
     texts: dict[str, str]
     want_checksums: bool
     commit: Callable[[list[WrittenFile]], None] | None
-    facts: Callable[[], Any]
+    facts: Callable[[], list[tuple[list[Any], str, dict[str, int]]]]
     fragments: Callable[[], Iterable[Fragment]]
     keeps_values: bool
     is_shown: bool
@@ -138,7 +137,7 @@ class Saver:
             texts: Further files and their content; those of all ranks are written, the lowest rank's of equal names.
             check: As for `begin`.
             use_async: Copy all values, return, and do the rest in the background, ``commit`` too.
-            want_checksums: Tell each file's xxh3 in the list.
+            want_checksums: Tell each file's blocks and their checksums in the list.
             commit: Called on rank 0 with the list of files; with ``use_async`` in a thread, where it must not use
                 process groups.
 
@@ -159,7 +158,7 @@ class Saver:
             texts=dict(texts or {}),
             want_checksums=want_checksums,
             commit=commit,
-            facts=lambda: [(part.local_facts(), local_specs(part)) for part in parts],
+            facts=lambda: [(part.local_facts(), *local_specs(part)) for part in parts],
             fragments=lambda: _fragments_of(parts),
             keeps_values=all(part.keeps_values for part in parts),
             is_shown=self._session.rank == 0,
@@ -250,34 +249,55 @@ class Saver:
         """
         session, folder = self._session, save.folder
 
-        def tell() -> Any:
+        ends, owned = [0], list[dict[str, int]]()
+
+        def tell() -> list[Any]:
             if session.rank == 0:
                 made.extend(path for path in (folder, *folder.parents) if not path.exists())
                 folder.mkdir(parents=True, exist_ok=True)
-            return save.facts(), save.texts, new_token()
+            entries = []
+            for facts, table, held in save.facts():
+                entries += [*facts, table]
+                ends.append(len(entries))
+                owned.append(held)
+            return [*entries, save.texts, new_token() if session.rank == 0 else None]
 
-        gathered = session.gather(save.name, folder, tell, save.group)
+        gathered = session.gather_each(save.name, folder, tell, save.group)
         # What follows is computed from the same values on every rank, and so raises on all of them or on none.
         texts: dict[str, str] = {}
-        for _, rank_texts, _ in reversed(gathered):
-            texts |= rank_texts
+        for rank_texts in distinct(entries[-2] for entries in gathered):
+            texts = rank_texts | texts  # the lowest rank's of equal names
         specs = []
-        for index, part in enumerate(save.parts):
-            part_facts = [rank_facts[index][0] for rank_facts, _, _ in gathered]
-            part.learn(part_facts, session.rank)
-            owned = [rank_facts[index][1] for rank_facts, _, _ in gathered]
-            extra = [part.learned_specs(entry, rank) for rank, entry in enumerate(part_facts)]
-            specs.append(merge_specs([[*a, *b] for a, b in zip(owned, extra, strict=True)]))
-        return make_plan(folder, gathered[0][2], save.parts, specs, texts)
+        for part, held, (begin, end) in zip(save.parts, owned, itertools.pairwise(ends), strict=True):
+            part.learn([entries[begin : end - 1] for entries in gathered], session.rank)
+            specs.append(
+                merge_specs(
+                    [entries[end - 1] for entries in gathered],
+                    held,
+                    part.learned_specs(),
+                    lambda numbers: session.total_over_ranks(numbers, save.group),
+                )
+            )
+        return make_plan(folder, gathered[0][-1], save.parts, specs, texts)
 
     def _read_checksums(self, save: _Save, plan: SavePlan) -> Told:
-        """Return each file's size and checksum, read back from this host's page cache; ranks share the work by file."""
+        """Return each file's size and blocks, read back from this host's page cache; ranks share the work by bytes."""
         session, told = self._session, Told()
         with session.together(f"{save.name} (compute checksums)", save.folder, for_long=True):
             if session.rank == 0:
-                told = {name: _size_and_checksum(plan.temporary(name)) for name in plan.texts}
-            for file in plan.files[session.rank :: session.world_size]:
-                told[file.name] = _size_and_checksum(plan.temporary(file.name))
+                told = {name: _size_and_blocks(plan.temporary(name)) for name in plan.texts}
+            paths = [plan.temporary(file.name) for file in plan.files]
+            nbytes = [path.stat().st_size for path in paths]
+            shares = [sum(nbytes) * rank // session.world_size for rank in (session.rank, session.rank + 1)]
+            begin = 0  # of a block, among the bytes of all files
+            for file, path, size in zip(plan.files, paths, nbytes, strict=True):
+                mine, first = list[int](), begin
+                for block in file.block_sizes(size):
+                    if shares[0] <= begin < shares[1]:
+                        first = begin if not mine else first
+                        mine.append(block)
+                    begin += block
+                told[file.name] = size, tuple(blocks_of_file(path, mine, first - (begin - size)))
         return _merged(session.gather(save.name, save.folder, lambda: told, save.group))
 
     def _write_by_owners(
@@ -295,7 +315,7 @@ class Saver:
             with session.together(f"{save.name} (create files)", save.folder, for_long=True):
                 if session.rank == 0:
                     _create(plan, ())
-                    told = {name: _size_and_checksum(plan.temporary(name)) for name in plan.texts}
+                    told = {name: _size_and_blocks(plan.temporary(name)) for name in plan.texts}
                 job = OwnerWrite(
                     plan,
                     fragments if save.keeps_values else self.buffers.take(fragments),
@@ -315,11 +335,17 @@ class Saver:
 
 
 def _merged(gathered: Sequence[Told]) -> Told:
-    return {name: entry for told in gathered for name, entry in told.items()}
+    """Return what all ranks say; of a file's blocks, each rank has some that follow those of the rank before."""
+    merged: Told = {}
+    for told in gathered:
+        for name, (nbytes, blocks) in told.items():
+            merged[name] = nbytes, (*merged.get(name, (0, ()))[1], *blocks)
+    return merged
 
 
-def _size_and_checksum(path: Path) -> tuple[int, str]:
-    return path.stat().st_size, file_checksum(path)
+def _size_and_blocks(path: Path) -> tuple[int, tuple[Block, ...]]:
+    nbytes = path.stat().st_size
+    return nbytes, tuple(blocks_of_file(path, block_sizes([nbytes])))
 
 
 def _fragments_of(parts: Sequence[Part]) -> Iterator[Fragment]:
@@ -362,7 +388,7 @@ def _written(plan: SavePlan, told: Told) -> list[WrittenFile]:
     for name in plan.names:
         path = plan.temporary(name)
         nbytes = path.stat().st_size if path.exists() else -1
-        size, checksum = told.get(name, (nbytes, None))
+        size, blocks = told.get(name, (nbytes, ()))
         if size != nbytes or nbytes < 0:
             seen = f"has {nbytes} bytes" if nbytes >= 0 else "does not exist"
             msg = (
@@ -370,7 +396,7 @@ def _written(plan: SavePlan, told: Told) -> list[WrittenFile]:
                 "not see the same files. Save to a folder that all of them share."
             )
             raise CheckpointError(msg)
-        written.append(WrittenFile(name=name, nbytes=nbytes, checksum=checksum, tensors=tensors.get(name, ())))
+        written.append(WrittenFile(name=name, nbytes=nbytes, blocks=blocks, tensors=tensors.get(name, ())))
     return written
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB per call."""
+_MOST_OPEN = 32
+"""How many files are open at a time, however many a save writes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,23 +143,34 @@ def write_directly(
             buffers.append(torch.empty(bucket_bytes, dtype=torch.uint8))
         return buffers[0]
 
-    files: dict[int, tuple[Path, int, dict[str, int]]] = {}
+    offsets: dict[int, dict[str, int]] = {}
+    descriptors: dict[int, int] = {}
     try:
         for ready in fill_buckets(fragments, the_buffer, copies_ready=False):
             synchronize_devices()
             for fragment in ready:
                 index = plan.homes[fragment.part][fragment.key]
-                if index not in files:
-                    path = plan.temporary(plan.files[index].name)
-                    files[index] = path, os.open(path, os.O_WRONLY), offsets_in(path, plan.files[index])
-                path, descriptor, offsets = files[index]
-                _write_fragment(path, descriptor, offsets[fragment.key], fragment)
+                path = plan.temporary(plan.files[index].name)
+                if index not in offsets:
+                    offsets[index] = offsets_in(path, plan.files[index])
+                if index not in descriptors:
+                    while len(descriptors) >= _MOST_OPEN:
+                        _sync_and_close(descriptors.pop(next(iter(descriptors))))
+                    descriptors[index] = os.open(path, os.O_WRONLY)
+                _write_fragment(path, descriptors[index], offsets[index][fragment.key], fragment)
                 progress(fragment.numel * fragment.dtype.itemsize)
-        for _, descriptor, _ in files.values():
+        for descriptor in descriptors.values():
             os.fsync(descriptor)
     finally:
-        for _, descriptor, _ in files.values():
+        for descriptor in descriptors.values():
             os.close(descriptor)
+
+
+def _sync_and_close(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_fragment(path: Path, descriptor: int, offset: int, fragment: Fragment) -> None:
@@ -244,18 +257,6 @@ def _safetensors_head(specs: Sequence[TensorSpec], values: Mapping[str, Any]) ->
         )
         raise CheckpointError(msg)
     return struct.pack("<Q", len(text)) + text
-
-
-def file_checksum(path: Path) -> str:
-    """Return the hexadecimal xxh3 (64 bits) of a file's content, as ``xxhsum -H3`` prints it."""
-    import xxhash
-
-    digest = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(1 << 22))
-    with path.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

@@ -40,10 +40,12 @@ from booster_core.errors import CheckpointError
 from booster_core.state import box_shape
 from booster_runtime.checkpoint.files.dcp_file import GROUPS, SHAPES, STATE
 from booster_runtime.checkpoint.files.dcp_table import METADATA, read_table
-from booster_runtime.checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS, local_specs, merge_specs, new_token
+from booster_runtime.checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part
+from booster_runtime.checkpoint.save.specs import local_specs, merge_specs
 from booster_runtime.checkpoint.save.writer import sync_folder
+from booster_runtime.checkpoint.session import distinct
 from booster_runtime.state.regions import pack, regions_of
 
 if TYPE_CHECKING:
@@ -209,29 +211,34 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
     made: list[Path] = []
     temporary: Path | None = None
 
-    def tell() -> Any:
+    owned: dict[str, int] = {}
+
+    def tell() -> list[Any]:
         if session.rank == 0:
             _check_target(path, is_optimizer=isinstance(part, OptimizerPart))
             made.extend(parent for parent in path.parents if not parent.exists())
             path.parent.mkdir(parents=True, exist_ok=True)
             clear_temporaries(path)
-        return part.local_facts(), local_specs(part), part.aliases(), new_token(), (path / METADATA).exists()
+        table, held = local_specs(part)
+        owned.update(held)
+        mine = (new_token(), (path / METADATA).exists()) if session.rank == 0 else None
+        return [*part.local_facts(), table, part.aliases(), mine]
 
     try:
-        gathered = session.gather(name, path, tell)
-        token = gathered[0][3]
+        gathered = session.gather_each(name, path, tell)
+        token, is_replaced = gathered[0][-1]
         if len(session.ranks_that_see(path.parent, token)) < session.world_size:
             msg = (
                 f"`gather_dtensor=False` needs a folder that all ranks see; '{path}' is not. Use `gather_dtensor=True`."
             )
             raise CheckpointError(msg)
         temporary = path.parent / f".{path.name}.{token}{TEMPORARY}"
-        part.learn([entry[0] for entry in gathered], session.rank)
-        merge_specs([[*entry[1], *part.learned_specs(entry[0], rank)] for rank, entry in enumerate(gathered)])
-        aliases = {alias: first for entry in gathered for alias, first in entry[2].items()}
+        part.learn([entries[:-3] for entries in gathered], session.rank)
+        merge_specs([entries[-3] for entries in gathered], owned, part.learned_specs(), session.total_over_ranks)
+        aliases = {alias: first for known in distinct(each[-2] for each in gathered) for alias, first in known.items()}
         with session.together(name, path):
             planner = _make_planner(part, session.rank)
-            file_name = f"__{session.rank}_{f'{token}_' if gathered[0][4] else ''}0.distcp"  # not those of the old one
+            file_name = f"__{session.rank}_{f'{token}_' if is_replaced else ''}0.distcp"  # not those of the old one
         group = session.cpu_group() if session.world_size > 1 else None
         # Inside of `together` although it communicates: torch carries a failure on one rank to all of them.
         with session.together(name, path), warnings.catch_warnings():
