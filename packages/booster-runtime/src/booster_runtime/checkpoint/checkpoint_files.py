@@ -267,29 +267,31 @@ class CheckpointFiles:
 
         Collective: none.
         """
-        checkpoint = local_path(checkpoint)
-        return checkpoint if scheme_of(checkpoint) else Path(checkpoint)
+        if "://" not in str(checkpoint):
+            return Path(checkpoint)
+        path = local_path(checkpoint)
+        return path if scheme_of(path) else Path(path)
 
     def target(self, checkpoint: str | Path, name: str, *, use_async: bool = False) -> AbstractContextManager[Path]:
         """Give the local path to write to; what is there after the body is uploaded where a URL was passed.
 
         Collective: every rank, where it is a URL.
         """
-        checkpoint = local_path(checkpoint)
-        if scheme_of(checkpoint) is None:
-            return contextlib.nullcontext(Path(checkpoint))
+        path = self.location(checkpoint)
+        if isinstance(path, Path):
+            return contextlib.nullcontext(path)
         from booster_runtime.checkpoint.remote import local_target
 
-        return local_target(self._session.coordinator, str(checkpoint), name, use_async=use_async)
+        return local_target(self._session.coordinator, path, name, use_async=use_async)
 
     def _source(self, checkpoint: str | Path, kind: str) -> AbstractContextManager[Path]:
         """Give the local path to read from: a copy until the body ends, where a URL was passed."""
-        checkpoint = local_path(checkpoint)
-        if scheme_of(checkpoint) is None:
-            return contextlib.nullcontext(Path(checkpoint))
+        path = self.location(checkpoint)
+        if isinstance(path, Path):
+            return contextlib.nullcontext(path)
         from booster_runtime.checkpoint.remote import local_source
 
-        return local_source(self._session, str(checkpoint), kind)
+        return local_source(self._session, path, kind)
 
     def _begin_load(self, name: str, num_threads: int = 1) -> None:
         if num_threads < 1:
