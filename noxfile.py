@@ -155,11 +155,14 @@ def minimums(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Run the examples in docstrings, READMEs and docs."""
+    """Build the documentation site strictly, into build/site, and run the examples in docstrings, READMEs and docs."""
     python = _checkout(session)
+    # The theme prints a notice about another project in each build.
+    _run(session, python, "-m", "mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
     sources = [f"packages/{name}/src" for name in PACKAGES]
     _pytest(session, python, "--doctest-modules", *sources, *session.posargs, success_codes=[0, 5])
-    _pytest(session, python, "tests/packaging/test_readme_examples.py", *session.posargs)
+    pages = ("page_examples", "site", "cluster_page", "start_page")
+    _pytest(session, python, *(f"tests/packaging/test_{name}.py" for name in pages), *_workers(), *session.posargs)
 
 
 @nox.session
@@ -225,7 +228,7 @@ def _checkout(session: nox.Session) -> str:
     shutil.rmtree(home, ignore_errors=True)
     session.run(sys.executable, "-m", "virtualenv", "--quiet", str(home), external=True)
     editable = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
-    groups = [*_group("lint"), *_group("types"), *_group("test")]
+    groups = [*_group("lint"), *_group("types"), *_group("test"), *_group("docs")]
     install = ("-m", "pip", "install", "--quiet", "-c", CONSTRAINTS)
     _run(session, python, *install, *editable, *groups)
     _run(
@@ -263,10 +266,10 @@ def _pytest(session: nox.Session, python: str, *arguments: str, success_codes: I
 def _workers() -> tuple[str, ...]:
     """Return pytest's arguments for parallel tests.
 
-    Ranks wait for each other much of the time, so one test process keeps about one core busy. The tests of a file run
-    in one process, because they share fixtures.
+    Ranks wait for each other and for time limits, so one test process keeps about half a core busy on two cores. The
+    tests of a file run in one process, because they share fixtures; tests/conftest.py orders the files.
     """
-    return ("-n", str(max(2, (os.cpu_count() or 2) // 2)), "--dist", "loadfile")
+    return ("-n", str(max(3, (os.cpu_count() or 2) // 2)), "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def _run(session: nox.Session, python: str, *arguments: str, env: dict[str, str] | None = None) -> None:

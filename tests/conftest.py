@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 from covering import covering
+from forked_scripts import forked_scripts
+from long_files import LONGEST_FIRST
 
 from booster_testing import close_ranks, rank_pool
+
+TESTS = Path(__file__).parent
 
 # The transport of users with GPUs or several hosts. `nox -s direct` tests the other one.
 os.environ.setdefault("BOOSTER_TRANSPORT", "torch")
@@ -20,9 +24,15 @@ os.environ.setdefault("BOOSTER_TRANSPORT", "torch")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the cases that a test with the marker ``covering`` leaves out of the default run."""
+    """Mark as slow what the markers ``covering`` and ``by_default`` leave out, and move the longest files to the front.
+
+    A file that takes long and starts last would leave the other test processes idle.
+    """
     matrices = defaultdict(list)
     for item in items:
+        marker = item.get_closest_marker("by_default")
+        if marker is not None and not {item.name, item.name.partition("[")[0]}.intersection(marker.args):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("covering") is not None and item.get_closest_marker("slow") is None:
             matrices[item.nodeid.partition("[")[0]].append(item)
     for cases in matrices.values():
@@ -33,6 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for position, case in enumerate(cases):
             if position not in chosen:
                 case.add_marker(pytest.mark.slow)
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(str(item.path).removeprefix(f"{TESTS}/"), len(places)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -73,6 +85,13 @@ def nothing_left_behind():
         distributed.destroy_process_group()
     if left:
         pytest.fail(f"the test left behind: {'; '.join(left)}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def scripts():
+    """Run scripts in forks of a process that has imported what they import: `ForkedScripts.run`."""
+    with forked_scripts() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

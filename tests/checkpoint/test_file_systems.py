@@ -1,16 +1,17 @@
-"""Saves where the file system cannot reserve space, or finds its disk full."""
+"""Saves on several file systems, some of which cannot reserve space, and on a full disk."""
 
+import contextlib
 import errno
 import hashlib
 import mmap
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from tests.shared.fuse_mirror import mounted_mirror
 
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
@@ -29,16 +30,41 @@ TENSORS = [
 ]
 
 
-@pytest.fixture
-def without_fallocate(tmp_path):
-    """A file system that refuses ``fallocate`` with EOPNOTSUPP, as NFS before 4.2 and most of FUSE do."""
-    folder = tmp_path / "ram"
-    folder.mkdir()
-    command = ["mount", "-t", "ramfs", "none", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a file system without fallocate takes root's rights")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+@contextlib.contextmanager
+def mounted(kind, base):
+    """Mount a file system while the body runs, and give its folder."""
+    point = base / "mount"
+    point.mkdir()
+    with contextlib.ExitStack() as stack:
+        options = []
+        if kind == "fuse":
+            (base / "shown").mkdir()
+            stack.enter_context(mounted_mirror(base / "shown", point))
+        else:
+            if kind == "overlay":  # on a tmpfs, because it can't be on another overlay
+                inner = stack.enter_context(mounted("tmpfs", base / "layers"))
+                lower, upper, work = (inner / name for name in ("lower", "upper", "work"))
+                for folder in (lower, upper, work):
+                    folder.mkdir()
+                options = ["-o", f"lowerdir={lower},upperdir={upper},workdir={work}"]
+            command = ["mount", "-t", kind, *options, "none", str(point)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise OSError(done.stderr.strip())
+            stack.callback(subprocess.run, ["umount", str(point)], check=True)
+        yield point
+
+
+# ramfs and this FUSE refuse ``fallocate`` with EOPNOTSUPP, as NFS before 4.2 does.
+@pytest.fixture(params=["ramfs", "tmpfs", "overlay", "fuse"])
+def file_system(request, tmp_path):
+    (tmp_path / "layers").mkdir()
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(mounted(request.param, tmp_path))
+        except OSError as error:
+            pytest.skip(f"{request.param} can't be mounted here: {error}")
+        yield folder
 
 
 def save_every_form(folder, use_async=False):
@@ -84,19 +110,19 @@ def save_and_resume(root, use_async=False):
     return other.load(root).step
 
 
-# ---- no space can be reserved
+# ---- file systems
 
 
 @pytest.mark.parametrize("use_async", [False, True])
-def test_saves_on_a_file_system_without_fallocate(use_async, without_fallocate):
-    run_on_ranks(save_every_form, 2, str(without_fallocate), use_async)
-    assert run_on_ranks(wrong_values, 2, str(without_fallocate)) == [[], []]
-    assert not list(without_fallocate.rglob("*.tmp"))
+def test_saves_on_a_file_system(use_async, file_system):
+    run_on_ranks(save_every_form, 2, str(file_system), use_async)
+    assert run_on_ranks(wrong_values, 2, str(file_system)) == [[], []]
+    assert not list(file_system.rglob("*.tmp"))
 
 
 @pytest.mark.parametrize("use_async", [False, True])
-def test_training_state_on_a_file_system_without_fallocate(use_async, without_fallocate):
-    root = without_fallocate / "root"
+def test_training_state_on_a_file_system(use_async, file_system):
+    root = file_system / "root"
     assert run_on_ranks(save_and_resume, 2, str(root), use_async) == [3, 3]
     verify_folder(root / "step-00000003")
 

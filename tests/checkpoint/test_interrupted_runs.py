@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_scripts import torchrun_variables
 
 SCRIPT = Path(__file__).parent / "train_and_die.py"
 
@@ -57,7 +59,30 @@ def test_ten_kills_change_no_loss(tmp_path):
     assert losses_of(tmp_path / "killed") == expected
 
 
-def test_sigterm_saves_and_a_resumed_run_ends_alike(tmp_path):
+@pytest.fixture
+def train(scripts):
+    """Return a function that runs the script on two ranks, without torchrun, and returns its output."""
+
+    def run(root, steps, *kills, save_every=1000):
+        root.mkdir(exist_ok=True)
+        done = scripts.run(SCRIPT, [["zero", root, steps, save_every, *kills]] * 2, torchrun_variables(2))
+        assert done.codes == [0, 0], done.output
+        return done.output
+
+    return run
+
+
+def test_sigterm_on_one_rank_saves_and_a_resumed_run_ends_alike(train, tmp_path):
+    train(tmp_path / "calm", 40)
+    output = train(tmp_path / "stopped", 40, "17:1:stop")
+    assert re.search(r"stopped and saved after step 1[78]\n", output), output
+    assert max(losses_of(tmp_path / "stopped")) in {17, 18}
+    train(tmp_path / "stopped", 40)
+    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "calm")
+
+
+@pytest.mark.slow  # three starts of torchrun; the test above sends the signal itself
+def test_sigterm_to_torchrun_saves_and_a_resumed_run_ends_alike(tmp_path):
     steps = 60
     calm = start(tmp_path / "calm", steps)
     output = finish(calm)

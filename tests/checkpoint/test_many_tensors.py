@@ -22,9 +22,8 @@ from booster_runtime.checkpoint.files.layout import MODEL, FileNames
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
 from booster_runtime.checkpoint.load.optimizer_check import check_same_parameters, states_by_parameter
 from booster_runtime.checkpoint.save import saver
-from booster_runtime.checkpoint.save.parts import ModelPart
+from booster_runtime.checkpoint.save.parts import ModelPart, local_specs
 from booster_runtime.checkpoint.save.saver import Saver
-from booster_runtime.checkpoint.save.specs import local_specs
 from booster_runtime.checkpoint.save.view import ModelView
 from booster_runtime.checkpoint.session import Session, places_in_message
 from booster_runtime.state.replicated import ReplicatedStateAdapter
@@ -237,7 +236,7 @@ from torch import nn
 from booster_core.ranks import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles
 from booster_runtime.checkpoint.files.layout import MODEL, FileNames
-from booster_runtime.checkpoint.save.parts import ModelPart
+from booster_runtime.checkpoint.save.parts import ModelPart, local_specs
 from booster_runtime.checkpoint.load.source import open_source
 from booster_runtime.state.replicated import ReplicatedStateAdapter
 

@@ -3,10 +3,14 @@
 The hosts are names: ranks are told that they run on hosts of their own, and share the folder all the same.
 """
 
+import contextlib
 import errno
 import hashlib
 import itertools
+import json
 import os
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from unittest import mock
@@ -14,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import xxhash
+from tests.shared.fuse_mirror import mounted_mirror
 
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
@@ -325,3 +330,53 @@ def save_and_resume(root, hosts, use_async=False):
 def test_training_state_of_several_hosts(use_async, tmp_path):
     assert run_on_ranks(save_and_resume, 2, str(tmp_path / "root"), [0, 1], use_async) == [3, 3]
     verify_folder(tmp_path / "root" / "step-00000003")
+
+
+# ---- two mounts of one export, with a page cache each
+
+
+@pytest.fixture
+def mirrors(tmp_path):
+    """Two FUSE mounts of one folder, which know as little of each other's pages as two hosts with NFS."""
+    folders = [tmp_path / name for name in ("export", "one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        try:
+            for point in folders[1:]:
+                stack.enter_context(mounted_mirror(folders[0], point))
+        except OSError as error:
+            pytest.skip(f"FUSE can't be mounted here: {error}")
+        yield folders
+
+
+def test_two_mounts_lose_writes_into_one_page(mirrors):
+    """The damage that owners of files avoid, so that the test below would see it."""
+    export, *points = mirrors
+    (export / "file").write_bytes(bytes(4096))
+    files = [os.open(point / "file", os.O_RDWR) for point in points]
+    for number, file in enumerate(files):
+        os.pwrite(file, b"x" * 100, 2000 * number)
+    for file in files:
+        os.fsync(file)
+        os.close(file)
+    assert (export / "file").read_bytes().count(b"x") == 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_steps_are_whole_after_kills_on_two_hosts(mirrors, tmp_path):
+    del mirrors  # the program mounts its own; this tells whether it can
+    folder = tmp_path / "hosts"
+    folder.mkdir()
+    script = Path(__file__).with_name("hosts_to_kill.py")
+    command = [sys.executable, str(script), str(folder), "5", "20"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["hosts"] == 2
+    for life in found["lives"]:
+        for step, wrong in life["seen"]:
+            assert wrong == []
+            assert step >= life["saved"]
+    assert found["lives"][-1]["saved"] > 0

@@ -1,5 +1,7 @@
 """Checkpoints at URLs: in a store of one process' own memory, on the local disk, and in a third party's store."""
 
+import json
+import os
 import re
 import shutil
 import sys
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from booster_core import hookimpl
 from booster_core.errors import CheckpointError, ConfigError
@@ -14,10 +17,36 @@ from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint.files.checksums import Block
 from booster_runtime.checkpoint.run.manifest import FileEntry, Manifest
-from booster_runtime.checkpoint.run.steps_remote import download, open_steps
-from booster_runtime.storage import FsspecStorage, local_path, scheme_of, storage_for
+from booster_runtime.checkpoint.run.steps_remote import open_steps
+from booster_runtime.cli import convert, inspect, verify
+from booster_runtime.storage import leaves_folder, local_path, path_at, scheme_of, storage_for
+from booster_runtime.storage.fsspec_storage import FsspecStorage
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
+
+
+class FolderStream:
+    """Writes next to a file, and renames."""
+
+    def __init__(self, path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.part = path.with_name(f"{path.name}.part{os.getpid()}")
+        self.file = self.part.open("wb")
+
+    def write(self, values):
+        self.file.write(values)
+
+    def finish(self):
+        self.file.close()
+
+    def close(self):
+        self.file.close()
+        self.part.replace(self.path)
+
+    def discard(self):
+        self.file.close()
+        self.part.unlink(missing_ok=True)
 
 
 class FolderStorage:
@@ -25,7 +54,8 @@ class FolderStorage:
 
     def __init__(self, base):
         self.base = Path(base)
-        self.uploads = []
+        self.written = []
+        self.ranges = []
 
     def _path(self, url):
         return self.base / url.partition("://")[2]
@@ -36,13 +66,15 @@ class FolderStorage:
             return {"": path.stat().st_size}
         return {p.relative_to(path).as_posix(): p.stat().st_size for p in path.rglob("*") if p.is_file()}
 
-    def upload(self, path, url):
-        self.uploads.append(url)
-        self._path(url).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, self._path(url))
+    def read(self, url, start, target):
+        self.ranges.append((url, start, len(target)))
+        with self._path(url).open("rb") as file:
+            file.seek(start)
+            assert file.readinto(target) == len(target)
 
-    def download(self, url, path):
-        shutil.copyfile(self._path(url), path)
+    def open_write(self, url, nbytes):
+        self.written.append(url)
+        return FolderStream(self._path(url))
 
     def remove(self, url):
         path = self._path(url)
@@ -71,8 +103,10 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def train_save_resume(root, use_async):
+def train_save_resume(root, use_async, base=None):
     """In one function, because the store may be of this process alone."""
+    if base is not None:
+        register_hooks(Hooks(FolderStorage(base)))
     run = Run()
     expected = run.train(8)
     run = Run()
@@ -92,12 +126,19 @@ def train_save_resume(root, use_async):
 
 
 @pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_training_state_in_memory(world_size, use_async):
-    root = f"memory://run-{world_size}-{use_async}"
-    for step, is_equal, names, path in run_on_ranks(train_save_resume, world_size, root, use_async):
+@pytest.mark.parametrize(("world_size", "scheme"), [(1, "memory"), (2, "ours")])
+def test_a_training_state_at_a_url(world_size, scheme, use_async, tmp_path):
+    root = f"{scheme}://run-{world_size}-{use_async}"
+    base = str(tmp_path) if scheme == "ours" else None
+    for step, is_equal, names, path in run_on_ranks(train_save_resume, world_size, root, use_async, base):
         assert (step, is_equal, names) == (5, True, ["step-00000005"])
         assert path == f"{root}/step-00000005"
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_storage_that_ranks_do_not_share_is_refused(use_async):
+    match = r"Ranks \[1\] do not see what rank 0 wrote to 'memory://alone"
+    expect_on_ranks(CheckpointError, match, train_save_resume, 2, "memory://alone", use_async)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -108,30 +149,39 @@ def test_a_training_state_at_a_file_url(world_size, tmp_path):
     assert (tmp_path / "a run" / "latest").read_text() == "step-00000005\n"
 
 
-def save_and_load_model(base):
+def save_and_load_model(base, folder=None, use_async=False):
+    if folder is not None:
+        register_hooks(Hooks(FolderStorage(folder)))
     run, other = Run(), Run(seed=1)
     run.train(2)
-    run.booster.save_model(run.model, f"{base}/folder", shard=True)
-    run.booster.save_model(run.model, f"{base}/one.safetensors")
-    run.booster.save_optimizer(run.optimizer, f"{base}/folder", shard=True)
+    run.booster.save_model(run.model, f"{base}/folder", shard=True, use_async=use_async)
+    run.booster.save_model(run.model, f"{base}/one.safetensors", use_async=use_async)
+    run.booster.save_model(run.model, f"{base}/one.bin", use_safetensors=False, use_async=use_async)
+    run.booster.save_optimizer(run.optimizer, f"{base}/folder", shard=True, use_async=use_async)
     run.booster.save_lr_scheduler(run.scheduler, f"{base}/scheduler.json")
     other.booster.load_model(other.model, f"{base}/folder")
     other.booster.load_optimizer(other.optimizer, f"{base}/folder")
     other.booster.load_lr_scheduler(other.scheduler, f"{base}/scheduler.json")
     assert same(run.tensors(), other.tensors())
     assert other.scheduler.last_epoch == 2
-    for path in ("one.safetensors", "folder/model.safetensors.index.json"):
+    for path in ("one.safetensors", "one.bin", "folder/model.safetensors.index.json"):
         fresh = Run()
         fresh.booster.load_model(fresh.model, f"{base}/{path}")
         assert same(run.model.state_dict(), fresh.model.state_dict())
     ema = run.booster.ema(run.model)
     ema.save(f"{base}/ema", shard=True)
     ema.load(f"{base}/ema")
+    run.booster.save_model(run.model, f"{base}/dcp", gather_dtensor=False)
+    fresh = Run()
+    fresh.booster.load_model(fresh.model, f"{base}/dcp")
+    assert same(run.model.state_dict(), fresh.model.state_dict())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_models_and_optimizers_in_memory(world_size):
-    run_on_ranks(save_and_load_model, world_size, f"memory://parts-{world_size}")
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize(("world_size", "scheme"), [(1, "memory"), (2, "ours")])
+def test_models_and_optimizers_at_a_url(world_size, scheme, use_async, tmp_path, monkeypatch):
+    folder = str(tmp_path) if scheme == "ours" else None
+    run_on_ranks(save_and_load_model, world_size, f"{scheme}://parts-{use_async}", folder, use_async)
 
 
 def test_models_and_optimizers_at_a_file_url(tmp_path):
@@ -143,9 +193,9 @@ def test_a_hook_brings_a_storage_and_the_index_and_manifest_come_last(ours):
     run = Run()
     run.save("ours://runs/a")
     step = "ours://runs/a/step-00000000"
-    assert ours.uploads[-2:] == [f"{step}/manifest.json", "ours://runs/a/latest"]
+    assert ours.written[-2:] == [f"{step}/manifest.json", "ours://runs/a/latest"]
     run.booster.save_model(run.model, "ours://model", shard=True)
-    assert ours.uploads[-1] == "ours://model/model.safetensors.index.json"
+    assert ours.written[-1] == "ours://model/model.safetensors.index.json"
     assert Run().load("ours://runs/a").step == 0
 
 
@@ -161,19 +211,19 @@ def test_an_upload_that_was_cut_off_is_no_step_and_is_cleared_away(ours):
     run = Run()
     run.save("ours://runs/b")
     run.step = 1
-    whole = ours.upload
+    whole = ours.open_write
 
-    def fail(path, url):
+    def fail(url, nbytes):
         if url.endswith("training_state.json"):
             raise OSError(28, "No space left on device")
-        whole(path, url)
+        return whole(url, nbytes)
 
-    ours.upload = fail
+    ours.open_write = fail
     with pytest.raises(CheckpointError, match="No space left on device"):
         run.save("ours://runs/b")
-    assert "step-00000001/model/model.safetensors.index.json" in ours.list("ours://runs/b")
+    assert "step-00000001/model/model-00001-of-00001.safetensors" in ours.list("ours://runs/b")
     assert Run().load("ours://runs/b").step == 0
-    ours.upload = whole
+    ours.open_write = whole
     run.step = 2
     run.save("ours://runs/b")
     assert not any(name.startswith("step-00000001/") for name in ours.list("ours://runs/b"))
@@ -198,7 +248,9 @@ def load_missing(url):
 
 
 def test_nothing_at_a_url_is_an_error_on_every_rank():
-    expect_on_ranks(CheckpointError, "There is nothing to load at 'memory://none'", load_missing, 2, "memory://none")
+    expect_on_ranks(
+        CheckpointError, "There is no model checkpoint at 'memory://none'", load_missing, 2, "memory://none"
+    )
 
 
 def test_an_unknown_scheme_is_an_error_on_every_rank():
@@ -225,12 +277,6 @@ def test_a_hook_that_returns_no_storage_is_named():
             storage_for("ours")
     finally:
         unregister_hooks(hooks)
-
-
-def test_async_to_a_url_is_refused_for_a_model():
-    run = Run()
-    with pytest.raises(ConfigError, match=r"`use_async=True` cannot write to"):
-        run.booster.save_model(run.model, "memory://m", use_async=True)
 
 
 @pytest.mark.parametrize(
@@ -265,18 +311,9 @@ class ExtraKey(FolderStorage):
         found = super().list(url)
         return found if "" in found else {**found, self.key: 3}
 
-    def download(self, url, path):
-        if url.endswith(self.key):
-            path.write_text("bad")
-        else:
-            super().download(url, path)
-
 
 @pytest.fixture
-def extra_key(tmp_path, monkeypatch):
-    copies = tmp_path / "copies"
-    copies.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(copies))
+def extra_key(tmp_path):
     storage = ExtraKey(tmp_path / "ours")
     hooks = Hooks(storage)
     register_hooks(hooks)
@@ -296,16 +333,17 @@ def test_key_of_a_step_that_leaves_its_folder(key, extra_key, tmp_path):
     assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("key", ["..", "/absolute"])
-def test_key_of_a_model_that_leaves_its_folder(key, extra_key, tmp_path):
+@pytest.mark.parametrize("key", ["..", "/absolute", "C:\\windows", "..\\b", "\\\\host\\share", "a/../../b"])
+def test_key_of_a_model_that_leaves_its_folder(key, extra_key):
     extra_key.key = "harmless.txt"
     run = Run()
     run.booster.save_model(run.model, "ours://model", shard=True)
     extra_key.key = key
-    before = tree(tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(f"holds the key '{key}'")):
-        download(extra_key, "ours://model", tmp_path / "copy", lambda _: True)
-    assert [name for name in tree(tmp_path) if not name.startswith("copy")] == before
+        run.booster.load_model(run.model, "ours://model")
+    with pytest.raises(CheckpointError, match=re.escape(f"holds the key '{key}'")):
+        run.booster.save_model(run.model, "ours://model", shard=True)
+    assert leaves_folder(key)
 
 
 def use_url(root):
@@ -335,3 +373,69 @@ def test_manifest_that_names_a_file_outside_of_its_folder(name, tmp_path):
     Manifest(step=1, files={name: entry, "a": entry}).write(tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(f"names the file '{name}', which is not in its folder")):
         Manifest.read(tmp_path)
+
+
+# ---- names that leave the folder, when writing
+
+
+@pytest.mark.parametrize("prefix", ["../x", "a/b"])
+def test_prefix_that_leaves_the_folder(prefix, ours, tmp_path):
+    run = Run()
+    for base in ("ours://model", str(tmp_path / "model")):
+        before = tree(tmp_path)
+        with pytest.raises(ConfigError, match="leads out of"):
+            run.booster.save_model(run.model, base, shard=True, prefix=prefix)
+        assert tree(tmp_path) == before
+
+
+def test_names_below_a_path_at_a_url(ours):
+    path = path_at("ours://run")
+    for name in ("../x", "/etc/passwd", "a/../../b", "C:\\x", "\\\\host"):
+        with pytest.raises(CheckpointError, match="leads out of the folder"):
+            path / name
+    assert str(path / "a" / "b.bin") == "ours://run/a/b.bin"
+    assert (path / "a" / "b.bin").parent == path / "a"
+    assert ((path / "a" / "b.bin").name, (path / "a" / "b.bin").suffix) == ("b.bin", ".bin")
+
+
+# ---- the command line
+
+
+def test_commands_take_urls(tmp_path):
+    run = Run()
+    run.step = 3
+    run.save(f"file://{tmp_path}/run")
+    commands = CliRunner()
+    for root in (f"file://{tmp_path}/run",):
+        assert "step-00000003" in commands.invoke(inspect.command, [root]).output
+        assert "whole" in commands.invoke(verify.command, [f"{root}/step-00000003"]).output
+        target = f"file://{tmp_path}/converted"
+        done = commands.invoke(convert.command, [f"{root}/step-00000003/model", target, "--to", "bin"])
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "converted" / "pytorch_model.bin.index.json").is_file()
+    done = commands.invoke(verify.command, ["nope://x"])
+    assert done.exit_code == 1
+    assert "No storage is known for 'nope://'" in done.output
+
+
+def test_commands_at_a_storage(ours):
+    run = Run()
+    run.step = 3
+    run.save("ours://run")
+    commands = CliRunner()
+    shown = commands.invoke(inspect.command, ["ours://run/step-00000003", "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert "first.weight" in {row["name"] for row in json.loads(shown.output)["tensors"]}
+    assert "ours://run: root" in commands.invoke(inspect.command, ["ours://run"]).output
+    assert "whole" in commands.invoke(verify.command, ["ours://run"]).output
+    for form in ("safetensors", "bin", "dcp"):
+        done = commands.invoke(convert.command, ["ours://run/step-00000003/model", f"ours://{form}", "--to", form])
+        assert done.exit_code == 0, done.output
+        fresh = Run(seed=1)
+        fresh.booster.load_model(fresh.model, f"ours://{form}")
+        assert same(run.model.state_dict(), fresh.model.state_dict())
+    path = ours.base / "run/step-00000003/model/model-00001-of-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    done = commands.invoke(verify.command, ["ours://run"])
+    assert done.exit_code == 1
+    assert "has the checksum" in done.output

@@ -1,6 +1,8 @@
-"""A training for `test_interrupted_runs`: resumes by itself, and can kill one of its ranks after chosen steps.
+"""A training for `test_interrupted_runs`: resumes by itself, and can end one of its ranks after chosen steps.
 
-    torchrun ... train_and_die.py PLUGIN ROOT STEPS SAVE_EVERY [STEP:RANK ...]
+    torchrun ... train_and_die.py PLUGIN ROOT STEPS SAVE_EVERY [STEP:RANK[:stop] ...]
+
+A rank kills itself; with ``:stop`` it gets SIGTERM, as a scheduler of jobs sends it.
 
 Rank 0 appends the loss of each step to ``ROOT/losses``, as bits: a repeated step has a second line.
 """
@@ -21,6 +23,8 @@ from booster_core import Booster, StopSignal, launch_from_torch
 
 def kill_once(root, step, rank, kills):
     """Kill this process after a step, where it is told to and no earlier attempt was killed there."""
+    if f"{step}:{rank}:stop" in kills:
+        os.kill(os.getpid(), signal.SIGTERM)
     note = root / f"killed-{step}"
     if f"{step}:{rank}" in kills and not note.exists():
         note.touch()

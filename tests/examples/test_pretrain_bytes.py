@@ -2,10 +2,13 @@
 
 import json
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class Run(NamedTuple):
@@ -17,14 +20,19 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def demo(run_example, tmp_path_factory):
-    """Run a small demo in a new folder."""
+def demo(run_example, scripts, tmp_path_factory):
+    """Run a small demo in a new folder; one process is a fork, which has imported what it takes."""
 
     def run(steps, batch_size, *more, nproc=None):
         folder = tmp_path_factory.mktemp("demo")
         size = ["--steps", steps, "--batch-size", batch_size, "--hidden", 64, "--layers", 2, "--corpus-bytes", 300000]
-        arguments = map(str, [*size, "--losses", "losses.json", "--out", "out", *more])
-        output = run_example("pretrain_bytes.py", *arguments, cwd=folder, nproc=nproc)
+        arguments = [*map(str, [*size, "--losses", "losses.json", "--out", "out", *more])]
+        if nproc is None:
+            done = scripts.run(EXAMPLES / "pretrain_bytes.py", [arguments], folder=folder)
+            assert done.codes == [0], done.output
+            output = done.output
+        else:
+            output = run_example("pretrain_bytes.py", *arguments, cwd=folder, nproc=nproc)
         return Run(json.loads((folder / "losses.json").read_text()), output, folder)
 
     return run

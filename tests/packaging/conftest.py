@@ -37,8 +37,7 @@ class Environment:
             check=False,
             capture_output=True,
             text=True,
-            timeout=120,
-            **{"env": environment, **options},
+            **{"env": environment, "timeout": 120, **options},
         )
         assert not check or done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         return done

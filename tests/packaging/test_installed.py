@@ -122,6 +122,10 @@ def test_broken_third_party_plugins_are_listed_with_their_errors(build_wheel, co
     assert "was written for version 999 of the plugin interface" in rows["future"]
     assert rows["ddp"].split()[3] == "TorchDDPPlugin"
     assert environment.run("-c", TRAIN).stdout == "trained TorchDDPPlugin\n"
+    without = (
+        "import sys; from booster_core.plugin import TorchDDPPlugin; print([n for n in sys.modules if 'strange' in n])"
+    )
+    assert environment.run("-c", without).stdout == "[]\n"
 
 
 def test_listing_plugins_is_fast(core_and_ddp, environment_of):

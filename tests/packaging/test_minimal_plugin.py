@@ -10,7 +10,8 @@ def test_third_party_plugin_passes_the_conformance_kit_from_its_wheel(build_whee
     ours = [build_wheel(ROOT / "packages" / name) for name in ("booster-core", "booster-runtime", "booster-testing")]
     environment = environment_of(*ours, build_wheel(EXAMPLE))
     assert "LocalSGDPlugin" in environment.booster("plugins", "--load").stdout
-    done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLE / "tests"), cwd=ROOT)
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLE / "tests"))
+    done = environment.run(*command, cwd=ROOT, timeout=600)  # a busy machine takes several minutes
     assert " passed" in done.stdout
     assert "failed" not in done.stdout
 

@@ -157,7 +157,8 @@ def test_one_process_needs_no_launch(plugin, tmp_path):
     assert_same_tensors(loaded(tmp_path / "out"), plain_training.simplest(1, None)[""], tolerance_for(torch.float32))
 
 
-@pytest.mark.parametrize("plugin", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in PLUGINS[2:4])])
+@pytest.mark.slow  # test_scripts_started_wrongly.py has the same error, without torchrun
+@pytest.mark.parametrize("plugin", ["ddp", *PLUGINS[2:4]])
 def test_several_processes_are_told_to_launch(plugin, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = start("not_launched", plugin, tmp_path / "out", *torchrun)

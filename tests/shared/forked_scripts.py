@@ -56,17 +56,23 @@ class ForkedScripts:
         self._process = process
 
     def run(
-        self, script: Path, arguments: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]] = ()
+        self,
+        script: Path,
+        arguments: Sequence[Sequence[str]],
+        environments: Sequence[Mapping[str, str]] = (),
+        folder: Path | None = None,
     ) -> Result:
-        """Run a script in its folder, once for each list of arguments, all at the same time.
+        """Run a script, once for each list of arguments, all at the same time.
 
         Args:
             script: The script.
             arguments: The arguments of each process.
             environments: What each has in its environment on top of this process' variables, if anything.
+            folder: The folder to run it in; its own if ``None``.
         """
         each = [{**os.environ, "OMP_NUM_THREADS": "1", **own} for own in environments or [{}] * len(arguments)]
         job = {"script": str(script), "arguments": [list(map(str, own)) for own in arguments], "environments": each}
+        job["folder"] = str(folder or Path(script).parent)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
@@ -85,6 +91,18 @@ def forked_scripts() -> Iterator[ForkedScripts]:
             process.kill()
 
 
+def torchrun_variables(num_ranks: int) -> list[dict[str, str]]:
+    """Return the variables that torchrun sets for each rank of a new run on this host."""
+    shared = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": free_port(),
+    }
+    each = [{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(num_ranks)]
+    return [{name: str(value) for name, value in own.items()} for own in each]
+
+
 def free_port() -> int:
     """Return a port of this host that is free."""
     with socket.socket() as probe:
@@ -95,7 +113,8 @@ def free_port() -> int:
 
 def _main() -> None:
     for name in _IMPORTED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # the tests of a wheel have only what that needs
+            importlib.import_module(name)
     for line in sys.stdin:
         job = json.loads(line)
         with tempfile.TemporaryFile("w+") as screen:
@@ -119,10 +138,9 @@ def _become(job: dict[str, Any], number: int, screen: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for ours, theirs in ((nothing, 0), (screen, 1), (screen, 2)):
         os.dup2(ours, theirs)
-    folder = Path(job["script"]).parent
-    os.chdir(folder)
+    os.chdir(job["folder"])
     sys.argv[:] = [job["script"], *job["arguments"][number]]
-    sys.path[0] = str(folder)
+    sys.path[0] = str(Path(job["script"]).parent)
     os.environ.clear()
     os.environ.update(job["environments"][number])
 

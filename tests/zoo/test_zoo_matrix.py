@@ -59,11 +59,11 @@ def _cases() -> list[Any]:
 
 
 def _marks(name: str, plugin: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of a pair: by default, hard models train under both ZeRO stages, and each under some plugin."""
+    """Return the marks of a pair: by default, hard models train under both ZeRO stages, others under some plugin."""
     if MATRIX[name].slow:
         return [pytest.mark.slow]
-    if name in HARD and plugin in {"zero", "zero-1"}:
-        return []
+    if name in HARD:
+        return [] if plugin in {"zero", "zero-1"} else [pytest.mark.slow]
     return [pytest.mark.covering(1)]
 
 

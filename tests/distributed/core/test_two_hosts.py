@@ -1,31 +1,15 @@
-"""Two hosts: network namespaces with a cable between them, each with a torchrun of its own.
+"""Launches on two hosts: ranks meet, meet again after a failure, and learn of a host that dies or vanishes."""
 
-Both have the same name, as cloned machines and containers may, and a loopback that does not reach the other.
-"""
-
-import contextlib
-import os
-import shutil
-import signal
-import subprocess
-import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
+from two_hosts import ADDRESSES, two_hosts
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "pretrain_bytes.py"
-ADDRESSES = ("192.0.2.1", "192.0.2.2")  # set aside for documentation, and here known to the two namespaces only
 LIMIT_SECONDS = 30.0
 """What Booster promises, from a host's death to the end of the processes on the other."""
 TORCHRUN_SECONDS = 30.0
 """How long torchrun itself may take to end after its processes have."""
-
-
-def static(number):
-    """Return torchrun's options for host ``number`` under the static rendezvous."""
-    return [f"--master-addr={ADDRESSES[0]}", "--master-port=29500", f"--node-rank={number}"]
 
 
 def c10d(number):
@@ -36,117 +20,10 @@ def c10d(number):
     ]  # fmt: skip
 
 
-def _ip(*arguments):
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False, timeout=30)
-    if done.returncode != 0:
-        raise OSError(done.stderr.strip() or f"ip ended with {done.returncode}")
-    return done.stdout
-
-
-class Hosts:
-    """Two namespaces, and what runs in them."""
-
-    def __init__(self, folder):
-        self.names = [f"booster-{os.getpid()}-{letter}" for letter in "ab"]
-        self.folder = folder
-        self.processes = []
-
-    def connect(self):
-        for name in self.names:
-            _ip("netns", "add", name)
-        one, other = self.names
-        _ip("link", "add", "cable", "netns", one, "type", "veth", "peer", "name", "cable", "netns", other)
-        for name, address in zip(self.names, ADDRESSES, strict=True):
-            _ip("-n", name, "address", "add", f"{address}/30", "dev", "cable")
-            _ip("-n", name, "link", "set", "cable", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-
-    def torchrun(self, script, *arguments, options=static):
-        """Start a process of the script on each host."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-        # Neither host's name stands for its end of the cable.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}
-        for number, name in enumerate(self.names):
-            with self.screen(number).open("wb") as screen:
-                own = options(number)
-                where = ["ip", "netns", "exec", name, *command, *own]
-                self.processes.append(
-                    subprocess.Popen(
-                        [*where, str(script), *map(str, arguments)],
-                        cwd=self.folder,
-                        env=environment,
-                        stdout=screen,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-
-    def screen(self, number):
-        return self.folder / f"screen{number}"
-
-    def output(self, number):
-        return self.screen(number).read_text(errors="replace")
-
-    def wait(self, number, timeout):
-        try:
-            return self.processes[number].wait(timeout)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"host {number} had not ended after {timeout:g} s:\n{self.output(number)}")
-
-    def kill(self, number):
-        """End all processes of a host at once, so that none can say goodbye."""
-        for pid in map(int, _ip("netns", "pids", self.names[number]).split()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def unplug(self, number):
-        """Cut a host off, as the others see one that has lost power: its connections stay open."""
-        _ip("-n", self.names[number], "link", "set", "cable", "down")
-
-    def plug(self, number):
-        _ip("-n", self.names[number], "link", "set", "cable", "up")
-
-    def remove(self):
-        existing = _ip("netns", "list").split()
-        for number, name in enumerate(self.names):
-            if name in existing:
-                self.kill(number)
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        for name in self.names:
-            if name in existing:
-                _ip("netns", "delete", name)
-
-
 @pytest.fixture
 def hosts(tmp_path):
-    if shutil.which("ip") is None:
-        pytest.skip("needs the command `ip` of iproute2")
-    if os.geteuid() != 0:
-        pytest.skip("only root can make network namespaces")
-    two = Hosts(tmp_path)
-    try:
-        try:
-            two.connect()
-        except OSError as error:
-            pytest.skip(f"network namespaces with a cable between them can't be made here: {error}")
-        yield two
-    finally:
-        two.remove()
-
-
-@pytest.mark.slow  # the tests below train on two hosts, without the demo's start
-def test_the_demo_runs_on_two_hosts(hosts, tmp_path):
-    size = ["--steps", 3, "--batch-size", 4, "--hidden", 64, "--layers", 2, "--corpus-bytes", 300000]
-    hosts.torchrun(EXAMPLE, *size, "--out", "out")
-    assert [hosts.wait(number, 240) for number in range(2)] == [0, 0], hosts.output(0) + hosts.output(1)
-    assert "world      2 rank(s)" in hosts.output(0)
-    assert "mean of the last 10 steps" in hosts.output(0)
-    assert "validation loss" in hosts.output(0)
-    assert "loss" not in hosts.output(1)
-    for number in range(2):
-        assert "Warning" not in hosts.output(number)
-    assert (tmp_path / "out/model.safetensors.index.json").exists()
+    with two_hosts(tmp_path) as connected:
+        yield connected
 
 
 def test_ranks_know_that_they_share_no_host(hosts, tmp_path):
@@ -169,52 +46,6 @@ def test_ranks_know_that_they_share_no_host(hosts, tmp_path):
         assert f'"rank": {number}, "local_rank": 0' in hosts.output(number)
         assert '"hosts": 2' in hosts.output(number)
         assert "Warning" not in hosts.output(number)
-
-
-SAVE = """
-import os
-from pathlib import Path
-import torch
-from torch import nn
-from booster_core import Booster, launch_from_torch
-c = launch_from_torch(verbose=False)
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(300, 512), nn.Linear(512, 512), nn.Linear(512, 512))
-booster = Booster("cpu", None, "zero")
-model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-booster.backward(model(torch.ones(2, 300)).sum(), optimizer)
-optimizer.step()
-wrote, real = set(), os.pwrite
-
-def pwrite(descriptor, *rest):
-    wrote.add(Path(f"/proc/self/fd/{descriptor}").readlink().name.split(".")[1])
-    return real(descriptor, *rest)
-
-os.pwrite = pwrite
-booster.save_checkpoint("run", step=1, model=model, optimizer=optimizer, size_per_shard=1)
-print(f"rank {c.rank} wrote {sorted(wrote)}", flush=True)
-values = {name: value.clone() for name, value in model.unwrap().state_dict().items()}
-with torch.no_grad():
-    for parameter in model.unwrap().parameters():
-        parameter.zero_()
-loaded = booster.load_checkpoint("run", model=model, optimizer=optimizer)
-same = all(torch.equal(value, values[name]) for name, value in model.unwrap().state_dict().items())
-print(f"rank {c.rank} loaded step {loaded.step}: {same}", flush=True)
-"""
-
-
-def test_a_checkpoint_of_two_hosts_has_one_writer_for_each_file(hosts, tmp_path):
-    script = tmp_path / "save.py"
-    script.write_text(SAVE)
-    hosts.torchrun(script)
-    assert [hosts.wait(number, 120) for number in range(2)] == [0, 0], hosts.output(0) + hosts.output(1)
-    wrote = []
-    for number in range(2):
-        assert f"rank {number} loaded step 1: True" in hosts.output(number)
-        (line,) = (line for line in hosts.output(number).splitlines() if f"rank {number} wrote" in line)
-        wrote.append({name.strip("'") for name in line.partition("[")[2].rstrip("]").split(", ")})
-    assert min(map(len, wrote)) > 1
-    assert not wrote[0] & wrote[1]
 
 
 RESTARTED = """

@@ -1,12 +1,16 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from kit_parts import arithmetic_by_default
+
 from booster_gemini import GeminiPlugin
 from booster_testing.conformance import PluginConformance
 
 
+@arithmetic_by_default
 class TestInOneChunk(PluginConformance):
     plugin_class = GeminiPlugin
+    shares_calls = False
 
 
 class TestInTinyChunks(PluginConformance):
@@ -14,6 +18,7 @@ class TestInTinyChunks(PluginConformance):
     options: ClassVar[Mapping[str, Any]] = {"min_chunk_bytes": 256, "max_prefetch": 2}
 
 
+@arithmetic_by_default
 class TestWholeParametersWithoutOverlap(PluginConformance):
     plugin_class = GeminiPlugin
     options: ClassVar[Mapping[str, Any]] = {
@@ -22,10 +27,13 @@ class TestWholeParametersWithoutOverlap(PluginConformance):
         "min_chunk_bytes": 1024,
         "max_prefetch": 0,
     }
+    shares_calls = False
 
 
+@arithmetic_by_default
 class TestTwoReplicas(PluginConformance):
     plugin_class = GeminiPlugin
     options: ClassVar[Mapping[str, Any]] = {"replica_size": 2, "min_chunk_bytes": 1024}
     world_size = 4
     other_world_size = 2
+    shares_calls = False

@@ -2,6 +2,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
+from kit_parts import arithmetic_by_default
 
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
@@ -13,10 +14,12 @@ class TestDataParallelAlone(PluginConformance):
     plugin_class = HybridParallelPlugin
 
 
+@arithmetic_by_default
 class TestZero2(PluginConformance):
     plugin_class = HybridParallelPlugin
     options: ClassVar[Mapping[str, Any]] = {"zero_stage": 2}
     reduces_under_no_sync = True  # gradients are kept in shards only
+    shares_calls = False
 
 
 _PIPELINE: dict[str, Any] = {

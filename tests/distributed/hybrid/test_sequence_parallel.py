@@ -89,16 +89,16 @@ def compare(name, options, length, padding, loss_of=None):
         torch.testing.assert_close(found[key], parameter.detach(), **TOLERANCE, msg=key)
 
 
-def compare_lengths(options):
-    for length, padding in ((8, None), (7, "left"), (9, "right"), (2, None), (3, None)):
-        compare("transformers/llama", options, length, padding)
-
-
-@pytest.mark.covering(1)  # every mode once; the other pairs are slow
+@pytest.mark.covering(2)  # every length in every mode; with whole logits or split ones in turn
 @MODES
 @pytest.mark.parametrize("parallel_output", [False, True])
-def test_sequences_of_any_length_padded_or_not_train_as_on_one_process(options, parallel_output):
-    run_on_ranks(compare_lengths, 2, {**options, "parallel_output": parallel_output}, timeout_seconds=120)
+@pytest.mark.parametrize(
+    ("length", "padding"),
+    [(7, "left"), (9, "right"), (2, None), *(pytest.param(each, None, marks=pytest.mark.slow) for each in (3, 8))],
+)
+def test_sequences_of_any_length_padded_or_not_train_as_on_one_process(options, parallel_output, length, padding):
+    options = {**options, "parallel_output": parallel_output}
+    run_on_ranks(compare, 2, "transformers/llama", options, length, padding)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """``BOOSTER_DEBUG=collectives``: a planted mismatch raises on every rank, with each call's place."""
 
 import inspect
-import os
 import re
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from booster_core import Booster
 from booster_core.errors import MissingRanksError
 from booster_runtime import collectives
 from booster_runtime.collectives import MismatchError
@@ -154,36 +152,3 @@ def test_without_the_variable_there_is_no_wrapper(monkeypatch):
     assert run_on_ranks(wrapper, 2) == ["CheckedTransport"] * 2
     monkeypatch.delenv("BOOSTER_DEBUG")
     assert set(run_on_ranks(wrapper, 2)) <= {"TorchTransport", "DirectTransport"}
-
-
-def trains(plugin_name):
-    """Train three steps under a strategy; return what the model then computes."""
-    from booster_gemini import GeminiPlugin
-    from booster_hybrid import HybridParallelPlugin
-    from booster_zero import LowLevelZeroPlugin
-
-    plugins = {
-        "zero": lambda: LowLevelZeroPlugin(stage=1, overlap_allgather=True, bucket_bytes=5000),
-        "gemini": GeminiPlugin,
-        "hybrid": lambda: HybridParallelPlugin(tp_size=1, zero_stage=2),
-    }
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
-    booster = Booster(plugin=plugins[plugin_name]())
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    for step in range(3):
-        booster.backward(boosted(torch.full((2, 32), step + dist.get_rank() + 1.0)).square().mean(), optimizer)
-        optimizer.clip_grad_by_norm(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = "CheckedTransport" if "BOOSTER_DEBUG" in os.environ else "TorchTransport"
-    assert type(transport_of(None)).__name__ == expected
-    return boosted(torch.ones(1, 32)).sum().item()
-
-
-@pytest.mark.parametrize("debugging", ["torch"], indirect=True)
-@pytest.mark.parametrize("plugin_name", ["zero", "gemini", "hybrid"])
-def test_strategies_train_as_without_the_comparison(monkeypatch, plugin_name):
-    compared = run_on_ranks(trains, 2, plugin_name)
-    monkeypatch.delenv("BOOSTER_DEBUG")
-    assert compared == run_on_ranks(trains, 2, plugin_name)

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from forked_scripts import Result, forked_scripts, free_port
+from forked_scripts import Result, free_port
 
 LIMIT_SECONDS = 30.0
 """What Booster promises, from the failure to the end of the last process."""
@@ -144,12 +144,6 @@ def _is_alive(pid):
     except ProcessLookupError:
         return False
     return True
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    with forked_scripts() as running:
-        yield running
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import pytest
 import torch  # noqa: TC002 - named tuples need it
 
 from booster_core.errors import ConfigError
@@ -31,8 +32,18 @@ class TakesConfiguredModels(ReferencePlugin):
         return super().configure(objects, context)
 
 
+@pytest.mark.by_default(
+    *(
+        "test_boost_makes_ranks_equal_or_raises",
+        "test_frozen_parameters_do_not_change",
+        "test_evaluation_changes_nothing",
+    ),
+    *("test_equals_one_process", "test_lazy_model_trains_like_an_eager_model", "test_equal_seeds_give_equal_dropout"),
+    *("test_resumed_run_continues_exactly[fp32]", "test_checkpoint_loads_on_one_device[fp32]"),
+)  # what makes or knows the model; the other tests only take it
 class TestModelsOfOneKind(PluginConformance):
     plugin_class = TakesConfiguredModels
+    shares_calls = False
     make_model = ConfiguredModel
     backend = "cpu:gloo"
 

@@ -52,5 +52,13 @@ def test_mutant_fails_the_test_of_its_fault(mutant, test, arguments, message, tm
         run(**arguments)
 
 
+@pytest.mark.by_default(*sorted({case[1] for case in FOUND}))
+class TestReference(PluginConformance):
+    """The plugin that the mutants are made from passes, so what a mutant fails is its own fault."""
+
+    plugin_class = mutants.ReferencePlugin
+    shares_calls = False
+
+
 def test_every_mutant_is_listed():
     assert {case[0] for case in FOUND} == set(mutants.__all__) - {"ReferencePlugin"}

@@ -61,6 +61,8 @@ def train(plugin_class, options, how, backend):
 
         config.compile_threads = 1  # else its threads outlive the test
         num_layers = 1
+    if plugin_class is GeminiPlugin:
+        num_layers = 1  # its hooks split the graph, so that each layer takes many times as long as under the others
     model = compile_before(tiny_llama(num_hidden_layers=num_layers), how, backend)
     booster = Booster("cpu", plugin=plugin_class(**options))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))

@@ -1,8 +1,5 @@
 """``booster verify-plugin``: what it prints, and its exit status."""
 
-import subprocess
-import sys
-
 import pytest
 
 SCRIPT = """
@@ -31,16 +28,18 @@ def script(tmp_path_factory):
     return path
 
 
-def run(*arguments):
-    code = "from booster_core.cli import main; main()"
-    command = [sys.executable, "-c", code, "verify-plugin", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+@pytest.fixture
+def verify(scripts, tmp_path):
+    """Return a function that runs the command."""
+    command = tmp_path / "command.py"
+    command.write_text("from booster_core.cli import main; main()")
+    return lambda *arguments: scripts.run(command, [["verify-plugin", *arguments]])
 
 
-def test_a_right_plugin_is_verified(script):
-    done = run(f"{script}:build", "--plugin", "zero", "--option", "stage=2", "--steps", "1")
-    assert done.returncode == 0, done.stderr
-    assert "plugin 'zero' on 2 rank(s) trains as one process does" in done.stdout
+def test_a_right_plugin_is_verified(script, verify):
+    done = verify(f"{script}:build", "--plugin", "zero", "--option", "stage=2", "--steps", "1")
+    assert done.codes == [0], done.output
+    assert "plugin 'zero' on 2 rank(s) trains as one process does" in done.output
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_a_right_plugin_is_verified(script):
     ],
     ids=["unrepeatable", "plugin", "function", "option"],
 )
-def test_a_mistake_is_told_in_one_line(script, arguments, message):
-    done = run(f"{script}{arguments[0]}", *arguments[1:])
-    assert done.returncode
-    assert message in done.stderr
+def test_a_mistake_is_told_in_one_line(script, verify, arguments, message):
+    done = verify(f"{script}{arguments[0]}", *arguments[1:])
+    assert done.codes[0]
+    assert message in done.output

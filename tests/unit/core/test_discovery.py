@@ -198,12 +198,6 @@ def test_a_third_party_class_is_found_next_to_broken_plugins(install):
     assert booster_core.plugin.ZzzPlugin.__module__ == "booster_zzz.plugin"
 
 
-def test_a_class_of_ours_is_imported_without_any_other_plugin(install):
-    package = install("acme")
-    assert booster_core.plugin.TorchDDPPlugin.name == "ddp"
-    assert package not in sys.modules
-
-
 @pytest.mark.parametrize(
     ("class_name", "distribution"),
     [

@@ -4,8 +4,6 @@ Without care torch leaves the real tensor with no memory, and the next operation
 case runs in a process of its own.
 """
 
-import subprocess
-import sys
 from textwrap import dedent
 
 import pytest
@@ -19,10 +17,18 @@ from booster_runtime.lazy import is_lazy, materialize
 """
 
 
-def run_alone(script: str) -> str:
-    result = subprocess.run([sys.executable, "-c", HEAD + dedent(script)], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, f"exit status {result.returncode}: {result.stderr[-2000:]}"
-    return result.stdout
+@pytest.fixture
+def run_alone(scripts, tmp_path):
+    """Return a function that runs a script in a process of its own and returns what it prints."""
+
+    def run(script: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(HEAD + dedent(script))
+        result = scripts.run(path, [[]])
+        assert result.codes == [0], result.output
+        return result.output
+
+    return run
 
 
 BUILDS = {
@@ -58,7 +64,7 @@ BUILDS = {
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_a_real_tensor_becomes_lazy(build) -> None:
+def test_a_real_tensor_becomes_lazy(build, run_alone) -> None:
     body = """
         torch.manual_seed(1)
         eager = build(False)
@@ -104,7 +110,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("script", REFUSED)
-def test_what_cannot_become_lazy_raises_at_the_assignment(script) -> None:
+def test_what_cannot_become_lazy_raises_at_the_assignment(script, run_alone) -> None:
     body, line = dedent(REFUSED[script]).rstrip().rsplit("\n", 1)
     indent = line[: len(line) - len(line.lstrip())]
     caught = "\n".join(

@@ -265,10 +265,7 @@ class Booster(Batches, Remedies):
                 quantize=quantize,
             )
             if adapted is None:
-                msg = (
-                    "Adapters need booster-runtime, which is not installed. Run `pip install 'booster-runtime[lora]'`."
-                )
-                raise ConfigError(msg)
+                raise ConfigError(needs_runtime("Adapters are put into models"))
         except Exception as caught:
             if pretrained_dir is None:
                 raise

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN = 10
 
-
 __all__ = [
     "BoosterError",
     "CheckpointError",

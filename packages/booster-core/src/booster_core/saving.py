@@ -59,6 +59,10 @@ class Saving(ABC):
             self._io = checkpoint_io_class()(self.plugin, self.context)
         return self._io
 
+    @checkpoint_io.setter
+    def checkpoint_io(self, engine: CheckpointIO) -> None:
+        self._io = engine
+
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None = None) -> StateAdapter:
         """Return the view of a model's (and its optimizer's) state as shards.
 
@@ -89,7 +93,7 @@ class Saving(ABC):
         Args:
             model: The model that `boost` returned, or a plain one that every rank holds whole.
             checkpoint: A file, or with ``shard=True`` a folder. Folders are made as needed; older files are replaced.
-                A URL (``s3://bucket/model``) is written through a local temporary folder.
+                A URL (``s3://bucket/model``) is uploaded to while it is written.
             shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
             gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
             prefix: Put into the file names of a folder, as Hugging Face's ``variant``.
@@ -280,7 +284,7 @@ class Saving(ABC):
         ``root/step-00000100/model`` is a folder as Hugging Face libraries load it.
 
         Args:
-            root: The folder of all steps, or a URL (``s3://bucket/run``): written to a local temporary folder first.
+            root: The folder of all steps, or a URL (``s3://bucket/run``), uploaded to while it is written.
             step: Number of steps taken so far. A step that exists is replaced.
             model: As for `save_model`.
             optimizer: The optimizer that `boost` returned.

@@ -20,34 +20,34 @@ class GeminiConfig(ShardingOptions):
     """Options of Gemini; `ShardingOptions` documents those that are not here.
 
     Args:
-        placement_policy: ``"static"`` offloads fixed fractions; ``"auto"`` keeps within a budget, and offloads the
-            chunk whose next use is furthest away; any other name is asked of the hook ``placement_policy``.
-        offload_param_frac: Fraction of the parameters that are offloaded while they are not in use, for ``"static"``.
-        offload_optim_frac: Fraction of the optimizer state that is offloaded, for ``"static"``. On an accelerator it is
-            stepped on where it is, on the host.
-        memory_budget_bytes: Device memory that Gemini may use on each rank for parameters, gradients and optimizer
-            state, for ``"auto"``; activations come on top. ``None`` takes what is free on an accelerator.
-        host_budget_bytes: Host memory that they may use under an accelerator, where ``offload_dir`` takes the rest;
-            ``None`` sends everything there.
-        offload_dir: Folder on a disk for what is offloaded. On CPU runs, disk is the only offload target; on an
-            accelerator ``None`` offloads to the host's memory.
-        pin_memory: Lock the host's pages, so that an accelerator copies them by itself.
-        memory_record: Folder into which each rank writes where everything was, for ``booster memory``; ``None`` writes
+        placement_policy: ``"static"`` offloads fixed fractions; ``"auto"`` stays within a budget and evicts the chunk
+            whose next use is furthest away; any other name is passed to the hook ``placement_policy``.
+        offload_param_frac: Fraction of the parameters that is offloaded while not in use, for ``"static"``.
+        offload_optim_frac: Fraction of the optimizer state that is offloaded, for ``"static"``. With an accelerator,
+            the host steps on it.
+        memory_budget_bytes: Device memory (on CPU runs, host memory) that each rank may use for parameters, gradients
+            and optimizer state, for ``"auto"``; activations are not included. ``None`` uses the free memory of an
+            accelerator.
+        host_budget_bytes: Host memory for offloaded chunks, with an accelerator and ``offload_dir``, to which the rest
+            goes. ``None`` offloads everything to ``offload_dir`` if there is one, else to host memory.
+        offload_dir: Folder on a disk for offloaded chunks. On CPU runs, disk is the only offload target; with an
+            accelerator, ``None`` offloads to host memory.
+        pin_memory: Pin host memory, with an accelerator.
+        memory_record: Folder to which each rank writes where its chunks were, for ``booster memory``; ``None`` writes
             nothing.
-        shard_param_frac: Fraction of the parameters that are whole only while they are used; the rest stays whole from
-            its first use until the next step, which takes more memory and fewer gathers. 0 is what ZeRO-2 does.
-        min_chunk_bytes: Smallest size of a chunk in bytes; the first size up to four times as large that wastes next
-            to nothing is taken. A parameter that is larger has a chunk of its own. Where ``memory_budget_bytes`` does
-            not hold the state of three such chunks, they are smaller.
-        max_prefetch: How many chunks are gathered ahead of their use, at most, and no more than a quarter of
-            ``memory_budget_bytes`` holds; 0 waits for each.
-        leaf_modules: Modules whose parameters are gathered as one while they run, by class, name of a class, or path:
-            those in which the data chooses what is used, such as the experts of a mixture. A list of modules counts
-            as a part of the module that runs it. Takes memory for all parameters of such a module at once.
-        debug: Look for parameters that are changed by hand, whose new values would be lost, and raise at the next
-            forward, backward or step, naming them. The first forwards, backward passes and steps look at some values
-            of each parameter anyway; this looks at all of them, always, which takes the time to read them whenever
-            they are gathered and released.
+        shard_param_frac: Fraction of the parameters that is resharded after each use; the rest stays gathered until
+            the next step, which takes more memory and fewer gathers. 0 is what ZeRO-2 does.
+        min_chunk_bytes: Smallest size of a chunk in bytes; of sizes up to four times as large, the first with almost no
+            padding is used. A larger parameter has a chunk of its own. If ``memory_budget_bytes`` does not hold the
+            state of three such chunks, they are smaller.
+        max_prefetch: Number of chunks to prefetch, at most a quarter of ``memory_budget_bytes``; 0 disables
+            prefetching.
+        leaf_modules: Modules whose parameters are gathered as one, because the data chooses which are used, such as a
+            mixture of experts: classes, their names, or paths. A list of modules counts as a part of the module that
+            runs it. Takes memory for all parameters of such a module at once.
+        debug: Detect parameters that the script changes, whose new values would be lost, and raise at the next
+            forward, backward or step with their names. Some values of each parameter are compared in the first steps
+            anyway; this compares all of them in every step, which costs a read whenever they are gathered and released.
 
     Raises:
         ConfigError: If a value is out of range.

@@ -1,15 +1,17 @@
-"""Any product of tensor, pipeline, sequence and data parallelism, as a plugin of Booster."""
+"""Any product of tensor, pipeline, sequence, expert and data parallelism, as a plugin of Booster."""
 
 from __future__ import annotations
 
-from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig
+from booster_hybrid.config import ExpertConfig, HybridConfig, PipelineConfig, SequenceConfig, TensorConfig
 from booster_hybrid.data_parallel import DataParallelConfig
 from booster_hybrid.plugin import HybridParallelPlugin
-from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
+from booster_hybrid.policy.base import ExpertRule, ModuleRule, ShardingPolicy, Style
 from booster_hybrid.tensor_parallel.logits import SplitLogits
 
 __all__ = [
     "DataParallelConfig",
+    "ExpertConfig",
+    "ExpertRule",
     "HybridConfig",
     "HybridParallelPlugin",
     "ModuleRule",

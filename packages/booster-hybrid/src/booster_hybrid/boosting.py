@@ -10,6 +10,8 @@ import torch.distributed as dist
 from booster_core.plugin import place_model
 from booster_core.state import named_modules, without_adapters
 from booster_hybrid.axes import make_axes
+from booster_hybrid.expert_parallel.apply import ExpertsModule, SpreadExperts, find_experts, spread_experts
+from booster_hybrid.expert_parallel.check import check_experts
 from booster_hybrid.local_model import LocalModel
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import check_entries, example_batch
@@ -20,6 +22,7 @@ from booster_hybrid.pipeline.stages import StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.check import check_policy
+from booster_hybrid.policy.experts import expert_rules
 from booster_hybrid.policy.registry import given_policy, policy_for
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
@@ -105,9 +108,11 @@ class HybridSetup:
         self._objects, self._context = objects, context
         self._model: nn.Module = objects.model
         self._axes, self._shape = axes, shape
-        tensor, sequence = axes["tp",], axes["sp",]
-        self._tensor_group = TensorGroup(tensor.group, tensor.index, tensor.size)
-        self._sequence_group = TensorGroup(sequence.group, sequence.index, sequence.size)
+        self._tensor_group, self._sequence_group, self._expert_group = (
+            TensorGroup(each.group, each.index, each.size) for each in (axes["tp",], axes["sp",], axes["ep",])
+        )
+        self._experts: list[ExpertsModule] = []
+        self._spread = SpreadExperts()
 
     def place_values(self) -> Recording | None:
         """Bring the model to its device with the same values on every rank; a lazy one's are left for later.
@@ -138,13 +143,15 @@ class HybridSetup:
             The layers whose policy could not be checked, with the reasons.
 
         Raises:
-            ConfigError: If the optimizer needs whole matrices and layers are split, or a policy that the user or a
-                third party wrote changes what a layer computes.
+            ConfigError: If the optimizer needs whole matrices and layers are split, a policy that the user or a
+                third party wrote changes what a layer computes, or experts can't be spread.
 
         Collective: every rank of the world.
         """
-        size = self._config.tensor.size
-        check_elementwise(self._objects.optimizer, size)
+        size, ep_size = self._config.tensor.size, self._config.expert.size
+        check_elementwise(self._objects.optimizer, {"tp_size": size, "ep_size": ep_size})
+        if ep_size > 1:
+            self._find_experts(ep_size)
         policy = given_policy(self._model, self._options.custom_policy, self._context.hooks)
         if policy is None or size == 1:  # Booster's own policies are pinned by its tests
             return {}
@@ -163,6 +170,16 @@ class HybridSetup:
             error = caught
         self._context.coordinator.raise_together(error, name="boost")
         return unchecked
+
+    def _find_experts(self, size: int) -> None:
+        error: Exception | None = None
+        try:
+            rules = expert_rules(self._model, self._options.custom_policy, self._context.hooks)
+            self._experts = find_experts(self._model, rules, size)
+            check_experts(self._experts, self._context.device)
+        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+            error = caught
+        self._context.coordinator.raise_together(error, name="boost")
 
     def plan_stages(self) -> StagePlan | None:
         """Return how the model is cut into stages, found by a dry run on the first rank; ``None`` without a pipeline.
@@ -189,7 +206,7 @@ class HybridSetup:
         return StagePlan.of(self._model, trace, crossings, config)
 
     def split_layers(self) -> TensorParallelModel:
-        """Split the layers over the tensor parallel ranks, and sequences over theirs.
+        """Spread experts over their ranks, split the layers over the tensor parallel ranks, and sequences over theirs.
 
         Raises:
             ConfigError: If the model has no policy, or sizes that can't be split.
@@ -197,10 +214,14 @@ class HybridSetup:
         Collective: none.
         """
         split = TensorParallelModel()
+        if self._experts:
+            # Before layers are split, so that tokens travel once and partial sums over tensor parallel ranks come last.
+            self._spread = spread_experts(self._model, self._experts, self._expert_group)
+            cut_state(self._model, self._objects.optimizer, self._spread.splits)
         if self._config.tensor.size > 1:
             parallel_output = self._options.parallel_output
             split = parallelize(self._model, self._policy(), self._tensor_group, parallel_output=parallel_output)
-            cut_state(self._model, self._objects.optimizer, split)
+            cut_state(self._model, self._objects.optimizer, split.splits)
         if self._config.sequence.mode is not None:
             self._split_sequences(split)
         return split
@@ -214,7 +235,12 @@ class HybridSetup:
 
         Collective: every rank of the world.
         """
-        local = LocalModel(tensor_group=self._tensor_group, splits=split.splits)
+        local = LocalModel(
+            tensor_group=self._tensor_group,
+            expert_group=self._expert_group,
+            splits=split.splits,
+            expert_splits=self._spread.splits,
+        )
         if plan is None:
             return local
         stage = self._axes["pp",].index
@@ -273,22 +299,38 @@ class HybridSetup:
             data=self._axes["dp",],
             coordinator=self._context.coordinator,
             device=device,
+            exchanges_tokens=bool(self._experts),
             run_options={"split": cut.split_backward, "record": self._record()},
         )
 
     def sharding_ranks(self) -> ShardingRanks:
         """Return who shares the optimizer's state: the data parallel ranks; none do where each has all of it."""
+        return self._sharing(self._axes["dp", "sp"], 1)
+
+    def expert_ranks(self) -> dict[int, ShardingRanks]:
+        """Return who shares the state of experts that are spread, by ``id``: the ranks that have the same ones."""
+        ranks = self._sharing(self._axes["edp", "sp"], self._config.expert.size)
+        return dict.fromkeys(self._spread.held, ranks)
+
+    def _sharing(self, alike: Axis, num_shares: int) -> ShardingRanks:
         data = self._axes["dp", "sp"]
         if self._config.zero is None:
             return ShardingRanks(
                 shard_group=self._axes[()].group,
                 shard_rank=0,
                 shard_size=1,
-                replica_group=data.group if data.size > 1 else None,
-                replica_rank=data.index,
+                replica_group=alike.group if alike.size > 1 else None,
+                replica_rank=alike.index,
                 holders=data.group,
+                num_shares=num_shares,
             )
-        return ShardingRanks(shard_group=data.group, shard_rank=data.index, shard_size=data.size, holders=data.group)
+        return ShardingRanks(
+            shard_group=alike.group,
+            shard_rank=alike.index,
+            shard_size=alike.size,
+            holders=data.group,
+            num_shares=num_shares,
+        )
 
     def _policy(self) -> ShardingPolicy:
         return policy_for(self._model, self._options.custom_policy, self._context.hooks)

@@ -182,6 +182,23 @@ class SequenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """Expert parallelism: the experts of each layer spread over data parallel ranks.
+
+    Args:
+        size: Ranks over which experts are spread; 1 leaves all of them on each rank.
+
+    Raises:
+        ConfigError: If the size is below 1.
+    """
+
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        _check_positive("ep_size", self.size)
+
+
+@dataclass(frozen=True, kw_only=True)
 class HybridConfig:
     """The mesh of a hybrid run; the data parallel size is what the other sizes leave of the world.
 
@@ -189,6 +206,7 @@ class HybridConfig:
         tensor: Tensor parallelism.
         pipeline: Pipeline parallelism.
         sequence: Sequence parallelism.
+        expert: Expert parallelism; its size divides the data parallel size.
         zero: ZeRO over the data parallel ranks; ``None`` replicates the optimizer state on them.
         ddp: How they average gradients where the state is replicated; ``None`` for the defaults.
         mesh_order: The axes, from the outermost to the innermost, whose ranks are neighbours.
@@ -201,6 +219,7 @@ class HybridConfig:
     tensor: TensorConfig = field(default_factory=TensorConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     sequence: SequenceConfig = field(default_factory=SequenceConfig)
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
     zero: ZeroConfig | None = None
     ddp: DataParallelConfig | None = None
     mesh_order: tuple[str, ...] = AXES
@@ -262,9 +281,10 @@ def check_used(config: HybridConfig, *, custom_policy: object, example_batch: ob
         if pp_size == 1 and value is not None:
             msg = f"`{name}` {what} a pipeline, and `pp_size=1` makes none. Pass `pp_size`, or leave it out."
             raise ConfigError(msg)
-    if custom_policy is not None and config.tensor.size == pp_size == 1 and config.sequence.mode is None:
+    sizes = (config.tensor.size, pp_size, config.expert.size)
+    if custom_policy is not None and max(sizes) == 1 and config.sequence.mode is None:
         msg = (
-            "`custom_policy` says where a model is split, and `tp_size=1` and `pp_size=1` without a "
+            "`custom_policy` says where a model is split, and `tp_size=1`, `pp_size=1` and `ep_size=1` without a "
             "`sequence_parallelism_mode` split none. Leave it out."
         )
         raise ConfigError(msg)

@@ -19,15 +19,16 @@ class DataParallelConfig:
     Args:
         bucket_bytes: Size of the buckets in which gradients are averaged, in bytes; ``None`` for 25 MiB. A parameter
             that is larger has a bucket of its own.
-        overlap_communication: Go on with backward while buckets are being averaged.
-        communication_dtype: Format in which gradients travel, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a dtype; ``None``
-            for the parameters' own. Ranks of one host sum in fp32 whatever travels; devices in the format that travels.
-        master_weights: Keep fp32 masters of parameters whose working format is bf16 or fp16; without, the optimizer
-            updates the working parameters.
-        unused: ``"zero"`` lets a parameter that took no part in backward on this rank count as zero, and skips those
-            that took none on any rank; ``"raise"`` raises at the step, naming them for each rank.
-        broadcast_buffers: Give every rank, after each step, the first data parallel rank's values of buffers that
-            forward changes, such as running statistics.
+        overlap_communication: Average gradients during backward.
+        communication_dtype: Dtype in which gradients are sent: ``"fp32"``, ``"bf16"`` (half the bytes of fp32),
+            ``"fp16"`` or a torch dtype; ``None`` uses that of the parameters. CPUs always sum in fp32, devices in this
+            dtype.
+        master_weights: Keep fp32 masters of bf16 and fp16 parameters; if False, the optimizer updates the working
+            parameters.
+        unused: ``"zero"`` gives a parameter that this rank did not use a zero gradient, and skips those that no rank
+            used; ``"raise"`` raises at the step and names them by rank.
+        broadcast_buffers: Broadcast, after each step, the first data parallel rank's values of buffers that forward
+            changes, such as running statistics.
 
     Raises:
         ConfigError: If a value is out of range.

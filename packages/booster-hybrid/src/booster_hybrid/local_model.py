@@ -27,6 +27,9 @@ class LocalModel:
     Args:
         tensor_group: The tensor parallel ranks.
         splits: The parameters that are split over them, by name.
+        expert_group: The expert parallel ranks.
+        expert_splits: The parameters of experts that are spread over those, by name. What is here of them may be split
+            over the tensor parallel ranks.
         stage: This rank's position in the pipeline.
         pipeline: The ranks of the pipeline; ``None`` where there is none.
         is_owner: Tells by a tensor's name whether this stage is the first to hold it.
@@ -34,7 +37,9 @@ class LocalModel:
     """
 
     tensor_group: TensorGroup
+    expert_group: TensorGroup
     splits: Mapping[str, Split] = field(default_factory=dict)
+    expert_splits: Mapping[str, Split] = field(default_factory=dict)
     stage: int = 0
     pipeline: ProcessGroup | None = None
     is_owner: Callable[[str], bool] = lambda _: True
@@ -43,14 +48,14 @@ class LocalModel:
     def put_together(self, name: str, local: Tensor) -> Tensor:
         """Return a tensor that is split as a parameter is, in the whole model's shape.
 
-        Collective: the tensor parallel ranks.
+        Collective: the tensor parallel ranks; for experts that are spread, the expert parallel ones as well.
         """
-        split = self.splits.get(name)
-        if split is None:
-            return local
-        whole = split.spread(local, owned_only=True)
-        collectives.all_reduce(whole, group=self.tensor_group.group).wait()
-        return whole
+        for splits, ranks in ((self.splits, self.tensor_group), (self.expert_splits, self.expert_group)):
+            split = splits.get(name)
+            if split is not None:
+                local = split.spread(local, owned_only=True)
+                collectives.all_reduce(local, group=ranks.group).wait()
+        return local
 
     def from_stage(self, value: Tensor | None, stage: int) -> Tensor | None:
         """Return on every rank of the pipeline what one of them has.

@@ -6,13 +6,17 @@ communicates most, the tensor axis by default, stays within a host; every order 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
-from booster_hybrid.axes import MeshShape, fill_axis
+from booster_core.ranks import DistCoordinator
+from booster_hybrid.axes import MeshShape, fill_axis, make_axes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from booster_hybrid.axes import Axis
 
 AXES = ("dp", "pp", "sp", "tp")
 """The axes, in the order that they have where none is asked for."""
@@ -20,6 +24,13 @@ COMMUNICATING = [("tp",), ("dp",), ("pp",), ("sp",), ("dp", "sp"), ("pp", "sp", 
 """The sets of axes along which something is communicated: each is one group of ranks for whoever is in it.
 
 Gradients are reduced over ``("dp", "sp")``; the ranks of ``("pp", "sp", "tp")`` work on the same batch.
+"""
+
+OF_EXPERTS = [("ep",), ("edp", "sp"), ("ep", "pp", "sp", "tp")]
+"""The sets of axes along which experts communicate. The data parallel axis is ``edp`` times ``ep`` for them.
+
+Tokens travel along ``("ep",)``; gradients of experts are reduced over ``("edp", "sp")``, whose ranks have the same
+experts; the ranks of the last one take part in a forward together.
 """
 
 
@@ -55,3 +66,55 @@ def mesh_shape(sizes: Mapping[str, int], order: Sequence[str], world_size: int) 
     Collective: none.
     """
     return fill_axis({name: sizes.get(name, 1) for name in order}, "dp", world_size)
+
+
+def with_experts(shape: MeshShape, ep_size: int) -> MeshShape:
+    """Return the mesh whose data parallel axis is two: ranks with the same experts, and ranks with different ones.
+
+    Args:
+        shape: The mesh; its ranks keep their numbers.
+        ep_size: Number of ranks over which experts are spread, neighbours along the data parallel axis.
+
+    Raises:
+        ConfigError: If it does not divide the data parallel size.
+
+    Collective: none.
+    """
+    size = shape.sizes["dp"]
+    if size % ep_size:
+        divisors = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        msg = (
+            f"`ep_size={ep_size}` does not divide the data parallel size {size}, which is what the other sizes leave "
+            f"of {shape.world_size} ranks. Use one of {divisors}."
+        )
+        raise ConfigError(msg)
+    sizes: dict[str, int] = {}
+    for name, each in shape.sizes.items():
+        sizes |= {"edp": each // ep_size, "ep": ep_size} if name == "dp" else {name: each}
+    return MeshShape(sizes)
+
+
+def make_groups(shape: MeshShape, ep_size: int) -> dict[tuple[str, ...], Axis]:
+    """Make the process groups of `COMMUNICATING` and `OF_EXPERTS`.
+
+    Args:
+        shape: The mesh.
+        ep_size: As for `with_experts`.
+
+    Raises:
+        ConfigError: As for `with_experts`.
+
+    Collective: every rank of the world.
+    """
+    split = with_experts(shape, ep_size)
+    wanted = {
+        axes: tuple(each for name in axes for each in (("edp", "ep") if name == "dp" else (name,)))
+        for axes in (*COMMUNICATING, *OF_EXPERTS)
+    }
+    made = make_axes(split, list(dict.fromkeys(wanted.values())))
+    if ep_size > 1:
+        # Of their own: ranks may come to the reduction of a bucket before or after an exchange of tokens, and within a
+        # group all ranks must make calls in one order.
+        limit = timedelta(seconds=DistCoordinator().timeout_seconds)
+        made |= make_axes(split, [("ep",)], limit)
+    return {axes: made[named] for axes, named in wanted.items()}

@@ -103,6 +103,11 @@ class MeshAttributes:
         return self.config.sequence.size
 
     @property
+    def ep_size(self) -> int:
+        """Ranks over which experts are spread; they are data parallel ranks."""
+        return self.config.expert.size
+
+    @property
     def zero_stage(self) -> int:
         """Stage of ZeRO; 0 where the state is replicated."""
         return 0 if self.config.zero is None else self.config.zero.stage
@@ -185,6 +190,15 @@ class MeshAttributes:
             ConfigError: If no model was boosted yet.
         """
         return self._group("tp" if self.config.sequence.mode == "split_gather" else "sp")
+
+    @property
+    def ep_group(self) -> ProcessGroup:
+        """The ranks over which this rank's experts are spread.
+
+        Raises:
+            ConfigError: If no model was boosted yet.
+        """
+        return self._group("ep")
 
     def _mesh(self, asked: str) -> MeshShape:
         if not dist.is_initialized():

@@ -26,12 +26,14 @@ class HybridModel(ZeroModel):
     Attributes:
         local: What of the model this rank holds; the plugin sets this and the following.
         replica: The ranks that work on the same batches.
+        callers: The ranks that take part in a forward together: these, and those that experts are spread over.
         engine: Takes batches through the pipeline; ``None`` where there is none.
         stages: Which rank of the pipeline holds which tensors; ``None`` where there is none.
     """
 
     local: LocalModel
     replica: Axis
+    callers: Axis
     _has_compared: bool = False
     engine: PipelineEngine | None = None
     stages: StageMap | None = None
@@ -50,9 +52,9 @@ class HybridModel(ZeroModel):
         Raises:
             ConfigError: If the model is cut into pipeline stages, or the ranks that work on one batch together are
                 given different ones in the first call.
-            MissingRanksError: If some of these ranks do not make the call.
+            MissingRanksError: If some of the ranks that take part do not make the call.
 
-        Collective: the tensor and sequence parallel ranks.
+        Collective: the tensor, sequence and expert parallel ranks.
         """
         if self.engine is not None:
             msg = (
@@ -60,11 +62,11 @@ class HybridModel(ZeroModel):
                 "`booster.execute_pipeline(data_iter, model, criterion, optimizer)`; without an optimizer it evaluates."
             )
             raise ConfigError(msg)
-        if self.replica.size == 1 or torch.compiler.is_compiling():
+        if self.callers.size == 1 or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         # Replicas may evaluate on more or fewer batches than others: only these ranks wait for each other.
-        with naming_missing_ranks("forward", self.replica.ranks):
-            if not self._has_compared:
+        with naming_missing_ranks("forward", self.callers.ranks):
+            if self.replica.size > 1 and not self._has_compared:
                 check_same_batch((args, kwargs), self.replica.group, list(self.replica.ranks))
                 self._has_compared = True
             return super().forward(*args, **kwargs)

@@ -1,8 +1,9 @@
 """`HybridOptimizer`: ZeRO over the data parallel ranks, for parameters of which other ranks hold other parts.
 
-Tensor parallel ranks hold parts of a parameter; ranks of other pipeline stages hold other parameters, and copies of
-those that several stages use. A copy gets the gradients of its own stage's uses; they are added up, slice by slice,
-once the data parallel ranks have averaged theirs, so that all copies take the same step.
+Tensor parallel ranks hold parts of a parameter, and so do those that experts are spread over; ranks of other pipeline
+stages hold other parameters, and copies of those that several stages use. A copy gets the gradients of its own stage's
+uses; they are added up, slice by slice, once the data parallel ranks have averaged theirs, so that all copies take the
+same step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _IN_SHARDS = 2
 
 
 class HybridOptimizer(ZeroOptimizer):
-    """Counts what is split over tensor parallel ranks on each of them, and what is whole or copied on the first alone.
+    """Counts what is split over ranks on each of them, and what is whole or copied on the first alone.
 
     Args:
         *args: As for `ZeroOptimizer`.
@@ -60,7 +61,8 @@ class HybridOptimizer(ZeroOptimizer):
 
         Collective: none.
         """
-        check_elementwise(self.unwrap(), self.local.tensor_group.size, [group])
+        sizes = {"tp_size": self.local.tensor_group.size, "ep_size": self.local.expert_group.size}
+        check_elementwise(self.unwrap(), sizes, [group])
         super().check_settings(group)
 
     # ---- backward of a pipeline
@@ -202,17 +204,22 @@ class HybridOptimizer(ZeroOptimizer):
         """Clip by the norm over the whole model, each element counted once."""
         gradients = self.gradients()
         local = self.local
+        shares_over_experts = self.ranks.shard_size > 1
         counted = []
         for piece, gradient in (each for bucket in self.layout.buckets for each in bucket.used_pieces()):
             name = self.names[piece.index]
             split = local.splits.get(name)
             if not gradient.numel() or not local.is_owner(name):
                 continue
+            if not shares_over_experts and name not in local.expert_splits and local.expert_group.rank:
+                continue
             if split is not None:
                 counted.append(split.counted(gradient, piece.start))
             elif local.tensor_group.rank == 0:
                 counted.append(gradient)
-        groups = [self.ranks.shard_group, local.tensor_group.group, local.pipeline]
+        # Shards of everything are spread over all data parallel ranks, the experts' over those with the same experts.
+        sharing = self.ranks.shard_group if shares_over_experts else local.expert_group.group
+        groups = [sharing, local.tensor_group.group, local.pipeline]
         return clip_by_norm(
             gradients,
             max_norm,

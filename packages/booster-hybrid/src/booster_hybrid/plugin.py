@@ -1,6 +1,7 @@
-"""`HybridParallelPlugin`: tensor, pipeline, sequence and data parallelism behind `Booster`; wires their parts together.
+"""`HybridParallelPlugin`: all kinds of parallelism behind `Booster`; wires their parts together.
 
-Each axis is its own package: `tensor_parallel`, `sequence_parallel` and `pipeline`; data parallelism is booster-zero's.
+Each axis is its own package: `tensor_parallel`, `sequence_parallel`, `expert_parallel` and `pipeline`; data parallelism
+is booster-zero's.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ from booster_core.plugin import (
 from booster_core.precision import PrecisionPolicy
 from booster_core.state import NamedTensors
 from booster_hybrid.agreement import check_same_settings
-from booster_hybrid.axes import Axis, make_axes
 from booster_hybrid.boosting import HybridSetup, SetupOptions
-from booster_hybrid.config import HybridConfig, PipelineConfig, SequenceConfig, TensorConfig, check_used
+from booster_hybrid.config import (
+    ExpertConfig,
+    HybridConfig,
+    PipelineConfig,
+    SequenceConfig,
+    TensorConfig,
+    check_used,
+)
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
 from booster_hybrid.lazy import fill_model
-from booster_hybrid.mesh import AXES, COMMUNICATING, check_order
+from booster_hybrid.mesh import AXES, check_order, make_groups
 from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer
@@ -52,44 +59,48 @@ if TYPE_CHECKING:
     from booster_core.precision import LossScaleConfig
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter
+    from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
 
 
 class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
-    """Each layer split over tensor parallel ranks, and data parallelism over the ranks that these leave.
+    """Combine tensor, pipeline, sequence and data parallelism; data parallelism uses the remaining ranks.
 
     Args:
         tp_size: Ranks over which each layer is split.
-        pp_size: Ranks over which the layers are spread; batches then run through `execute_pipeline`.
-        sp_size: Ranks over which each sequence is split, for ``"all_to_all"`` and ``"ring_attn"``.
-        mesh_order: The axes of the mesh of ranks, from the outermost to the innermost: ranks of the last one are
-            neighbours. Any order computes the same.
-        zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it by ZeRO.
+        pp_size: Number of pipeline ranks; batches then run through `train_batch` or `execute_pipeline`.
+        sp_size: Ranks over which ``"all_to_all"`` and ``"ring_attn"`` split a sequence; ``"split_gather"`` uses the
+            ``tp_size`` ranks.
+        ep_size: Ranks over which the experts of each layer are spread, out of the data parallel ones: it divides their
+            number. They send each other the tokens of their batches, so that they must call the model equally often.
+        mesh_order: The axes of the mesh from the outermost to the innermost, whose ranks are adjacent. The order does
+            not change results.
+        zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
-        num_microbatches: See `PipelineConfig`, as for the following four.
-        microbatch_size: Samples in each part of a batch.
-        pp_style: Order of the parts' forwards and backwards.
-        num_model_chunks: Stages on each rank.
-        num_layers_per_stage: Number of layers of each stage.
-        checkpoint_ratio: The part of each stage's layers that is recomputed in backward, to keep less: one number,
-            or one for each stage. Early stages hold more microbatches at a time, so that more is saved there.
-        example_batch: A batch such as the model will be trained with, for the dry run that finds its layers; ``None``
-            looks at the data loader that is boosted, or takes the dummy that models of transformers bring.
-        sequence_parallelism_mode: See `SequenceConfig`.
-        parallel_output: Leave the logits of language models split by vocabulary (and by positions, where the model
-            takes its own loss of split sequences): whole ones need not exist. ``outputs.logits`` look whole:
-            `SplitLogits` compute the model's own loss and cross entropy from their parts, and any other function gets
-            whole ones, which all ranks that have a part must ask for. ``False`` puts them together in each forward.
-        max_norm: Clip gradients by this global norm in each step; 0 does not.
-        cpu_offload: Keep optimizer state and masters on the host, and step there; for ``zero_stage`` 1 and 2.
-        custom_policy: How the model is split, where it is not one that is known; see
-            `booster_hybrid.policy.base.ShardingPolicy`.
-        ddp: How data parallel ranks average gradients under ``zero_stage=0``.
-        zero: All of ZeRO's options, in the place of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
-        loss_scale: How gradients are scaled under ``precision="fp16"``.
-        pipeline_record: A folder where each rank of a pipeline writes down when it did what, for ``booster pipeline``.
+        num_microbatches: Number of microbatches of a batch; ``pp_size`` if neither this nor ``microbatch_size`` is
+            given.
+        microbatch_size: Samples in each microbatch, instead.
+        pp_style: Order of the microbatches' forward and backward passes: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or
+            ``"zbv"``.
+        num_model_chunks: Stages on each rank: 1, and 2 by default for ``"interleaved"`` and ``"zbv"``.
+        num_layers_per_stage: Number of layers of each stage; balanced by default.
+        checkpoint_ratio: Fraction of each stage's layers that store only their inputs and are recomputed in backward:
+            one number, or one for each stage (early stages hold more microbatches). ``None`` leaves it to the model.
+        example_batch: A batch for the dry run that finds the layers of a pipeline; by default from the data loader, or
+            the dummy inputs of transformers' models.
+        sequence_parallelism_mode: Split sequences over ranks: ``"split_gather"``, ``"all_to_all"`` or ``"ring_attn"``.
+        parallel_output: Keep the logits of language models sharded (by vocabulary, and by positions where the model
+            computes its own loss of split sequences), so that they are gathered only where needed, see `SplitLogits`.
+            ``False`` gathers them in each forward.
+        max_norm: Clip gradients by this global norm in each step; 0 disables clipping.
+        cpu_offload: Offload optimizer state and masters to host memory and step there, for ``zero_stage`` 1 and 2.
+        custom_policy: A `ShardingPolicy` for a model that is not known.
+        ddp: How gradients are averaged under ``zero_stage=0``.
+        zero: All of ZeRO's options, instead of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
+        loss_scale: Settings of dynamic loss scaling, for ``precision="fp16"``.
+        pipeline_record: A folder to which each rank of a pipeline writes its schedule, for ``booster pipeline``.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
@@ -111,6 +122,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         tp_size: int = 1,
         pp_size: int = 1,
         sp_size: int = 1,
+        ep_size: int = 1,
         mesh_order: Sequence[str] = AXES,
         zero_stage: int = 0,
         precision: PrecisionPolicy | str | None = None,
@@ -152,6 +164,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
                 ),
             ),
             sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode),
+            expert=ExpertConfig(size=ep_size),
             zero=sharded,
             ddp=DataParallelConfig() if ddp is None and sharded is None else ddp,
             mesh_order=check_order(mesh_order),
@@ -203,13 +216,21 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         cut = None if plan is None else setup.cut(plan)
         copies = {} if cut is None else cut.copies
         boosted = self._zero.shard(
-            objects, context, setup.sharding_ranks(), HybridOptimizer, model_class=HybridModel, copies=copies
+            objects,
+            context,
+            setup.sharding_ranks(),
+            HybridOptimizer,
+            model_class=HybridModel,
+            copies=copies,
+            ranks_of=setup.expert_ranks(),
         )
         hybrid: Any = boosted.model
-        hybrid.local, hybrid.replica = local, axes["pp", "sp", "tp"]
+        hybrid.local, hybrid.replica, hybrid.callers = local, axes["pp", "sp", "tp"], axes["ep", "pp", "sp", "tp"]
         if isinstance(boosted.optimizer, HybridOptimizer):
             boosted.optimizer.local = local
-        if self.config.tensor.size > 1 or plan is not None:
+            # Tokens travel in backward, between ranks that may have come less far in their buckets.
+            boosted.optimizer.reducer.waits_in_backward = self.config.expert.size == 1
+        if self.config.tensor.size > 1 or self.config.expert.size > 1 or plan is not None:
             mark_as_local(hybrid.unwrap())
         if plan is not None and cut is not None:
             hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
@@ -287,14 +308,19 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         axes = self._axes_of_world()
         hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
         boosted: Any = boosted_inside(model)
-        inner = ZeroStateAdapter(model, hybrid, Replica(axes["dp", "sp"].index, axes["dp", "sp"].size))
-        return HybridStateAdapter(
-            inner,
-            boosted.local.splits,
+        local: LocalModel = boosted.local
+        data, alike = axes["dp", "sp"], axes["edp", "sp"]
+        held_by = dict.fromkeys(local.expert_splits, Replica(alike.index, alike.size))
+        adapter = HybridStateAdapter(
+            ZeroStateAdapter(model, hybrid, Replica(data.index, data.size), held_by),
+            local.splits,
             is_first=axes["tp",].index == 0,
             stages=boosted.stages,
-            stage=boosted.local.stage,
+            stage=local.stage,
         )
+        if not local.expert_splits:
+            return adapter
+        return HybridStateAdapter(adapter, local.expert_splits, is_first=axes["ep",].index == 0, owns_whole=True)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
         """Return a context in which gradients accumulate here; under ZeRO 2 each is reduced into its shard."""
@@ -329,12 +355,13 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         if optimizer is not None and optimizer.holds(parameter):
             return optimizer.full_gradient(parameter)
         own = unscaled_gradient(parameter, optimizer)
-        data = self._axes_of_world()["dp", "sp"]
+        axes, name = self._axes_of_world(), NamedTensors.of(model.unwrap()).name_of[id(parameter)]
+        data = axes["dp", "sp"]
         if not any(collectives.all_gather_object(own is not None, data.group)):
             return None
         whole = torch.zeros_like(parameter) if own is None else own.contiguous()
-        collectives.all_reduce(whole, group=data.group).wait()
-        name = NamedTensors.of(model.unwrap()).name_of[id(parameter)]
+        alike = axes["edp", "sp"] if name in model.local.expert_splits else data
+        collectives.all_reduce(whole, group=alike.group).wait()
         return model.local.put_together(name, whole / data.size)
 
     def describe(self) -> Mapping[str, object]:
@@ -367,5 +394,5 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         """Return this rank's place; process groups are made once for each world."""
         world = dist.group.WORLD
         if self._axes is None or self._axes[0] is not world:
-            self._axes = (world, make_axes(self._shape(dist.get_world_size()), COMMUNICATING))
+            self._axes = (world, make_groups(self._shape(dist.get_world_size()), self.config.expert.size))
         return self._axes[1]

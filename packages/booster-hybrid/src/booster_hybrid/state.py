@@ -1,7 +1,8 @@
-"""The state of a model that is split over tensor parallel ranks and stages, as shards of the user's own tensors.
+"""The state of a model that is split over ranks and stages, as shards of the user's own tensors.
 
 The adapter inside shows this rank's part as if it were the whole model; each of its shards is moved to its place in
-the tensors of the user's model. A fused projection has several boxes there.
+the tensors of the user's model. A fused projection has several boxes there. For experts that are split over tensor
+parallel ranks, too, one adapter is inside of another: what tensor parallelism splits is this rank's experts.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ class HybridStateAdapter(StateAdapter):
     Args:
         inner: Shows the local model among the ranks that hold the same part of it.
         splits: The split parameters, by name.
-        is_first: Whether this is the first of the tensor parallel ranks, which owns what they all have whole.
+        is_first: Whether this is the first of the ranks over which they are split, which owns what these all have.
         stages: Which rank of a pipeline holds which tensors; ``None`` where there is none.
         stage: This rank's position in it.
+        owns_whole: Whether this rank owns what is not split, if the adapter inside says so; ``is_first`` by default.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class HybridStateAdapter(StateAdapter):
         is_first: bool,
         stages: StageMap | None = None,
         stage: int = 0,
+        owns_whole: bool | None = None,
     ) -> None:
         self._inner, self._splits, self._is_first = inner, splits, is_first
         self._stages, self._stage = stages, stage
+        self._owns_whole = is_first if owns_whole is None else owns_whole
 
     @property
     def keeps_values(self) -> bool:
@@ -105,7 +109,10 @@ class HybridStateAdapter(StateAdapter):
             is_copy = self._stages is not None and self._stages.owner(held.name) != self._stage
             shard = replace(held, is_owner=held.is_owner and not is_copy)
             split = self._splits.get(shard.name)
-            if split is None or shard.global_shape != split.local_shape:
+            if split is None:
+                yield replace(shard, is_owner=shard.is_owner and self._owns_whole)
+                continue
+            if shard.global_shape != split.local_shape:
                 yield replace(shard, is_owner=shard.is_owner and self._is_first)
                 continue
             data = shard.data.view(-1) if shard.flat is not None else None

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from booster_hybrid.tensor_parallel.apply import TensorParallelModel
+    from booster_hybrid.tensor_parallel.split import Split
 
 
 def check_elementwise(
-    optimizer: Optimizer | None, tp_size: int, groups: Sequence[Mapping[str, Any]] | None = None
+    optimizer: Optimizer | None, sizes: Mapping[str, int], groups: Sequence[Mapping[str, Any]] | None = None
 ) -> None:
     """Refuse what would take a part of a matrix for the whole.
 
     Args:
         optimizer: The user's optimizer.
-        tp_size: Number of tensor parallel ranks.
+        sizes: Number of ranks over which parameters are split, by the names of the plugin's options.
         groups: The groups whose settings are looked at; all of the optimizer's by default.
 
     Raises:
@@ -32,16 +32,22 @@ def check_elementwise(
 
     Collective: none.
     """
-    if optimizer is not None and tp_size > 1 and partition_for(optimizer, "auto", groups) != "flat":
+    name = next((name for name, size in sizes.items() if size > 1), None)
+    if optimizer is not None and name is not None and partition_for(optimizer, "auto", groups) != "flat":
         msg = (
-            f"{type(optimizer).__qualname__} updates whole matrices, of which `tp_size={tp_size}` leaves each rank a "
-            "part. Use an optimizer that treats every element alike, such as AdamW, or `tp_size=1`."
+            f"{type(optimizer).__qualname__} updates whole matrices, of which `{name}={sizes[name]}` leaves each rank "
+            f"a part. Use an optimizer that treats every element alike, such as AdamW, or `{name}=1`."
         )
         raise ConfigError(msg)
 
 
-def cut_state(model: nn.Module, optimizer: Optimizer | None, split: TensorParallelModel) -> None:
+def cut_state(model: nn.Module, optimizer: Optimizer | None, splits: Mapping[str, Split]) -> None:
     """Keep this rank's part of the state that an optimizer has already.
+
+    Args:
+        model: The model, whose parameters are split.
+        optimizer: The user's optimizer.
+        splits: Which parameters are, by name.
 
     Collective: none.
     """
@@ -49,7 +55,7 @@ def cut_state(model: nn.Module, optimizer: Optimizer | None, split: TensorParall
         return
     name_of = NamedTensors.of(model).name_of
     for parameter, state in optimizer.state.items():
-        part = split.splits.get(name_of.get(id(parameter), ""))
+        part = splits.get(name_of.get(id(parameter), ""))
         for key, value in state.items():
             if part is not None and hasattr(value, "shape") and tuple(value.shape) == part.global_shape:
                 state[key] = part.take(value)

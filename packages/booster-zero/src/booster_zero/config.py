@@ -19,18 +19,17 @@ class ZeroConfig(ShardingOptions):
     Args:
         stage: 1 shards the optimizer state over the data parallel ranks; 2 shards the gradients as well, also while
             they accumulate under ``no_sync``.
-        bucket_bytes: Size of the buckets in which gradients are reduced and parameters gathered, in bytes. A parameter
-            that is larger has a bucket of its own. ``None`` for 25 MiB; in stage 2 for an eighth of all gradients
-            where that is less, but at least 1 MiB: as a few buckets are underway at a time, larger ones would keep a
-            small model's gradients whole.
-        overlap_allgather: Let ``step`` return while updated parameters are still being gathered; each is waited for
-            on first use in the model's forward. See `booster_zero.engine.gathers` for what waits, and what can't.
+        bucket_bytes: Size in bytes of the buckets in which gradients are reduced and parameters gathered. A larger
+            parameter has a bucket of its own. ``None`` is 25 MiB; in stage 2 at most an eighth of all gradients, and at
+            least 1 MiB: a few buckets exist at a time, and larger ones would hold all gradients of a small model.
+        overlap_allgather: Let ``step`` return while updated parameters are gathered; the first use of each in the
+            model's forward waits for it.
         cpu_offload: The same as ``offload="cpu"``.
-        offload: ``"cpu"`` keeps optimizer state and the parameters that it updates on the host, and steps there, bucket
-            by bucket; where forward runs on the CPU, they are there already. ``"disk"`` keeps elementwise optimizer
-            state, and the masters or copies that it updates, in memory-mapped files of ``offload_dir``.
-        offload_dir: An existing folder of each host for ``offload="disk"``, on a disk with room for the host's state.
-            Files have no name there, and go with the process.
+        offload: ``"cpu"`` offloads optimizer state and masters to host memory and steps there, bucket by bucket; if
+            forward runs on the CPU, they are in host memory already. ``"disk"`` offloads elementwise optimizer state
+            and masters to memory-mapped files in ``offload_dir``.
+        offload_dir: An existing folder on each host for ``offload="disk"``, on a disk with space for the state of the
+            host's ranks. The files are unlinked: they disappear with the process.
 
     Raises:
         ConfigError: If a value is out of range.

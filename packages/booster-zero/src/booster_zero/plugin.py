@@ -150,6 +150,7 @@ class LowLevelZeroPlugin(Plugin):
         model_class: type[ZeroModel] = ZeroModel,
         copies: Mapping[int, tuple[int, ...]] | None = None,
         home: Home | None = None,
+        ranks_of: Mapping[int, ShardingRanks] | None = None,
     ) -> Boosted:
         """Shard a model that is on its device already, over ranks that were given the same values of it.
 
@@ -163,6 +164,7 @@ class LowLevelZeroPlugin(Plugin):
             model_class: What runs the model.
             copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
             home: Keeps the shards; made from the options if ``None``.
+            ranks_of: For parameters that others share than ``ranks``, by ``id``: `Format.ranks`.
 
         Raises:
             ConfigError: As for `configure`.
@@ -173,7 +175,7 @@ class LowLevelZeroPlugin(Plugin):
         home = home or self._home(context)
         model, config = objects.model, self.config
         host = torch.device("cpu") if config.offloads else None
-        format_of = config.formats(model, context.precision, context.device, home=host, copies=copies)
+        format_of = config.formats(model, context.precision, context.device, home=host, copies=copies, ranks=ranks_of)
         optimizer = None
         if objects.optimizer is not None:
             held = [parameter for group in objects.optimizer.param_groups for parameter in group["params"]]

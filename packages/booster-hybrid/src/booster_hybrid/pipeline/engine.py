@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from booster_core.errors import ConfigError
 from booster_core.ranks import naming_missing_ranks
 from booster_hybrid.pipeline.microbatches import count_samples, join_outputs, share_samples, split_batch
 from booster_hybrid.pipeline.runtime import PipelineRun
@@ -43,6 +44,7 @@ class PipelineEngine:
         data: The ranks that get different ones.
         coordinator: Carries errors to all ranks.
         device: Where batches are moved.
+        exchanges_tokens: Whether data parallel ranks take part in each other's microbatches, as spread experts do.
         run_options: Further arguments of each `PipelineRun`.
     """
 
@@ -57,9 +59,11 @@ class PipelineEngine:
         data: Axis,
         coordinator: DistCoordinator,
         device: torch.device,
+        exchanges_tokens: bool = False,
         run_options: dict[str, Any] | None = None,
     ) -> None:
         self.staged = staged
+        self._exchanges_tokens = exchanges_tokens
         self._config, self._index, self._link = config, index, link
         self._replica, self._data, self._coordinator, self._device = replica, data, coordinator, device
         self._run_options = run_options or {}
@@ -150,12 +154,18 @@ class PipelineEngine:
             error = caught
         # Data parallel ranks may have other batches, of other sizes; those that work on the same batch may not.
         slots = checksum_slots(checksum, self._data.index, self._data.size)
-        counts = torch.tensor([error is not None, len(parts), *slots], device=self._device)
+        counts = torch.tensor([error is not None, len(parts), -len(parts), *slots], device=self._device)
         collectives.all_reduce(counts, dist.ReduceOp.MAX).wait()
-        has_failed, most, *largest = counts.tolist()
+        has_failed, most, least, *largest = counts.tolist()
         apart = [] if has_failed else differing(largest)
         if self._data.index in apart:
             error = different_batches(list(self._replica.ranks))
+        if self._exchanges_tokens and not has_failed and most != -least:
+            msg = (
+                f"Batches have {-least} microbatches on some ranks and {most} on others, and `ep_size` lets ranks send "
+                "each other the tokens of each. Use `num_microbatches`, or batches of the same size on all ranks."
+            )
+            raise ConfigError(msg)
         if has_failed or apart:
             self._coordinator.raise_together(error, name="execute_pipeline")
         return parts, sizes, most

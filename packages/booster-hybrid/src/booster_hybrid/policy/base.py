@@ -117,6 +117,26 @@ class ModuleRule:
 
 
 @dataclass(frozen=True)
+class ExpertRule:
+    """Which modules are experts that expert parallelism may spread over ranks.
+
+    Args:
+        pattern: Name of a module, as for `ModuleRule`. Its forward is called with hidden states of shape
+            ``(tokens, width)``, the experts that each token chooses, ``(tokens, top_k)``, and their weights.
+        parameters: Names of its parameters whose first dimension is the experts'; all that are its own by default.
+        counts: Attributes of the module, if it has them, that count its experts, to be set to how many are here.
+        takes_every_token: Whether its forward is called with hidden states alone, of shape ``(experts * tokens,
+            width)``: every token for the first expert, for the second, and so on. Rows of zeros, which come from tokens
+            that have not chosen an expert, must give zeros.
+    """
+
+    pattern: str
+    parameters: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    takes_every_token: bool = False
+
+
+@dataclass(frozen=True)
 class ShardingPolicy:
     """How one model class is split.
 
@@ -125,11 +145,14 @@ class ShardingPolicy:
         layers: Names of the lists of layers between which a pipeline may be cut, in the order in which they run.
         options: Further facts that other axes read, by name: under `WHOLE_SEQUENCES`, the lists of layers whose
             sequences are not to be split.
+        experts: Modules of experts, for `ep_size`; where there are none, those of the plan that a model of transformers
+            carries.
     """
 
     rules: tuple[ModuleRule, ...] = ()
     layers: tuple[str, ...] = ()
     options: Mapping[str, object] = field(default_factory=dict)
+    experts: tuple[ExpertRule, ...] = ()
 
     @property
     def whole_sequences(self) -> tuple[str, ...]:

@@ -33,8 +33,8 @@ def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, ho
         ConfigError: If there is none.
     """
     given = given_policy(model, custom_policy, hooks)
-    if given is not None:
-        return given
+    if given is not None and (given.rules or given.layers or not given.experts):
+        return given  # one that names experts alone leaves the rest as it is
     model = without_adapters(compiled_module(model) or model)
     own = _own(model)
     if own is None:

@@ -1,12 +1,11 @@
 """`CheckpointFiles`: saves and loads models, optimizers and schedulers under any plugin, through its `StateAdapter`.
 
 This file says what a call's arguments mean. How a save goes is in ``save``, how a load goes in ``load``, how files look
-in ``files``; what is at a URL passes through a local copy (`booster_runtime.checkpoint.remote`).
+in ``files``. A URL becomes a path that is read and written without a local copy (`booster_runtime.storage`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,11 +18,10 @@ from booster_runtime.checkpoint.run.scheduler import scheduler_from_json, schedu
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_runtime.checkpoint.save.saver import Saver
 from booster_runtime.checkpoint.session import Session
-from booster_runtime.storage import local_path, scheme_of
+from booster_runtime.storage import RemotePath, local_path, path_at, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     import torch
     from torch import nn
@@ -162,21 +160,21 @@ class CheckpointFiles:
 
         Collective: every rank.
         """
-        with self._source(checkpoint, MODEL) as path:
-            self._begin_load("load_model", num_threads)
-            return load_model(
-                self._session,
-                adapter,
-                path,
-                strict=strict,
-                in_memory=not low_cpu_mem_mode,
-                num_threads=num_threads,
-                bucket_bytes=self._bucket_bytes,
-                rename=rename,
-                exclude=exclude,
-                module=module,
-                checks=checks,
-            )
+        path = self.path_at(checkpoint, "load_model")
+        self._begin_load("load_model", num_threads)
+        return load_model(
+            self._session,
+            adapter,
+            path,
+            strict=strict,
+            in_memory=not low_cpu_mem_mode,
+            num_threads=num_threads,
+            bucket_bytes=self._bucket_bytes,
+            rename=rename,
+            exclude=exclude,
+            module=module,
+            checks=checks,
+        )
 
     def load_optimizer(
         self,
@@ -191,17 +189,17 @@ class CheckpointFiles:
 
         Collective: every rank.
         """
-        with self._source(checkpoint, OPTIMIZER) as path:
-            self._begin_load("load_optimizer", num_threads)
-            load_optimizer(
-                self._session,
-                adapter,
-                path,
-                in_memory=not low_cpu_mem_mode,
-                num_threads=num_threads,
-                bucket_bytes=self._bucket_bytes,
-                checks=checks,
-            )
+        path = self.path_at(checkpoint, "load_optimizer")
+        self._begin_load("load_optimizer", num_threads)
+        load_optimizer(
+            self._session,
+            adapter,
+            path,
+            in_memory=not low_cpu_mem_mode,
+            num_threads=num_threads,
+            bucket_bytes=self._bucket_bytes,
+            checks=checks,
+        )
 
     def save_lr_scheduler(self, scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Write a learning rate scheduler's state as JSON. Functions are not state, and are not written.
@@ -211,11 +209,11 @@ class CheckpointFiles:
 
         Collective: every rank.
         """
-        with self.target(checkpoint, "save_lr_scheduler") as path:
-            text = json.dumps(scheduler_to_json(scheduler), indent=1) + "\n"
-            self._saver.save(
-                "save_lr_scheduler", path.parent, [], texts={path.name: text}, check=lambda: _check_is_no_folder(path)
-            )
+        path = self.path_at(checkpoint, "save_lr_scheduler")
+        text = json.dumps(scheduler_to_json(scheduler), indent=1) + "\n"
+        self._saver.save(
+            "save_lr_scheduler", path.parent, [], texts={path.name: text}, check=lambda: _check_is_no_folder(path)
+        )
 
     def load_lr_scheduler(self, scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Read a learning rate scheduler's state; what it has and the file lacks (functions) stays.
@@ -225,10 +223,10 @@ class CheckpointFiles:
 
         Collective: every rank.
         """
-        with self._source(checkpoint, "lr_scheduler") as path:
-            self._begin_load("load_lr_scheduler")
-            with self._session.together("load_lr_scheduler", path):
-                scheduler_from_json(scheduler, read_json(path), str(path))
+        path = self.path_at(checkpoint, "load_lr_scheduler")
+        self._begin_load("load_lr_scheduler")
+        with self._session.together("load_lr_scheduler", path):
+            scheduler_from_json(scheduler, read_json(path), str(path))
 
     def wait(self, name: str = "wait") -> None:
         """Wait until a save that goes on in the background has ended.
@@ -272,26 +270,25 @@ class CheckpointFiles:
         path = local_path(checkpoint)
         return path if scheme_of(path) else Path(path)
 
-    def target(self, checkpoint: str | Path, name: str, *, use_async: bool = False) -> AbstractContextManager[Path]:
-        """Give the local path to write to; what is there after the body is uploaded where a URL was passed.
+    def path_at(self, checkpoint: str | Path, name: str) -> Path:
+        """Return the path of a checkpoint: a `RemotePath` for a URL.
 
-        Collective: every rank, where it is a URL.
+        Args:
+            checkpoint: A path or a URL.
+            name: What the user called.
+
+        Raises:
+            CheckpointError: If there is no storage for the URL, on any rank.
+
+        Collective: every rank, if it is a URL.
         """
+        if isinstance(checkpoint, RemotePath):
+            return checkpoint
         path = self.location(checkpoint)
         if isinstance(path, Path):
-            return contextlib.nullcontext(path)
-        from booster_runtime.checkpoint.remote import local_target
-
-        return local_target(self._session.coordinator, path, name, use_async=use_async)
-
-    def _source(self, checkpoint: str | Path, kind: str) -> AbstractContextManager[Path]:
-        """Give the local path to read from: a copy until the body ends, where a URL was passed."""
-        path = self.location(checkpoint)
-        if isinstance(path, Path):
-            return contextlib.nullcontext(path)
-        from booster_runtime.checkpoint.remote import local_source
-
-        return local_source(self._session, path, kind)
+            return path
+        with self._session.together(name, Path(path)):
+            return path_at(path)
 
     def _begin_load(self, name: str, num_threads: int = 1) -> None:
         if num_threads < 1:
@@ -310,24 +307,30 @@ class CheckpointFiles:
         use_async: bool,  # noqa: FBT001
     ) -> None:
         """Write a part to the file, folder or URL that a user named."""
-        with self.target(checkpoint, name, use_async=use_async) as path:
-            if gather_dtensor:
-                folder, check = _place(part, path, shard=shard, size_per_shard=size_per_shard)
-                self._saver.save(name, folder, [part], check=check, use_async=use_async)
-                return
-            for option, is_used in (
-                (f"prefix={part.names.prefix!r}", part.names.prefix),
-                ("use_async=True", use_async),
-            ):
-                if is_used:
-                    msg = (
-                        f"`{option}` has no meaning with `gather_dtensor=False`, which leaves writing to torch. Drop "
-                        "one of them."
-                    )
-                    raise ConfigError(msg)
-            from booster_runtime.checkpoint.tools.dcp import save_dcp
+        path = self.path_at(checkpoint, name)
+        if gather_dtensor:
+            folder, check = _place(part, path, shard=shard, size_per_shard=size_per_shard)
+            self._saver.save(name, folder, [part], check=check, use_async=use_async)
+            return
+        for option, is_used in (
+            (f"prefix={part.names.prefix!r}", part.names.prefix),
+            ("use_async=True", use_async),
+        ):
+            if is_used:
+                msg = (
+                    f"`{option}` has no meaning with `gather_dtensor=False`, which leaves writing to torch. Drop "
+                    "one of them."
+                )
+                raise ConfigError(msg)
+        from booster_runtime.checkpoint.tools.dcp import save_dcp
 
-            self._saver.begin(name)
+        self._saver.begin(name)
+        if isinstance(path, RemotePath):
+            from booster_runtime.checkpoint.remote import staged_for
+
+            with staged_for(self._session.coordinator, path, name) as folder:
+                save_dcp(name, self._session, part, folder)
+        else:
             save_dcp(name, self._session, part, path)
 
 

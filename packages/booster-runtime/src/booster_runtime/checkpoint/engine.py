@@ -52,16 +52,8 @@ class CheckpointEngine(CheckpointFiles, CheckpointIO):
         dtype: torch.dtype | None,
     ) -> None:
         adapted = adapted_model(module)
-        with self.target(checkpoint, "save_lora_as_pretrained") as path:
-            save_adapters(
-                self,
-                adapted,
-                adapter,
-                path,
-                selected=selected,
-                use_safetensors=use_safetensors,
-                dtype=dtype,
-            )
+        path = self.path_at(checkpoint, "save_lora_as_pretrained")
+        save_adapters(self, adapted, adapter, path, selected=selected, use_safetensors=use_safetensors, dtype=dtype)
 
     def save_training_state(
         self,

@@ -79,6 +79,9 @@ class Session:
     Args:
         coordinator: Rank facts and rendezvous.
         timeout_seconds: How long a save or load waits for ranks that do not call it.
+
+    Attributes:
+        shared_storages: URLs of storages that all ranks are known to share.
     """
 
     def __init__(self, coordinator: DistCoordinator, *, timeout_seconds: float | None) -> None:
@@ -88,6 +91,7 @@ class Session:
         self._timeout_seconds = timeout_seconds
         self._group: tuple[Any, ProcessGroup] | None = None
         self._hosts: list[Host] = []
+        self.shared_storages: set[str] = set()
 
     def begin(self, name: str, error: Exception | None = None) -> None:
         """Meet all ranks at the start of a call.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -16,18 +15,19 @@ from booster_core.errors import BoosterError
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def command(*, path: Path, as_json: bool) -> None:
+def command(*, path: str, as_json: bool) -> None:
     """Show what PATH holds: tensors, shapes, dtypes, bytes, files, and what wrote it. Reads headers only.
 
     PATH is a file, an index or a folder with a model or an optimizer in any form, a saved training state, or the folder
-    of several.
+    of several; or the URL of one of them.
     """
     from booster_runtime.checkpoint.tools.inspection import inspect
+    from booster_runtime.storage import path_at
 
     try:
-        found = inspect(path)
+        found = inspect(path_at(path))
     except BoosterError as error:
         raise click.ClickException(str(error)) from error
     if as_json:

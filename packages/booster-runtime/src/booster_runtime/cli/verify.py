@@ -5,21 +5,25 @@ The work is in `booster_runtime.checkpoint.tools.inspection`; torch is imported 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
+
+from booster_core.errors import BoosterError
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
-def command(*, path: Path) -> None:
+@click.argument("path")
+def command(*, path: str) -> None:
     """Check PATH: checksums against its manifest, headers against its index, and sizes.
 
     PATH is as for `booster inspect`. The exit status is 1 if anything is wrong.
     """
     from booster_runtime.checkpoint.tools.inspection import verify
+    from booster_runtime.storage import path_at
 
-    problems, checked = verify(path)
+    try:
+        problems, checked = verify(path_at(path))
+    except BoosterError as error:  # no storage for a URL
+        raise click.ClickException(str(error)) from error
     for problem in problems:
         click.echo(problem, err=True)
     if problems:

@@ -25,6 +25,8 @@ class ShardingRanks:
         replica_rank: This rank's index among them.
         holders: The ranks that hold the same parameters, of all replicas; ``None`` for all ranks. Others may hold other
             parameters, and reduce them at other times.
+        num_shares: Number of ranks whose losses a gradient is of before it is reduced: more than 1 for experts that
+            compute other ranks' tokens, too. Means are taken over these ranks as well.
     """
 
     shard_group: ProcessGroup | None
@@ -33,6 +35,7 @@ class ShardingRanks:
     replica_group: ProcessGroup | None = None
     replica_rank: int = 0
     holders: ProcessGroup | None = None
+    num_shares: int = 1
 
 
 def sharding_groups(world_size: int, replica_size: int) -> tuple[list[list[int]], list[list[int]]]:

@@ -62,6 +62,8 @@ class ReplicatedStateAdapter(StateAdapter):
         optimizer: Its optimizer, wrapped or not.
         coordinator: Tells rank and number of ranks.
         of_first: Names of parameters that may differ between ranks; the first rank's are saved.
+        held_by: For parameters of which other ranks hold other parts, by name: this rank's place among those that hold
+            the same part.
 
     Raises:
         ConfigError: If the optimizer holds a parameter that the model lacks.
@@ -74,12 +76,14 @@ class ReplicatedStateAdapter(StateAdapter):
         coordinator: DistCoordinator | Replica,
         *,
         of_first: Collection[str] = (),
+        held_by: Mapping[str, Replica] | None = None,
     ) -> None:
         self._module = unwrap_model(model)
         self._optimizer = None if optimizer is None else unwrap_optimizer(optimizer)
         self._rank = coordinator.rank
         self._world_size = coordinator.world_size
         self._of_first = frozenset(of_first)
+        self._held_by = held_by or {}
         self._masters: set[str] = set()
         if self._optimizer is not None:
             self._named_groups()
@@ -92,12 +96,15 @@ class ReplicatedStateAdapter(StateAdapter):
     @override
     def model_shards(self) -> Iterator[TensorShard]:
         named = NamedTensors.of(self._module)
-        yield from balanced_shards(
-            ((name, None, tensor) for name, tensor in named.tensors.items()),
-            self._rank,
-            self._world_size,
-            of_first=named.buffers | self._of_first,
-        )
+        everywhere = Replica(self._rank, self._world_size)
+        places = {name: self._held_by.get(name, everywhere) for name in named.tensors}
+        for place in dict.fromkeys([everywhere, *places.values()]):
+            yield from balanced_shards(
+                ((name, None, tensor) for name, tensor in named.tensors.items() if places[name] == place),
+                place.rank,
+                place.world_size,
+                of_first=named.buffers | self._of_first,
+            )
 
     @override
     def tied_names(self) -> Mapping[str, str]:

@@ -346,7 +346,8 @@ class Bucket(Shard):
         Collective: none.
         """
         target = self.make_gradient()[slot.offset : slot.offset + slot.numel]
-        sum_into(target, [gradient.reshape(-1)], scale=1.0, accumulate=slot.index in self._added)
+        scale = 1.0 / self.ranks.num_shares
+        sum_into(target, [gradient.reshape(-1)], scale=scale, accumulate=slot.index in self._added)
         self._added.add(slot.index)
 
     def _clear_rest(self) -> None:
@@ -386,7 +387,7 @@ class Bucket(Shard):
 
     def _start_sum(self, gradients: Mapping[int, Tensor], scratch: Tensor, *, is_first: bool) -> Pending:
         target, group, bounds = self.make_gradient(), self.ranks.shard_group, self.plan.bounds
-        scale = 1.0 / self.ranks.shard_size
+        scale = 1.0 / (self.ranks.shard_size * self.ranks.num_shares)
         if self.format.device.type == "cpu":
             parts = self._parts(gradients)
             return collectives.reduce_scatter_parts(

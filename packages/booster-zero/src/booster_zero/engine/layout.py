@@ -30,7 +30,7 @@ class Layout:
     """The buckets of one model's parameters.
 
     Args:
-        ranks: The ranks that share the buckets.
+        ranks: The ranks that share the buckets, but for formats that name others.
         make: Makes a bucket of a plan, from the values that the parameters hold.
         kind: ``"flat"`` or ``"parameter"``, see `booster_zero.engine.partition`.
         bucket_bytes: Size at which a bucket takes no further parameter.
@@ -87,8 +87,11 @@ class Layout:
         """
         self.parameters.update(parameters)
         self._formats.update(formats)
-        sizes = [(index, parameter.numel()) for index, parameter in parameters.items()]
-        self._owners.update(assign_owners(sizes, self.ranks.shard_size))
+        sharing: dict[ShardingRanks, list[tuple[int, int]]] = defaultdict(list)
+        for index, parameter in parameters.items():
+            sharing[self.ranks_of(index)].append((index, parameter.numel()))
+        for ranks, sizes in sharing.items():
+            self._owners.update(assign_owners(sizes, ranks.shard_size))
         self.buckets += self._build(list(parameters))
 
     def take_formats(self, parameters: Mapping[int, nn.Parameter], format_of: Callable[[nn.Parameter], Format]) -> bool:
@@ -107,6 +110,10 @@ class Layout:
         changed = {index: each for index, each in found.items() if each.master != self._formats[index].master}
         self._formats.update(changed)
         return bool(changed)
+
+    def ranks_of(self, index: int) -> ShardingRanks:
+        """Return the ranks that share a parameter."""
+        return self._formats[index].ranks or self.ranks
 
     def order(self) -> list[int]:
         """Return all parameters in the order in which they are laid out."""
@@ -140,7 +147,7 @@ class Layout:
             for piece in bucket.pieces:
                 if piece.index == index and bucket.gradient is not None:
                     whole[piece.start : piece.stop] = bucket.slice_of(bucket.gradient, piece).flatten()
-        collectives.all_reduce(whole, group=self.ranks.shard_group).wait()
+        collectives.all_reduce(whole, group=bucket.ranks.shard_group).wait()
         return whole
 
     def pieces(self) -> dict[int, BucketPiece]:
@@ -202,10 +209,10 @@ class Layout:
         by_format: dict[Format, list[tuple[int, int]]] = defaultdict(list)
         for index in order:
             by_format[self._formats[index]].append((index, self.parameters[index].numel()))
-        size = self.ranks.shard_size
         place = {index: position for position, index in enumerate(order)}
         plans = []
         for format_, sizes in by_format.items():
+            size = (format_.ranks or self.ranks).shard_size
             # Copies are laid out alike at places whose other parameters may ask for buckets of other sizes.
             bucket_bytes = _COPIED_BYTES if format_.copies else self._bucket_bytes
             most = max(bucket_bytes // format_.wire.itemsize, 1)
@@ -216,7 +223,7 @@ class Layout:
         buckets = []
         # A bucket is reduced when its last gradient has come.
         for _, format_, plan in sorted(plans, key=lambda item: item[0]):
-            buckets.append(self._make(plan, self.parameters, format_, self.ranks))
+            buckets.append(self._make(plan, self.parameters, format_, format_.ranks or self.ranks))
             for bucket in (homes[slot.index] for slot in plan.slots if slot.index in homes):
                 staying[bucket] -= 1
                 if not staying[bucket]:
@@ -232,10 +239,10 @@ class Layout:
         homes: Mapping[int, Bucket],
     ) -> None:
         """Gather a tensor that is cut as a bucket, and write what belongs to this rank's new pieces."""
-        plan, rank = bucket.plan, self.ranks.shard_rank
+        plan, rank = bucket.plan, bucket.ranks.shard_rank
         whole = torch.zeros(plan.numel, dtype=own.dtype, device=bucket.format.device)
         whole[plan.bounds[rank] : plan.bounds[rank + 1]] = own
-        collectives.all_gather(whole, plan.bounds, self.ranks.shard_group).wait()
+        collectives.all_gather(whole, plan.bounds, bucket.ranks.shard_group).wait()
         for slot in plan.slots:
             piece = pieces.get(slot.index)
             if piece is not None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
     from booster_runtime.collectives import Pending
@@ -208,7 +207,8 @@ class ZeroOptimizer(OptimizerWrapper):
         every = self.layout.order()
         new = self.layout.order_with_copies_last(first)
         # To a rank that shares nothing it is all the same when a bucket is complete.
-        is_shared = self.ranks.shard_size > 1 or self.ranks.replica_group is not None
+        ranks = [self.ranks, *(bucket.ranks for bucket in self.layout.buckets)]
+        is_shared = any(each.shard_size > 1 or each.replica_group is not None for each in ranks)
         if new != every and is_shared:
             self.rebuild(new)
 
@@ -252,8 +252,7 @@ class ZeroOptimizer(OptimizerWrapper):
         changed = self._buffers.changed() if self.config.broadcast_buffers else []
         flags = torch.tensor([*used, *changed], dtype=torch.uint8, device=self._device())
         flagged = collectives.all_reduce(flags, dist.ReduceOp.MAX, self.ranks.holders)
-        if self.ranks.replica_group is not None:
-            self._average_over_replicas(self.ranks.replica_group)
+        self._average_over_replicas()
         flagged.wait()
         anywhere = flags.bool().tolist()
         self.reducer.unused_anywhere = {index for index, is_used in zip(indices, anywhere, strict=False) if not is_used}
@@ -281,11 +280,12 @@ class ZeroOptimizer(OptimizerWrapper):
         """
         return used
 
-    def _average_over_replicas(self, group: ProcessGroup) -> None:
+    def _average_over_replicas(self) -> None:
         with contextlib.ExitStack() as stack:
             pending = []
             for bucket in self.layout.buckets:
-                if bucket.has_gradient and not bucket.averages_at_once:
+                group = bucket.ranks.replica_group
+                if group is not None and bucket.has_gradient and not bucket.averages_at_once:
                     stack.enter_context(bucket.in_use(changes=True))
                     pending.append(collectives.all_reduce(bucket.make_gradient(), dist.ReduceOp.AVG, group))
             for each in pending:

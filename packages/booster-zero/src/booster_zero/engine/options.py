@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.precision import PrecisionPolicy
+    from booster_runtime.sharding import ShardingRanks
 
 _WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,21 +30,21 @@ class ShardingOptions:
     """Options of every strategy that shards by buckets.
 
     Args:
-        max_norm: Clip gradients by this global norm in each step before which ``clip_grad_by_norm`` was not called;
-            0 does not.
-        overlap_communication: Go on with backward while buckets are being reduced.
-        communication_dtype: Format in which gradients travel, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a dtype; ``None``
-            for the parameters' own. CPUs sum in fp32 whatever travels; devices in the format that travels.
-        master_weights: Keep fp32 masters of parameters whose working format is bf16 or fp16; without, the optimizer
-            updates the working parameters.
-        replica_size: Number of replicas of the sharded state: state is split within groups of
-            ``world_size / replica_size`` ranks, gradients are averaged over the groups.
-        partition: ``"flat"`` cuts parameters wherever that makes equal shares, ``"parameter"`` leaves them whole;
-            ``"auto"`` does what the optimizer's class needs, see `booster_runtime.sharding.elementwise`.
-        unused: ``"zero"`` lets a parameter that took no part in backward on this rank count as zero, and skips those
-            that took none on any rank; ``"raise"`` raises at the step, naming them for each rank.
-        broadcast_buffers: Give every rank, after each step, rank 0's values of buffers that forward changes, such as
-            running statistics.
+        max_norm: Clip gradients by this global norm in each step, unless ``clip_grad_by_norm`` was called before it;
+            0 disables clipping.
+        overlap_communication: Reduce gradients during backward.
+        communication_dtype: Dtype in which gradients are sent: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype;
+            ``None`` uses that of the parameters. CPUs always sum in fp32, devices in this dtype.
+        master_weights: Keep fp32 masters of bf16 and fp16 parameters; if False, the optimizer updates the working
+            parameters.
+        replica_size: Number of replicas of the sharded state: it is sharded within groups of
+            ``world_size / replica_size`` ranks, and gradients are averaged over the groups (hybrid sharding).
+        partition: ``"flat"`` splits parameters at any element, so that shares are equal; ``"parameter"`` keeps them
+            whole; ``"auto"`` chooses by the optimizer's class, see `booster_runtime.sharding.elementwise`.
+        unused: ``"zero"`` gives a parameter that this rank did not use a zero gradient, and skips those that no rank
+            used; ``"raise"`` raises at the step and names them by rank.
+        broadcast_buffers: Broadcast, after each step, rank 0's values of buffers that forward changes, such as running
+            statistics.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -124,6 +125,7 @@ class ShardingOptions:
         home: torch.device | None = None,
         held: Container[int] | None = None,
         copies: Mapping[int, tuple[int, ...]] | None = None,
+        ranks: Mapping[int, ShardingRanks] | None = None,
     ) -> Callable[[nn.Parameter], Format]:
         """Return what tells the formats and devices of each of a model's parameters.
 
@@ -135,6 +137,7 @@ class ShardingOptions:
             held: The ``id`` of parameters that the optimizer lists, where others are laid out too; those are trained,
                 and only they have masters. ``None`` where only listed parameters are laid out.
             copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
+            ranks: For parameters that other ranks share than the layout's, by ``id``: `Format.ranks`.
         """
         working_dtype = working_dtypes(model, policy.param_dtype)
         asked = self.wire_dtype or (policy.reduce_dtype if policy.reduce_dtype != torch.float32 else None)
@@ -151,6 +154,7 @@ class ShardingOptions:
                 home=home or device,
                 is_trained=is_trained,
                 copies=(copies or {}).get(id(parameter), ()),
+                ranks=(ranks or {}).get(id(parameter)),
             )
 
         return format_of

@@ -69,6 +69,7 @@ class Reducer:
         repeated: Parameters whose gradients come several times in one backward, on any rank.
         unused_somewhere: Parameters that took no part in the first round on some rank.
         unused_anywhere: Parameters that took no part on any rank when that was last agreed on.
+        waits_in_backward: Whether backward may wait for other ranks' buckets: not if it also sends them activations.
         dropped: Parameters whose gradients a script has dropped by ``parameter.grad = None``; whoever steps empties it.
     """
 
@@ -82,6 +83,7 @@ class Reducer:
     ) -> None:
         self.buckets: list[Bucket] = []
         self.is_paused = False
+        self.waits_in_backward = True
         self.used: set[int] = set()
         self.order: list[int] = []
         self.repeated: set[int] = set()
@@ -450,7 +452,7 @@ class Reducer:
         return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
     def _start_complete(self) -> None:
-        for bucket, filling in self._filling.items():
+        for bucket, filling in self._filling.items() if self._overlap or self.waits_in_backward else ():
             if filling.is_started:
                 continue
             if filling.missing > 0 or any(slot.index in self.repeated for slot in bucket.plan.slots):
@@ -461,7 +463,7 @@ class Reducer:
         gradients, filling.gradients, filling.is_started = filling.gradients, {}, True
         scratch = self._borrow(bucket)
         self._underway.append((bucket.start_reduction(gradients, scratch), scratch))
-        while len(self._underway) > (_MOST_IN_FLIGHT if self._overlap else 0):
+        while self.waits_in_backward and len(self._underway) > (_MOST_IN_FLIGHT if self._overlap else 0):
             self._end_oldest()
 
     def _end_oldest(self) -> None:

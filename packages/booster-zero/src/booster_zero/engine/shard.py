@@ -51,6 +51,7 @@ class Format:
         is_trained: Whether the parameter required a gradient when it was laid out.
         copies: The stages of a pipeline that hold a copy of the parameter each; empty where one stage has it. Buckets
             of the same copies must be laid out alike on each of the stages.
+        ranks: The ranks that share the parameter, where they are others than those of the layout.
     """
 
     working: torch.dtype
@@ -60,6 +61,7 @@ class Format:
     home: torch.device
     is_trained: bool
     copies: tuple[int, ...] = ()
+    ranks: ShardingRanks | None = None
 
     @property
     def has_copy(self) -> bool:

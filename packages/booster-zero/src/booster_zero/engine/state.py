@@ -28,12 +28,18 @@ class ZeroStateAdapter(StateAdapter):
         model: The boosted model.
         optimizer: Its optimizer.
         coordinator: Tells rank and number of ranks.
+        held_by: For parameters of which other ranks hold other parts, by name: this rank's place among those that hold
+            the same part.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: ZeroOptimizer | None, coordinator: DistCoordinator | Replica
+        self,
+        model: nn.Module,
+        optimizer: ZeroOptimizer | None,
+        coordinator: DistCoordinator | Replica,
+        held_by: Mapping[str, Replica] | None = None,
     ) -> None:
-        self.replicated = ReplicatedStateAdapter(model, None, coordinator)
+        self.replicated = ReplicatedStateAdapter(model, None, coordinator, held_by=held_by)
         self.optimizer = optimizer
         self.taken_as_parameters: set[int] = set()
 
@@ -164,7 +170,7 @@ class ZeroStateAdapter(StateAdapter):
     def shard_of(self, piece: BucketPiece, state: str | None, tensor: Tensor, *, is_owner: bool = True) -> TensorShard:
         """Return the shard of a piece's values or state."""
         zero = self.required_optimizer()
-        is_owner = is_owner and zero.ranks.replica_rank == 0
+        is_owner = is_owner and zero.layout.ranks_of(piece.index).replica_rank == 0
         return piece_shard(zero.names[piece.index], state, piece, tensor, is_owner=is_owner)
 
     def required_optimizer(self) -> ZeroOptimizer:

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
+from booster_runtime.checkpoint.files.ranges import contents_of
 from booster_runtime.state.regions import span_of
+from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -110,6 +112,10 @@ def blocks_of_file(path: Path, sizes: Sequence[int], begin: int = 0) -> list[Blo
     Collective: none.
     """
     hasher, left = BlockHasher(sizes), sum(sizes)
+    if isinstance(path, RemotePath):
+        for content in contents_of(path.open_ranges(), begin, begin + left):
+            hasher.update(content)
+        return hasher.blocks
     buffer = memoryview(bytearray(min(left, BLOCK_BYTES)))
     with path.open("rb", buffering=0) as stream:
         stream.seek(begin)
@@ -171,6 +177,11 @@ class CheckedReads:
             target, offset, index = target[len(part) :], end, index + 1
         if target:  # beyond the last block is beyond the end, which the reader reports
             read(target, offset)
+
+    def end_of_block(self, position: int) -> int:
+        """Return where the block ends that contains the byte before a position."""
+        index = bisect_right(self._ends, position - 1)
+        return self._ends[index] if index < len(self._ends) else position
 
     def verify_box(self, read: Read, offset: int, shape: tuple[int, ...], itemsize: int, box: Box) -> None:
         """Verify the blocks of a box whose rows are apart in the file, those that are this rank's to verify.

@@ -14,7 +14,10 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from booster_core.errors import ConfigError
 from booster_runtime.checkpoint.files.checksums import block_sizes
+from booster_runtime.state.jsonable import tensor_references
+from booster_runtime.storage import leaves_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -261,7 +264,8 @@ def make_plan(
             name = part.names.part(number, len(divided)) if part.is_divided else part.file_name or part.names.single
             values = part.values() if number == 1 else {}
             home |= {spec.key: len(files) for spec in file_specs}
-            files.append(PlannedFile(name=name, suffix=part.names.suffix, specs=file_specs, values=values))
+            ordered = _in_torch_order(file_specs, values) if part.names.suffix == TORCH else file_specs
+            files.append(PlannedFile(name=name, suffix=part.names.suffix, specs=ordered, values=values))
         homes.append(home)
         all_texts |= part.texts()
         if part.is_divided:
@@ -270,6 +274,10 @@ def make_plan(
             )
             last.append(part.names.index)
     written = {file.name for file in files} | all_texts.keys()
+    for name in written:
+        if "/" in name or leaves_folder(name):
+            msg = f"The file name '{name}' leads out of '{folder}'. Use a `prefix` without separators."
+            raise ConfigError(msg)
     # Another form would be read in place of this one by those who look for it first, or ask for it.
     replaced = [form for part in parts if part.is_divided for form in (part.names, *part.names.other_forms)]
     in_one_file = [part.names for part in parts if part.file_name in (None, part.names.single)]
@@ -289,6 +297,12 @@ def make_plan(
         marks=tuple(part.names.mark for part in parts if part.is_divided),
         healed={names.mark: names.index for names in (*replaced, *in_one_file)},
     )
+
+
+def _in_torch_order(specs: Iterable[TensorSpec], values: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+    """Return tensors in the order of their values in a ``torch.save`` file: those inside of other values come last."""
+    inside = {key: place for place, key in enumerate(k for value in values.values() for k in tensor_references(value))}
+    return tuple(sorted(specs, key=lambda spec: inside.get(spec.key, -1)))
 
 
 def _index_text(files: Mapping[str, str], specs: Iterable[TensorSpec]) -> str:

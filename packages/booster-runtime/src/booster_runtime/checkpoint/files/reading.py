@@ -2,7 +2,8 @@
 
 A box that is contiguous in the file takes one ``pread`` straight into the tensor's memory. Any other box (columns of a
 matrix) is one strided copy from a shared mapping, which costs page-cache memory but none of the process' own. However
-many files a checkpoint has, few of them are open at a time.
+many files a checkpoint has, few of them are open at a time. A file at a URL is read by ranges
+(`booster_runtime.checkpoint.files.ranges`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import numpy as np
 
 from booster_core.errors import CheckpointError
 from booster_core.state import box_shape
+from booster_runtime.checkpoint.files.ranges import read_box
 from booster_runtime.state.regions import as_bytes, is_contiguous, slices_of, span_of
+from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -59,21 +62,27 @@ class TensorFile(ABC):
             out: Where to put it, row-major: contiguous on the CPU, 1-D, with the file's dtype.
         """
 
+    def place_of(self, key: str) -> tuple[ByteFile, int] | None:
+        """Return the file, and where in it a tensor's values begin, if `read` reads them by `ByteFile.read_box`."""
+        del key
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Let go of the file."""
 
 
 class ByteFile:
-    """The bytes of a local file, read in ranges by any thread.
+    """The bytes of a file, read in ranges by any thread.
 
-    Its descriptor is closed while many other files are in use, and opened again by the next read.
+    A local file's descriptor is closed while many other files are in use, and opened again by the next read.
 
     Args:
         path: The file.
         checks: Verifies what is read.
 
     Attributes:
+        remote: The open file, if it is at a URL.
         size: Its size in bytes.
 
     Raises:
@@ -84,8 +93,16 @@ class ByteFile:
         self.path = path
         self._checks = checks
         self._identity: tuple[int, ...] | None = None
+        self.remote = path.open_ranges() if isinstance(path, RemotePath) else None
+        if self.remote is not None:
+            self.size = self.remote.size
+            return
         with self.opened() as descriptor:
             self.size = os.fstat(descriptor).st_size
+
+    def extent(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range that is read where a range is asked for: up to the end of the block it ends in."""
+        return (start, stop) if self._checks is None else (start, self._checks.end_of_block(stop))
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill memory from a byte offset.
@@ -114,6 +131,10 @@ class ByteFile:
         if is_contiguous(shape, box):
             self.read_into(as_bytes(out), offset + span_of(shape, box)[0] * itemsize)
             return
+        if self.remote is not None:
+            target = as_array(as_bytes(out), 0, box_shape(box), itemsize)
+            read_box(self.read_into, offset, shape, itemsize, box, target)
+            return
         if self._checks is not None:
             self._checks.verify_box(self._read, offset, shape, itemsize, box)
         with self.opened() as descriptor:
@@ -130,6 +151,8 @@ class ByteFile:
 
     def close(self) -> None:
         """Let go of the file."""
+        if self.remote is not None:
+            self.remote.close()
         _OPEN.close(self)
 
     def open(self) -> int:
@@ -149,6 +172,9 @@ class ByteFile:
         return descriptor
 
     def _read(self, target: memoryview, offset: int) -> None:
+        if self.remote is not None:
+            self.remote.read_into(target, offset)
+            return
         with self.opened() as descriptor:
             pread_into(descriptor, target, offset, self.path)
 

@@ -101,6 +101,10 @@ class SafetensorsFile(TensorFile):
             self._bytes.read_box(offset, meta.shape, itemsize, box, out)
 
     @override
+    def place_of(self, key: str) -> tuple[ByteFile, int] | None:
+        return None if self._in_memory else (self._bytes, self._offsets[key])
+
+    @override
     def close(self) -> None:
         self._bytes.close()
         self._content = None

@@ -21,6 +21,7 @@ from booster_runtime.checkpoint.files.layout import SAFETENSORS
 from booster_runtime.checkpoint.files.reading import ByteFile, TensorFile
 from booster_runtime.state.jsonable import decode_json, encode_json, tensor_references
 from booster_runtime.state.regions import slices_of
+from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -110,6 +111,10 @@ class TorchFile(TensorFile):
             self._bytes.read_box(self._offsets[key], meta.shape, meta.dtype.itemsize, box, out)
 
     @override
+    def place_of(self, key: str) -> tuple[ByteFile, int] | None:
+        return None if self._bytes is None else (self._bytes, self._offsets[key])
+
+    @override
     def close(self) -> None:
         self._tensors = {}
         if self._bytes is not None:
@@ -168,7 +173,7 @@ def _load(path: Path, *, is_zip: bool, mode: str) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # which it then reads, or refuses
             # Not by its path, where torch would go by the name's ending; only mapping takes nothing else.
-            if mode == "map" and is_zip and path.suffix != SAFETENSORS:
+            if mode == "map" and is_zip and path.suffix != SAFETENSORS and not isinstance(path, RemotePath):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             with path.open("rb") as stream:
                 if mode == "describe":

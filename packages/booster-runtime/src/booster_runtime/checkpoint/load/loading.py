@@ -20,9 +20,11 @@ from booster_runtime.checkpoint.load.optimizer_check import (
     states_by_parameter,
 )
 from booster_runtime.checkpoint.load.optimizer_positions import by_name, is_positional
+from booster_runtime.checkpoint.load.read_ahead import read_ahead
 from booster_runtime.checkpoint.load.reader import ReadableTensors, ShardReader
 from booster_runtime.checkpoint.load.source import Source, open_source
 from booster_runtime.checkpoint.session import Progress
+from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.checkpoint_io import LoadReport
-    from booster_core.state import StateAdapter
+    from booster_core.state import StateAdapter, TensorShard
     from booster_runtime.checkpoint.files.checksums import CheckedReads
     from booster_runtime.checkpoint.session import Session
 
@@ -81,7 +83,14 @@ def load_model(
             raise CheckpointError(msg)
         with session.together("load_model", path, for_long=True):
             is_shown = session.rank == 0
-            targets = adapter.model_targets({name: named.tensors[key] for name, key in homes.items()})
+            metas = {name: named.tensors[key] for name, key in homes.items()}
+            targets: Iterable[TensorShard] = adapter.model_targets(metas)
+            if isinstance(path, RemotePath) and adapter.keeps_values:
+                stored = {name: single for name, key in homes.items() if (single := named.layouts[key].single)}
+                held = list(targets)  # what is made of several tensors is read as it is asked for
+                plain = [shard for shard in held if shard.key in stored]
+                composed = [shard for shard in held if shard.key not in stored]
+                targets = [*read_ahead(source, plain, stored, bucket_bytes), *composed]
             _fill("Loading model", named, targets, homes, num_threads, bucket_bytes, is_shown=is_shown)
             adapter.load_extra_state(named.extra_values(extra))
     # Not inside of `together`: an adapter may communicate here, and then all ranks fail or none.
@@ -128,7 +137,9 @@ def load_optimizer(
         check_states(path, tensors, session.gather("load_optimizer", path, lambda: listed_states(adapter, tensors)))
         with session.together("load_optimizer", path, for_long=True):
             homes, is_shown = {key: key for key in tensors}, session.rank == 0
-            shards = adapter.optimizer_shards()
+            shards: Iterable[TensorShard] = adapter.optimizer_shards()
+            if isinstance(path, RemotePath) and adapter.keeps_values and named is source:
+                shards = read_ahead(source, shards, homes, bucket_bytes)
             _fill("Loading optimizer", named, shards, homes, num_threads, bucket_bytes, is_shown=is_shown)
     adapter.finish_load(model=False, optimizer=True)
 

@@ -29,6 +29,7 @@ from booster_runtime.checkpoint.files.layout import (
 )
 from booster_runtime.checkpoint.files.opening import open_tensor_file
 from booster_runtime.state.jsonable import decode_json, tensor_references
+from booster_runtime.storage import RemotePath, read_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from booster_core.state import Box, TensorMeta
     from booster_runtime.checkpoint.files.checksums import CheckedReads
-    from booster_runtime.checkpoint.files.reading import TensorFile
+    from booster_runtime.checkpoint.files.reading import ByteFile, TensorFile
 
 _CANDIDATES = {
     MODEL: (FileNames(base=MODEL), FileNames(base=TORCH_MODEL, suffix=TORCH)),
@@ -190,7 +191,7 @@ class Source:
         in_memory: bool = False,
         checks: Callable[[Path], CheckedReads | None] = lambda _: None,
     ) -> None:
-        self.path = Path(path)
+        self.path = path if isinstance(path, Path | RemotePath) else Path(path)
         self._files: list[TensorFile] = []
         self._home: dict[str, TensorFile] = {}
         self.tensors: dict[str, TensorMeta] = {}
@@ -203,6 +204,7 @@ class Source:
                 self._add(DCPFile(self.path, kind), None)
                 return
             found, self.index = find_files(self.path, kind)
+            read_heads(found)
             for file_path, expected in found.items():
                 self._add(open_tensor_file(file_path, in_memory=in_memory, checks=checks(file_path)), expected)
         except BaseException:
@@ -248,6 +250,10 @@ class Source:
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Read a box of a tensor into ``out``; see `TensorFile.read`."""
         self._home[key].read(key, box, out)
+
+    def place_of(self, key: str) -> tuple[ByteFile, int] | None:
+        """Return where a tensor is read from; see `TensorFile.place_of`."""
+        return self._home[key].place_of(key)
 
     def home_of(self, key: str) -> Path:
         """Return the file that holds a tensor."""

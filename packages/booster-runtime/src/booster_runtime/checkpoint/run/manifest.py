@@ -8,7 +8,6 @@ while it reads (`ReadChecks`); format version 1 had one checksum for each file, 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,8 @@ from booster_runtime.checkpoint.files.checksums import (
     difference,
 )
 from booster_runtime.checkpoint.files.index import read_json
-from booster_runtime.checkpoint.save.writer import sync_folder
-from booster_runtime.storage import leaves_folder
+from booster_runtime.checkpoint.save.writer import sync_folder, write_text
+from booster_runtime.storage import RemotePath, leaves_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -104,11 +103,11 @@ class Manifest:
             "files": {name: entry.to_json() for name, entry in sorted(self.files.items())},
         }
         content["xxh3"] = _digest(content)
-        with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=1)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        text = json.dumps(content, indent=1) + "\n"
+        if isinstance(folder, RemotePath):
+            (folder / MANIFEST).write_bytes(text.encode())
+            return
+        write_text(folder / MANIFEST, text)
         sync_folder(folder)
 
     @classmethod

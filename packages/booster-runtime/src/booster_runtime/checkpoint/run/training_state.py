@@ -22,10 +22,11 @@ from booster_runtime.checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileN
 from booster_runtime.checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, ReadChecks, damaged, required
 from booster_runtime.checkpoint.run.retention import Retention
 from booster_runtime.checkpoint.run.steps import LATEST, METRIC, NEWEST_WHOLE, arrange
-from booster_runtime.checkpoint.run.steps_remote import local_copy, open_steps
+from booster_runtime.checkpoint.run.steps_remote import folder_of, open_steps
 from booster_runtime.checkpoint.run.training_part import BASE, TENSORS, VALUES, SavedTraining, TrainingPart
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
 from booster_runtime.state.jsonable import encode_json
+from booster_runtime.storage import RemotePath, path_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -89,12 +90,14 @@ def save_training_state(
     stated = {} if metric is None else {METRIC: encode_json(float(metric), METRIC)}
     asked = {"step": step, **keep, **stated, "use_async": use_async, "root": str(root), "ema": has_ema}
     _check_alike(coordinator.all_gather_object(asked))
-    with session.together(_SAVE, where):
+    written_in = ""
+    with session.together(_SAVE, where, for_long=True):
         if coordinator.rank == 0:
             if steps.taken():
                 leases.hold(steps)
             steps.prepare()
-    temporary = Path(coordinator.broadcast_object(str(steps.temporary(step, new_token()))))
+            written_in = str(steps.temporary(step, new_token()))
+    temporary = path_at(coordinator.broadcast_object(written_in))
     max_bytes = size_per_shard << 20
     parts: list[Part] = [
         ModelPart(
@@ -113,8 +116,14 @@ def save_training_state(
     stated = {**facts, **stated, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
     def commit(written: list[WrittenFile]) -> None:
+        names = [file.name for file in written]
         try:
-            placed = arrange(temporary, _home, [file.name for file in written])
+            leases.hold(steps)  # at a URL, the manifest makes it a step
+            placed = (
+                {name: f"{_home(name)}/{name}".lstrip("/") for name in names}  # written there
+                if isinstance(temporary, RemotePath)
+                else arrange(temporary, _home, names)
+            )
             files = {
                 placed[file.name]: FileEntry(nbytes=file.nbytes, blocks=file.blocks, tensors=file.tensors)
                 for file in written
@@ -122,10 +131,11 @@ def save_training_state(
             Manifest(step=step, files=files, facts=stated).write(temporary)
             steps.commit(temporary, step, retention, lambda: leases.hold(steps))
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if not isinstance(temporary, RemotePath):  # where the next save removes what is no step
+                shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    io.write_folder(_SAVE, temporary, parts, use_async=use_async, want_checksums=True, commit=commit)
+    io.write_folder(_SAVE, temporary, parts, use_async=use_async, want_checksums=True, commit=commit, home=_home)
 
 
 def load_training_state(
@@ -172,26 +182,26 @@ def load_training_state(
         return LoadedCheckpoint()
     wanted = _wanted(state)
     for name, next_name in itertools.zip_longest(names, names[1:]):
-        with local_copy(session, steps, name, wanted) as folder:
-            manifest, problem, is_one_disk = _look_into(session, folder, wanted, verify=verify)
-            if problem is None:
-                # A tensor that is not loaded, as without `strict`, has no rank that verifies the block it begins in.
-                checks = ReadChecks(manifest if verify else None, folder, is_shared=is_one_disk and strict)
-                try:
-                    report, extra = _restore(
-                        io, session, state, folder, strict=strict, num_threads=num_threads, checks=checks
-                    )
-                except CheckpointError:
-                    problem = _damage_found(session, folder, checks) if verify else None
-                    if problem is None:
-                        raise
-                else:
-                    path = f"{steps.root.rstrip('/')}/{name}"
-                    return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
-            if next_name is None:
-                _raise_damaged(session, steps, name, problem)
-            if coordinator.rank == 0:
-                _log.warning("%s Trying '%s' instead.", problem, next_name)
+        folder = folder_of(steps, name)
+        manifest, problem, is_one_disk = _look_into(session, folder, wanted, verify=verify)
+        if problem is None:
+            # A tensor that is not loaded, as without `strict`, has no rank that verifies the block it begins in.
+            checks = ReadChecks(manifest if verify else None, folder, is_shared=is_one_disk and strict)
+            try:
+                report, extra = _restore(
+                    io, session, state, folder, strict=strict, num_threads=num_threads, checks=checks
+                )
+            except CheckpointError:
+                problem = _damage_found(session, folder, checks) if verify else None
+                if problem is None:
+                    raise
+            else:
+                path = f"{steps.root.rstrip('/')}/{name}"
+                return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
+        if next_name is None:
+            _raise_damaged(session, steps, name, problem)
+        if coordinator.rank == 0:
+            _log.warning("%s Trying '%s' instead.", problem, next_name)
     msg = "a load tries one step at least"
     raise AssertionError(msg)
 

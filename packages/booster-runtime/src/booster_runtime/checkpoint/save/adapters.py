@@ -20,6 +20,7 @@ from booster_runtime.adapted import is_adapted
 from booster_runtime.checkpoint.files.layout import SAFETENSORS, TORCH, FileNames
 from booster_runtime.checkpoint.save.parts import ModelPart
 from booster_runtime.checkpoint.save.view import ModelView
+from booster_runtime.storage import leaves_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -82,6 +83,9 @@ def save_adapters(
         raise ConfigError(msg)
     suffix, other = (SAFETENSORS, TORCH) if use_safetensors else (TORCH, SAFETENSORS)
     for name in wanted:
+        if leaves_folder(name):
+            msg = f"The adapter's name '{name}' leads out of '{folder}', where its files go. Rename the adapter."
+            raise ConfigError(msg)
         home = folder if name == "default" else folder / name
         names = FileNames(base=_FILE, suffix=suffix)
         part = ModelPart(

@@ -81,6 +81,7 @@ class BackgroundWriter:
         self._lock = threading.Lock()
         self._followers: list[Callable[[], object]] = []
         self._is_over = True
+        self._waits_at_exit = False
 
     def start(self, name: str, work: Callable[[], object]) -> None:
         """Run ``work`` in a thread. The job before it has been waited for.
@@ -100,7 +101,11 @@ class BackgroundWriter:
                 with self._lock:
                     self._error, self._is_over = error, True
 
-        # Not a daemon: the interpreter joins it before it ends, so that a last save is not lost.
+        # Not a daemon: the interpreter joins it before it ends, so that a last save is not lost. Uploads need pools of
+        # threads, which end before that, unless this is called first; what is registered last is called first.
+        if not self._waits_at_exit and hasattr(threading, "_register_atexit"):
+            threading._register_atexit(self.settle)  # noqa: SLF001 - how pools of threads do it
+            self._waits_at_exit = True
         self._thread = threading.Thread(target=run, name=f"booster {name}")
         self._thread.start()
         atexit.register(self._at_exit)

@@ -34,12 +34,15 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from booster_core.ranks import Host
     from booster_core.state import Box
     from booster_runtime.checkpoint.files.checksums import Block
     from booster_runtime.checkpoint.files.layout import PlannedFile, SavePlan, TensorSpec
+    from booster_runtime.checkpoint.save.remote import Uploads
     from booster_runtime.checkpoint.save.writer import Fragment
     from booster_runtime.checkpoint.session import Session
     from booster_runtime.state.regions import Region
+    from booster_runtime.storage import WriteStream
 
 _ALIGNMENT = 16
 """Size of the widest element."""
@@ -75,13 +78,19 @@ def choose_owners(
             "Save to a folder that all hosts share, or leave `shared_filesystem` out."
         )
         raise CheckpointError(msg)
-    hosts, numbers = session.hosts(group), dict[Any, int]()
+    hosts = session.hosts(group)
+    # Only ranks of rank 0's host where hosts have folders of their own: all files are in one place then.
+    return spread_over_hosts(hosts, [rank for rank in seeing if not blind or hosts[rank] == hosts[0]])
+
+
+def spread_over_hosts(hosts: Sequence[Host], ranks: Iterable[int]) -> list[int]:
+    """Return ranks in an order in which the first of each host comes before the second of any."""
+    numbers = dict[Any, int]()
     place = {}
-    for rank in seeing:
+    for rank in ranks:
         place[rank] = numbers.get(hosts[rank], 0)
         numbers[hosts[rank]] = place[rank] + 1
-    # Only ranks of rank 0's host where hosts have folders of their own: all files are in one place then.
-    return sorted(seeing if not blind else [rank for rank in seeing if hosts[rank] == hosts[0]], key=place.__getitem__)
+    return sorted(place, key=place.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -107,11 +116,12 @@ def _windows(files: Iterable[tuple[int, PlannedFile]], window_bytes: int) -> Ite
     """Cut the values of files into windows; none spans two files."""
     for index, file in files:
         window, used = list[_Cut](), 0
-        for spec in file.specs:  # wider elements first, so that ``used`` is a multiple of each one's size
+        for spec in file.specs:
             start, numel = 0, spec.nbytes // spec.dtype.itemsize
             while start < numel:
+                used += -used % spec.dtype.itemsize
                 room = (window_bytes - used) // spec.dtype.itemsize
-                if room == 0:
+                if room <= 0:
                     yield window
                     window, used = [], 0
                     continue
@@ -212,6 +222,7 @@ class OwnerWrite:
         bucket_bytes: Most memory to use besides the fragments, in bytes.
         want_checksums: Compute checksums.
         progress: Told the number of bytes after each write.
+        uploads: Where the files go if the folder is at a URL.
     """
 
     def __init__(
@@ -225,8 +236,10 @@ class OwnerWrite:
         bucket_bytes: int,
         want_checksums: bool,
         progress: Callable[[int], None],
+        uploads: Uploads | None = None,
     ) -> None:
         self._plan = plan
+        self._uploads = uploads
         self._owners = owners
         self._rank = rank
         # Where each step of a round sends to, and receives from.
@@ -342,7 +355,7 @@ class OwnerWrite:
         file = self._plan.files[cut.file]
         if self._stream is None or self._stream.file is not file:
             self._finish_files(up_to=cut.file)
-            self._stream = _Stream(self._plan.temporary(file.name), file, want_checksum=self._want_checksums)
+            self._stream = self._open(file)
         nbytes = (cut.stop - cut.start) * cut.spec.dtype.itemsize
         self._stream.write(cut, as_bytes(self._filled[cut.begin : cut.begin + nbytes]))
         self._progress(nbytes)
@@ -356,25 +369,45 @@ class OwnerWrite:
             self._stream = None
         for index, file in self._files_of(self._rank) if self._rank in self._held else ():
             if file.name not in self._told and (up_to is None or index < up_to):
-                empty = _Stream(self._plan.temporary(file.name), file, want_checksum=self._want_checksums)
-                self._told[file.name] = empty.close()
+                self._told[file.name] = self._open(file).close()
+
+    def _open(self, file: PlannedFile) -> _Stream:
+        if self._uploads is None:
+            return _Stream(self._plan.temporary(file.name), file, want_checksum=self._want_checksums)
+        return _Stream(
+            self._uploads.layout_of(file), file, want_checksum=self._want_checksums, open_upload=self._uploads.open
+        )
 
 
 class _Stream:
     """A file that one rank writes from front to back.
 
+    A file at a URL is laid out in a local file, whose room for the values stays a hole: it takes no space.
+
     Args:
-        path: Its path; created here.
+        path: Its path, or that of its layout; created here.
         file: What it holds.
         want_checksum: Compute the checksums of its blocks on the way.
+        open_upload: Opens the file at a URL, given its name and size.
     """
 
-    def __init__(self, path: Path, file: PlannedFile, *, want_checksum: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        file: PlannedFile,
+        *,
+        want_checksum: bool,
+        open_upload: Callable[[str, int], WriteStream] | None = None,
+    ) -> None:
         self.file = file
         self._path = path
         create_file(path, file)
         self._offsets = offsets_in(path, file)
         self._descriptor = os.open(path, os.O_RDWR)
+        self._upload: WriteStream | None = None
+        if open_upload is not None:
+            path.unlink()
+            self._upload = open_upload(file.name, os.fstat(self._descriptor).st_size)
         self._position = 0
         sizes = file.block_sizes(os.fstat(self._descriptor).st_size) if want_checksum else []
         self._hasher = BlockHasher(sizes) if want_checksum else None
@@ -383,16 +416,20 @@ class _Stream:
         """Write a range of a tensor's values, after those of all tensors before it in the file."""
         offset = self._offsets[cut.spec.key] + cut.start * cut.spec.dtype.itemsize
         self._pass_over(offset)
-        write_at(self._descriptor, values, offset)
+        if self._upload is None:
+            write_at(self._descriptor, values, offset)
+        else:
+            self._upload.write(values)
         if self._hasher is not None:
             self._hasher.update(values)
         self._position = offset + len(values)
 
     def close(self) -> tuple[int, tuple[Block, ...]]:
-        """Wait until all of it is on disk; return its size and blocks."""
+        """Wait until all of it is on disk; return its size and blocks. The end of an upload is not waited for."""
         size = os.fstat(self._descriptor).st_size
         self._pass_over(size)
-        os.fsync(self._descriptor)
+        if self._upload is None:
+            os.fsync(self._descriptor)
         self.abandon()
         return size, () if self._hasher is None else tuple(self._hasher.blocks)
 
@@ -401,11 +438,14 @@ class _Stream:
         os.close(self._descriptor)
 
     def _pass_over(self, offset: int) -> None:
-        """Take what lies between values, as it was laid out, into the checksums: the header, a zip's records."""
-        if self._hasher is None:
+        """Take what is between values, as it was laid out: the header, a zip's records."""
+        if self._hasher is None and self._upload is None:
             return
         assert offset >= self._position, "values are in the order of the file"
         while self._position < offset:
             content = os.pread(self._descriptor, min(offset - self._position, _GAP_BYTES), self._position)
-            self._hasher.update(content)
+            if self._hasher is not None:
+                self._hasher.update(content)
+            if self._upload is not None:
+                self._upload.write(memoryview(content))
             self._position += len(content)

@@ -23,7 +23,7 @@ from booster_runtime.checkpoint.files.layout import (
     new_token,
 )
 from booster_runtime.checkpoint.save.async_writer import BackgroundWriter, SnapshotBuffers
-from booster_runtime.checkpoint.save.specs import local_specs, merge_specs
+from booster_runtime.checkpoint.save.parts import local_specs, merge_specs
 from booster_runtime.checkpoint.save.writer import (
     Fragment,
     create_file,
@@ -32,6 +32,7 @@ from booster_runtime.checkpoint.save.writer import (
     write_text,
 )
 from booster_runtime.checkpoint.session import Progress, distinct
+from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,7 +53,7 @@ Told = dict[str, tuple[int, tuple[Block, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Save:
+class Save:
     """One call; see `Saver.save`.
 
     Args:
@@ -60,6 +61,7 @@ class _Save:
         fragments: Returns what this rank writes; a fragment is read before the next one is asked for.
         keeps_values: Fragments may be read later as well.
         is_shown: Whether a progress bar may be shown.
+        home: See `Saver.save`.
         group: The group that a save in the background communicates in.
     """
 
@@ -73,6 +75,7 @@ class _Save:
     fragments: Callable[[], Iterable[Fragment]]
     keeps_values: bool
     is_shown: bool
+    home: Callable[[str], str] | None = None
     group: ProcessGroup | None = None
 
 
@@ -124,6 +127,7 @@ class Saver:
         use_async: bool = False,
         want_checksums: bool = False,
         commit: Callable[[list[WrittenFile]], None] | None = None,
+        home: Callable[[str], str] | None = None,
     ) -> list[WrittenFile]:
         """Write parts and further files into a folder, and commit them together.
 
@@ -140,6 +144,7 @@ class Saver:
             want_checksums: Tell each file's blocks and their checksums in the list.
             commit: Called on rank 0 with the list of files; with ``use_async`` in a thread, where it must not use
                 process groups.
+            home: At a URL, where nothing can be moved, tells the folder inside of ``folder`` that a file goes to.
 
         Returns:
             The files, on rank 0; an empty list elsewhere, and with ``use_async``.
@@ -151,7 +156,7 @@ class Saver:
         Collective: every rank.
         """
         self.begin(name, check)
-        job = _Save(
+        job = Save(
             name=name,
             folder=folder,
             parts=parts,
@@ -162,13 +167,14 @@ class Saver:
             fragments=lambda: _fragments_of(parts),
             keeps_values=all(part.keeps_values for part in parts),
             is_shown=self._session.rank == 0,
+            home=home,
         )
         if use_async:
             self._start(job)
             return []
         return self._run(job)
 
-    def _start(self, save: _Save) -> None:
+    def _start(self, save: Save) -> None:
         """Copy all values and go on in the background.
 
         From here on, whatever goes wrong is told to the other ranks in the background: this rank is through when its
@@ -206,7 +212,7 @@ class Saver:
         session.before_close(self.background.settle)
         self.background.start(save.name, run)
 
-    def _run(self, save: _Save) -> list[WrittenFile]:
+    def _run(self, save: Save) -> list[WrittenFile]:
         """Plan a save with all ranks, write, and commit."""
         session, name, folder = self._session, save.name, save.folder
         made: list[Path] = []
@@ -217,6 +223,11 @@ class Saver:
             fragments = (each for each in save.fragments() if each.key not in elsewhere[each.part])
             told: Told = {}
             with Progress("Saving", plan.total_bytes // session.world_size, is_shown=save.is_shown) as progress:
+                if isinstance(folder, RemotePath):
+                    from booster_runtime.checkpoint.save.remote import save_at_url
+
+                    bucket = self._bucket_bytes
+                    return save_at_url(session, save, plan, folder, fragments, self.buffers, bucket, progress.advance)
                 if self._shared_filesystem is False or len(set(session.hosts(save.group))) > 1:
                     told = self._write_by_owners(save, plan, fragments, progress.advance)
                 else:
@@ -235,12 +246,12 @@ class Saver:
                     if save.commit is not None:
                         save.commit(written)
         except BaseException:
-            if session.rank == 0:
+            if session.rank == 0 and not isinstance(folder, RemotePath):
                 _undo(plan, made)
             raise
         return written
 
-    def _plan(self, save: _Save, made: list[Path]) -> SavePlan:
+    def _plan(self, save: Save, made: list[Path]) -> SavePlan:
         """Make the folder, tell all ranks what each writes, and compute the same layout on each.
 
         Args:
@@ -248,11 +259,10 @@ class Saver:
             made: Filled, on rank 0, with the folders that were made.
         """
         session, folder = self._session, save.folder
-
         ends, owned = [0], list[dict[str, int]]()
 
         def tell() -> list[Any]:
-            if session.rank == 0:
+            if session.rank == 0 and not isinstance(folder, RemotePath):
                 made.extend(path for path in (folder, *folder.parents) if not path.exists())
                 folder.mkdir(parents=True, exist_ok=True)
             entries = []
@@ -280,7 +290,7 @@ class Saver:
             )
         return make_plan(folder, gathered[0][-1], save.parts, specs, texts)
 
-    def _read_checksums(self, save: _Save, plan: SavePlan) -> Told:
+    def _read_checksums(self, save: Save, plan: SavePlan) -> Told:
         """Return each file's size and blocks, read back from this host's page cache; ranks share the work by bytes."""
         session, told = self._session, Told()
         with session.together(f"{save.name} (compute checksums)", save.folder, for_long=True):
@@ -301,7 +311,7 @@ class Saver:
         return _merged(session.gather(save.name, save.folder, lambda: told, save.group))
 
     def _write_by_owners(
-        self, save: _Save, plan: SavePlan, fragments: Iterable[Fragment], advance: Callable[[int], None]
+        self, save: Save, plan: SavePlan, fragments: Iterable[Fragment], advance: Callable[[int], None]
     ) -> Told:
         """Let one rank write each file; return what all say of theirs."""
         from booster_runtime.checkpoint.save.owners import OwnerWrite, choose_owners

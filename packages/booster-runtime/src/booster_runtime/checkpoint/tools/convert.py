@@ -31,6 +31,7 @@ from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_runtime.checkpoint.save.writer import sync_folder
 from booster_runtime.checkpoint.tools.dcp import clear_temporaries
 from booster_runtime.checkpoint.tools.source_adapter import SourceAdapter
+from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +72,7 @@ def convert(
     """Write a checkpoint again in another form.
 
     Args:
-        source: A model's or an optimizer's file, index, or folder; of any form.
+        source: A model's or an optimizer's file, index, or folder; of any form, at any place.
         target: A file where the name ends like one (``.safetensors``, ``.bin``), else a folder; must not exist. Other
             files of a source folder, such as ``config.json``, are copied to a target folder.
         form: ``"safetensors"``, ``"bin"`` or ``"dcp"``.
@@ -105,15 +106,18 @@ def convert(
     if target.exists():
         msg = f"'{target}' exists already. Remove it, or pass another path."
         raise CheckpointError(msg)
+    if isinstance(target, RemotePath):
+        folder = target if file_name is None else target.parent
+        _write_from(source, kinds, folder, suffix, file_name, size_per_shard, dtype)
+        if file_name is None and form != DCP and source.is_dir():
+            _copy_others(source, target)
+        written = target.alone()
+        return [written] if written.is_file() else sorted(written / key for key in written.files())
     target.parent.mkdir(parents=True, exist_ok=True)
     clear_temporaries(target)
     temporary = target.parent / f".{target.name}.{new_token()}{TEMPORARY}"
     try:
-        with ExitStack() as stack:
-            sources = {kind: Source(source, kind) for kind in kinds}
-            for opened in sources.values():
-                stack.callback(opened.close)
-            _write(sources, temporary, suffix, file_name, size_per_shard, dtype)
+        _write_from(source, kinds, temporary, suffix, file_name, size_per_shard, dtype)
         if file_name is None and form != DCP and source.is_dir():
             _copy_others(source, temporary, dtype)
         (temporary / file_name if file_name is not None else temporary).rename(target)
@@ -124,6 +128,22 @@ def convert(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
+
+
+def _write_from(
+    source: Path,
+    kinds: Sequence[str],
+    folder: Path,
+    suffix: str,
+    file_name: str | None,
+    size_per_shard: int,
+    dtype: torch.dtype | None,
+) -> None:
+    with ExitStack() as stack:
+        sources = {kind: Source(source, kind) for kind in kinds}
+        for opened in sources.values():
+            stack.callback(opened.close)
+        _write(sources, folder, suffix, file_name, size_per_shard, dtype)
 
 
 def _write(
@@ -162,14 +182,14 @@ def _copy_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
         is_tensors = path.suffix in (SAFETENSORS, TORCH) or ".index." in path.name or path.name == METADATA
         is_described = path.name.startswith("param_groups") or path.name.startswith(".")
         if path.is_file() and not is_tensors and not is_described:
-            shutil.copyfile(path, folder / path.name)
+            (folder / path.name).write_bytes(path.read_bytes())
     config = folder / "config.json"
     if dtype is not None and config.is_file():
         content = read_json(config)
         if isinstance(content, dict):
             name = "torch_dtype" if "torch_dtype" in content else "dtype"
             content[name] = str(dtype).removeprefix("torch.")
-            config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            config.write_bytes((json.dumps(content, indent=2) + "\n").encode())
 
 
 def written_names(paths: Sequence[Path], target: Path) -> list[str]:

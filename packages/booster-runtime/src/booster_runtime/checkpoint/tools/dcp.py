@@ -42,8 +42,7 @@ from booster_runtime.checkpoint.files.dcp_file import GROUPS, SHAPES, STATE
 from booster_runtime.checkpoint.files.dcp_table import METADATA, read_table
 from booster_runtime.checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
-from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part
-from booster_runtime.checkpoint.save.specs import local_specs, merge_specs
+from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part, local_specs, merge_specs
 from booster_runtime.checkpoint.save.writer import sync_folder
 from booster_runtime.checkpoint.session import distinct
 from booster_runtime.state.regions import pack, regions_of

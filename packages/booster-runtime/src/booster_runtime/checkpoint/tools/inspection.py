@@ -12,10 +12,12 @@ from booster_runtime.checkpoint.files.layout import MODEL, OPTIMIZER
 from booster_runtime.checkpoint.load.optimizer_check import read_optimizer_info
 from booster_runtime.checkpoint.load.source import Source
 from booster_runtime.checkpoint.run.manifest import MANIFEST, Manifest
-from booster_runtime.checkpoint.run.steps import LATEST, LocalSteps, parse_name
+from booster_runtime.checkpoint.run.steps import LATEST, parse_name
+from booster_runtime.checkpoint.run.steps_remote import open_steps
 from booster_runtime.checkpoint.run.training_part import TENSORS, VALUES
 from booster_runtime.checkpoint.tools.convert import kinds_at
 from booster_runtime.state.jsonable import tensor_references
+from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +59,7 @@ class Inspection:
 
 def is_root(path: Path) -> bool:
     """Whether a folder holds steps of training states."""
-    return path.is_dir() and ((path / LATEST).is_file() or bool(LocalSteps(path).names()))
+    return path.is_dir() and ((path / LATEST).is_file() or bool(open_steps(path).names()))
 
 
 def inspect(path: Path) -> Inspection:
@@ -83,7 +85,7 @@ def inspect(path: Path) -> Inspection:
 
 
 def _inspect_root(path: Path) -> Inspection:
-    steps = LocalSteps(path)
+    steps = open_steps(path)
     facts: dict[str, Any] = {"latest": steps.latest_name()}
     for name in steps.names():
         manifest = Manifest.read(path / name)
@@ -162,7 +164,8 @@ def verify(path: Path) -> tuple[list[str], str]:
         if (path / MANIFEST).is_file():
             return _verify_step(path), "sizes and checksums of all files, headers, and indices"
         problems = [problem for kind in kinds_at(path) for problem in _part_problems(path, kind)]
-        if (path.parent / MANIFEST).is_file():
+        above = path.parent / MANIFEST
+        if (above.alone() if isinstance(above, RemotePath) else above).is_file():
             manifest = Manifest.read(path.parent)
             names = [name for name in manifest.files if name == path.name or name.startswith(f"{path.name}/")]
             problems += manifest.size_problems(path.parent, names) or manifest.content_problems(path.parent, names)
@@ -173,7 +176,7 @@ def verify(path: Path) -> tuple[list[str], str]:
 
 
 def _verify_root(path: Path) -> tuple[list[str], str]:
-    steps, problems = LocalSteps(path), []
+    steps, problems = open_steps(path), list[str]()
     try:
         steps.find(LATEST)
     except CheckpointError as error:

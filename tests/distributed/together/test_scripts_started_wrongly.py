@@ -1,20 +1,18 @@
 """Scripts that don't fit the way they were started: each rank says so, and all end."""
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
-import time
 
 import pytest
+from forked_scripts import torchrun_variables
 
-LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
-def run(tmp_path, body, launcher=(), **environment):
+def run(scripts, tmp_path, body, environments, monkeypatch):
     """Run a script that prints the type and text of the error it ends by, on whichever rank."""
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
     script = tmp_path / "train.py"
     indented = textwrap.indent(textwrap.dedent(body).strip(), "    ")
     script.write_text(
@@ -26,23 +24,15 @@ def run(tmp_path, body, launcher=(), **environment):
         "except Exception as error:\n"
         "    line = f\"RANK {os.environ.get('RANK')} {type(error).__name__}: {error}\\n\"\n"
         "    os.write(1, line.encode())\n"
-        # torchrun ends all ranks when it sees the first end; each is to have said its error by then.
+        # The first to end must not end the others before each has said its error.
         "    Path(f\"said-{os.environ.get('RANK')}\").touch()\n"
-        f"    while {bool(launcher)} and len(list(Path().glob('said-*'))) < 2:\n"
+        f"    while len(list(Path().glob('said-*'))) < {len(environments)}:\n"
         "        time.sleep(0.05)\n"
         "    raise\n"
     )
-    started = time.monotonic()
-    kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        cwd=tmp_path,
-        env={**kept, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0, done.stdout + done.stderr
-    assert time.monotonic() - started < 60
-    return re.findall(r"^RANK (\w+) (\w+): (.*)$", done.stdout, re.MULTILINE), done.stderr
+    done = scripts.run(script, [[]] * len(environments), environments)
+    assert 0 not in done.codes, done.output
+    return re.findall(r"^RANK (\w+) (\w+): (.*)$", done.output, re.MULTILINE), done.output
 
 
 @pytest.mark.parametrize(
@@ -60,8 +50,8 @@ def run(tmp_path, body, launcher=(), **environment):
     ],
     ids=["ddp without launch", "no plugin, without launch", "no plugin"],
 )
-def test_every_rank_says_what_to_do(tmp_path, body, words):
-    errors, _ = run(tmp_path, body, LAUNCHER)
+def test_every_rank_says_what_to_do(scripts, tmp_path, monkeypatch, body, words):
+    errors, _ = run(scripts, tmp_path, body, torchrun_variables(2), monkeypatch)
     assert {kind for _, kind, _ in errors} == {"ConfigError"}
     assert sorted(rank for rank, _, _ in errors) == ["0", "1"]
     for _, _, text in errors:
@@ -69,9 +59,9 @@ def test_every_rank_says_what_to_do(tmp_path, body, words):
 
 
 @pytest.mark.parametrize("missing", sorted({*TORCHRUN} - {"LOCAL_RANK"}))
-def test_variables_of_torchrun_set_in_part(tmp_path, missing):
+def test_variables_of_torchrun_set_in_part(scripts, tmp_path, monkeypatch, missing):
     environment = {name: value for name, value in TORCHRUN.items() if name != missing}
-    errors, screen = run(tmp_path, "launch_from_torch()", **environment)
+    errors, screen = run(scripts, tmp_path, "launch_from_torch()", [environment], monkeypatch)
     assert len(errors) == 1
     assert errors[0][1] == "ConfigError"
     assert re.search(rf"are set and {missing} is not\. Start the script by `torchrun`", errors[0][2])

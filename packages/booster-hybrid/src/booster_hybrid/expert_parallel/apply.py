@@ -1,0 +1,168 @@
+"""Spreading a model's experts over ranks, in place: local experts, and forwards that exchange tokens.
+
+Modules stay the user's own objects, under their own names, and parameters keep their identity, as under tensor
+parallelism. Parameters of a module of experts that don't have one part for each expert stay whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from booster_core.errors import ConfigError
+from booster_core.state import compiled_module, without_adapters
+from booster_hybrid.expert_parallel.forward import EveryTokenForward, ExpertsForward
+from booster_hybrid.policy.base import matches
+from booster_hybrid.tensor_parallel.module_names import ModuleNames
+from booster_hybrid.tensor_parallel.split import Split
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from booster_hybrid.policy.base import ExpertRule
+    from booster_hybrid.tensor_parallel.group import TensorGroup
+
+
+@dataclass(frozen=True)
+class ExpertsModule:
+    """A module of experts that can be spread.
+
+    Args:
+        name: Its name in the model.
+        module: The module.
+        num_experts: Number of its experts.
+        parameters: Those of its parameters that have a part for each expert, by name within the module.
+        counts: Its attributes that count the experts.
+        takes_every_token: See `ExpertRule`.
+    """
+
+    name: str
+    module: nn.Module
+    num_experts: int
+    parameters: Mapping[str, nn.Parameter]
+    counts: tuple[str, ...]
+    takes_every_token: bool
+
+
+@dataclass
+class SpreadExperts:
+    """What has become of a model's experts.
+
+    Attributes:
+        splits: For each parameter that is cut, by name, which experts are here. Tied ones appear under each name.
+        held: The parameters that are cut, by ``id``.
+    """
+
+    splits: dict[str, Split] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
+
+
+def find_experts(model: nn.Module, rules: Sequence[ExpertRule], size: int) -> list[ExpertsModule]:
+    """Return the modules of experts that rules name.
+
+    Args:
+        model: The user's model, whole.
+        rules: Which modules they are.
+        size: Number of ranks to spread them over.
+
+    Raises:
+        ConfigError: If there are none, or one can't be spread: it has adapters, its parameters don't have a part for
+            each expert, or the ranks do not divide their number.
+
+    Collective: none.
+    """
+    model = without_adapters(compiled_module(model) or model)
+    names = ModuleNames(model)
+    base = getattr(model, "base_model_prefix", "")
+    found: dict[int, ExpertsModule] = {}
+    for rule in rules:
+        patterns = (rule.pattern, f"{base}.{rule.pattern}") if base else (rule.pattern,)
+        for name, module in names.modules.items():
+            if any(matches(pattern, names.in_rules(name)) for pattern in patterns):
+                _refuse_adapters(names, name, size)
+                found.setdefault(id(module), _described(name, module, rule, size))
+    if not found:
+        listed = ", ".join(repr(rule.pattern) for rule in rules) or "none are known for this class"
+        msg = (
+            f"`ep_size={size}` spreads experts over ranks, and {type(model).__name__} has no modules of experts that "
+            f"are named ({listed}). Leave it out, or name them in `custom_policy=ShardingPolicy(experts=(ExpertRule("
+            "'blocks.*.experts'),))`; see docs/sharding-policies.md."
+        )
+        raise ConfigError(msg)
+    return list(found.values())
+
+
+def spread_experts(model: nn.Module, experts: Sequence[ExpertsModule], group: TensorGroup) -> SpreadExperts:
+    """Keep this rank's experts, in place.
+
+    Args:
+        model: The user's model.
+        experts: As `find_experts` returns them.
+        group: The ranks to spread them over.
+
+    Collective: none.
+    """
+    names_of = ModuleNames(without_adapters(compiled_module(model) or model)).names_of
+    result = SpreadExperts()
+    for each in experts:
+        share = each.num_experts // group.size
+        for parameter in each.parameters.values():
+            if id(parameter) in result.held:
+                continue  # tied
+            split = Split(tuple(parameter.shape), 0, ((group.rank * share, (group.rank + 1) * share),))
+            parameter.data = split.take(parameter.data)
+            result.held.add(id(parameter))
+            result.splits.update(dict.fromkeys(names_of[id(parameter)], split))
+        for attribute in each.counts:
+            setattr(each.module, attribute, share)
+        module: Any = each.module
+        kind = EveryTokenForward if each.takes_every_token else ExpertsForward
+        module.forward = kind(module, each.name, each.num_experts, group)
+    return result
+
+
+def _refuse_adapters(names: ModuleNames, name: str, size: int) -> None:
+    outer = names.outermost[name]
+    is_adapted = name in names.adapted or any(each.startswith(f"{name}.") for each in names.adapted)
+    if is_adapted or outer is not names.modules[name] or type(outer).__module__.startswith("peft."):
+        msg = (
+            f"The experts '{name}' have adapters, which `ep_size={size}` can't spread. Leave '{name}' out of the "
+            "adapters' `target_modules` and `target_parameters`, or use `ep_size=1`."
+        )
+        raise ConfigError(msg)
+
+
+def _described(name: str, module: nn.Module, rule: ExpertRule, size: int) -> ExpertsModule:
+    """Return a module of experts.
+
+    Raises:
+        ConfigError: If it can't be spread.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    missing = [each for each in rule.parameters if each not in own]
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or not own or missing:
+        lacks = f"it has no parameter '{missing[0]}' of its own" if missing and own else "it has no parameters itself"
+        msg = (
+            f"The experts '{name}' ({type(module).__name__}) can't be spread over `ep_size={size}` ranks: {lacks}. "
+            "Experts that are modules each have to be one module, with parameters of shape (experts, ...) and "
+            "`forward(hidden_states, top_k_index, top_k_weights)`, as those of transformers 5."
+        )
+        raise ConfigError(msg)
+    parameters = {each: own[each] for each in rule.parameters or own}
+    numbers = {each: parameter.shape[0] if parameter.dim() > 1 else 0 for each, parameter in parameters.items()}
+    if len(set(numbers.values())) > 1 or 0 in numbers.values():
+        shapes = ", ".join(f"'{each}' {tuple(parameter.shape)}" for each, parameter in parameters.items())
+        msg = (
+            f"The parameters of '{name}' must have the experts as their first of two dimensions or more; got {shapes}. "
+            "Name those that do in `ExpertRule(parameters=...)`; others stay whole."
+        )
+        raise ConfigError(msg)
+    num_experts = next(iter(numbers.values()))
+    if num_experts % size:
+        divisors = ", ".join(str(each) for each in range(1, num_experts + 1) if num_experts % each == 0)
+        msg = f"`ep_size={size}` does not divide the {num_experts} experts of '{name}'. Use one of {divisors}."
+        raise ConfigError(msg)
+    counts = tuple(each for each in rule.counts if vars(module).get(each) == num_experts)
+    return ExpertsModule(name, module, num_experts, parameters, counts, rule.takes_every_token)

@@ -1,0 +1,192 @@
+"""Sending tokens to their experts and back, differentiably: dispatch and combine, each the other's transpose.
+
+For T tokens, k choices each, H numbers a token and p ranks over which choices are even, each of dispatch and combine
+sends ``k * T * H * (p - 1) / p`` numbers from each rank, once in forward and once in backward. With dispatch go the
+weights, one number for each choice, and beforehand how many rows there are for each expert.
+
+Every rank of the group takes part in each exchange, also one that sends or receives nothing.
+
+Reference: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import GradientError
+from booster_hybrid.expert_parallel.routing import make_route, sort_slots
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_runtime import collectives
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from booster_hybrid.expert_parallel.routing import Route
+    from booster_hybrid.tensor_parallel.group import TensorGroup
+
+
+def find_route(top_k_index: Tensor, num_experts: int, group: TensorGroup) -> Route:
+    """Return where tokens go, and what comes here.
+
+    Args:
+        top_k_index: The experts that each token chooses, shape ``(tokens, top_k)``.
+        num_experts: Number of experts on all ranks.
+        group: The ranks that hold them.
+
+    Collective: the group.
+    """
+    order, counts = sort_slots(top_k_index, num_experts)
+    received = torch.empty_like(counts)
+    bounds = range(0, num_experts + 1, num_experts // group.size)
+    collectives.all_to_all(counts, bounds, received, bounds, group.group).wait()
+    return make_route(order, top_k_index.shape[1], counts, received, group.size)
+
+
+@outside_of_graphs
+def dispatch(route: Route, group: TensorGroup, hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Send each token, and the weight of each of its choices, to the ranks of the experts that it chooses.
+
+    Args:
+        route: Where they go.
+        group: The ranks.
+        hidden: Shape ``(tokens, width)``.
+        *weights: Shape ``(tokens, top_k)``; none where they don't travel.
+
+    Returns:
+        What came here: hidden states, shape ``(rows, width)``, and weights, shape ``(rows, 1)``.
+
+    Collective: the group, in forward and in backward.
+    """
+    came: tuple[Tensor, ...] = _Dispatch.apply(route, group, hidden, *weights)  # type: ignore[no-untyped-call]
+    return came
+
+
+@outside_of_graphs
+def combine(rows: Tensor, num_tokens: int, route: Route, group: TensorGroup) -> Tensor:
+    """Send the experts' outputs back, and add up those of each token.
+
+    Args:
+        rows: Shape ``(rows, width)``, in the order in which `dispatch` has brought their inputs.
+        num_tokens: Number of this rank's own tokens.
+        route: As for `dispatch`.
+        group: The ranks.
+
+    Returns:
+        Shape ``(tokens, width)``.
+
+    Collective: the group, in forward and in backward.
+    """
+    result: Tensor = _Combine.apply(rows, num_tokens, route, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def without_rows(rows: Tensor, weights: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return the output of experts that no token has chosen: no rows.
+
+    Experts that were not called would be missing in the graph. The exchanges of backward would be, too, and other ranks
+    wait in them; and the experts' gradients would be ``None`` in place of zero.
+
+    Args:
+        rows: The experts' inputs, shape ``(0, width)``.
+        weights: Shape ``(0, 1)``.
+        parameters: Those of the experts.
+
+    Collective: none.
+    """
+    result: Tensor = _WithoutRows.apply(rows, weights, *parameters)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, route: Route, group: TensorGroup, hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.route, ctx.group, ctx.num_tokens = route, group, hidden.shape[0]
+        chosen = [each.reshape(-1, 1).index_select(0, route.slots) for each in weights]
+        return tuple(_exchanged((route.take(hidden), *chosen), route.sent, route.received, group))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        route: Route = ctx.route
+        hidden, *weights = (
+            route.place(each, ctx.num_tokens) for each in _exchanged(gradients, route.received, route.sent, ctx.group)
+        )
+        return None, None, hidden.sum(1), *(each.squeeze(-1) for each in weights)
+
+
+class _Combine(torch.autograd.Function):
+    # Nothing is saved here for backward: recomputation of a checkpointed layer may then stop before the exchange.
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, num_tokens: int, route: Route, group: TensorGroup) -> Tensor:
+        ctx.route, ctx.group = route, group
+        (back,) = _exchanged((rows,), route.received, route.sent, group)
+        return route.place(back, num_tokens).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        _refuse_second_derivative()
+        route: Route = ctx.route
+        (rows,) = _exchanged((route.take(gradient),), route.sent, route.received, ctx.group)
+        return rows, None, None, None
+
+
+class _WithoutRows(torch.autograd.Function):
+    # A checkpointed layer is recomputed when something that was saved is asked for. Experts with rows save and ask; so
+    # these do as well, that all ranks recompute at the same place among the exchanges.
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.kinds = [(each.shape, each.dtype, each.device) for each in parameters]
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        del gradient
+        rows, weights = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        zeros = [
+            torch.zeros(shape, dtype=dtype, device=device) if is_needed else None
+            for is_needed, (shape, dtype, device) in zip(needed, ctx.kinds, strict=True)
+        ]
+        return torch.zeros_like(rows), torch.zeros_like(weights), *zeros
+
+
+def _exchanged(
+    tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: TensorGroup
+) -> list[Tensor]:
+    """Return what comes here of tensors with rows for each rank; all travel at the same time.
+
+    Args:
+        tensors: Shape ``(sent[-1], width)`` each.
+        sent: Bounds of the rows for each rank.
+        received: Bounds of the rows of each rank.
+        group: The ranks.
+
+    Collective: the group.
+    """
+    results, pending = [], []
+    for tensor in tensors:
+        width = tensor.shape[1]
+        result = tensor.new_empty((received[-1], width))
+        outgoing, incoming = ([bound * width for bound in bounds] for bounds in (sent, received))
+        source = tensor.contiguous().view(-1)
+        pending.append(collectives.all_to_all(source, outgoing, result.view(-1), incoming, group.group))
+        results.append(result)
+    for each in pending:
+        each.wait()
+    return results
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # nothing else runs backward with gradients enabled
+        msg = (
+            "Experts that are spread over ranks have no second derivative, which `create_graph=True` asks for. Leave "
+            "it out, or train this model with `ep_size=1`."
+        )
+        raise GradientError(msg)

@@ -1,0 +1,253 @@
+"""Spread experts with the rest of the product: bytes that are sent, verification, lazy models, uneven batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from expert_models import LENGTH, SAMPLES, assert_same_gradients, batch_of, make, make_optimizer, train_plainly
+from torch import nn
+
+from booster_core import Booster
+from booster_hybrid import ExpertRule, HybridParallelPlugin, ShardingPolicy
+from booster_hybrid.expert_parallel import exchange
+from booster_testing import run_on_ranks
+
+WIDTH, NUM_EXPERTS, TOP_K, TOKENS = 16, 8, 2, 24
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, WIDTH) / 4)
+
+    def forward(self, x, chosen, weights):
+        outputs = torch.einsum("th,tkoh->tko", x, self.weight[chosen])
+        return (outputs * weights[..., None]).sum(1)
+
+
+class Even(nn.Module):
+    """Tokens choose experts in turn, so that each rank gets as many from each."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts()
+        self.weights = nn.Parameter(torch.rand(TOKENS, TOP_K))
+
+    def forward(self, x):
+        chosen = torch.arange(TOKENS * TOP_K).view(TOKENS, TOP_K) % NUM_EXPERTS
+        return self.experts(x, chosen, self.weights)
+
+
+def count_sent(monkeypatched):
+    """Let exchanges count the bytes that this rank sends to others."""
+    sent = {"floats": 0, "counts": 0}
+    original = exchange.collectives.all_to_all
+
+    class Counting:
+        @staticmethod
+        def all_to_all(source, bounds, out, received, group=None):
+            rank = dist.get_rank(group)
+            elsewhere = bounds[-1] - (bounds[rank + 1] - bounds[rank])
+            key = "floats" if source.is_floating_point() else "counts"
+            sent[key] += elsewhere * source.element_size()
+            return original(source, bounds, out, received, group)
+
+    monkeypatched.setattr(exchange, "collectives", Counting)
+    return sent
+
+
+def send_evenly():
+    torch.manual_seed(5)
+    model = Even()
+    policy = ShardingPolicy(experts=(ExpertRule("experts"),))
+    size = dist.get_world_size()
+    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=size, custom_policy=policy))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patches:
+        sent = count_sent(patches)
+        loss = model(x).square().mean()
+        forward = dict(sent)
+        booster.backward(loss, optimizer)
+    return forward, sent
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_bytes_that_are_sent_follow_the_formula(size):
+    """Dispatch and combine send k T H (p - 1) / p numbers each in a pass; dispatch k T (p - 1) / p weights as well."""
+    share = TOP_K * TOKENS * (size - 1) / size * 4
+    for forward, both in run_on_ranks(send_evenly, size):
+        assert forward["floats"] == share * (2 * WIDTH + 1)
+        assert both["floats"] == 2 * forward["floats"]
+        assert both["counts"] == forward["counts"] == NUM_EXPERTS * (size - 1) / size * 8
+
+
+def verified(options):
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options), verify=True)
+    model = make("qwen3_moe", dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = [{key: value[0] for key, value in batch_of(0, number, 1).items()} for number in range(8)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=SAMPLES)
+    booster.boost(model, optimizer, dataloader=loader)
+    return booster.describe()
+
+
+def test_verification_agrees_and_the_options_are_described():
+    for described in run_on_ranks(verified, 2, {"ep_size": 2}):
+        assert "expert={'size': 2}" in described
+
+
+def filled_in():
+    """A lazy model makes this rank's experts alone, and they are those of the model that is built at once."""
+    from booster_core import LazyInitContext
+
+    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
+    torch.manual_seed(3)
+    whole = build()
+    torch.manual_seed(3)
+    with LazyInitContext(default_device=booster.device):
+        model = build()
+    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    booster.backward(model(**batch_of(0, dist.get_rank())).loss, optimizer)
+    gradients = train_plainly(whole, 1, dist.get_world_size()).gradients[0]
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(booster.full_gradient(model, key), gradient, rtol=1e-4, atol=2e-6, msg=key)
+
+
+def build():
+    from transformers import Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(make("qwen3_moe").config).train()
+
+
+def test_lazy_models_make_the_experts_that_are_here():
+    run_on_ranks(filled_in, 2)
+
+
+def with_uneven_ends():
+    """One rank has one batch, the other two: it takes part in the second step with a weight of zero."""
+    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
+    whole = make("qwen3_moe")
+    model = make("qwen3_moe")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = dist.get_rank()
+    batches = [batch_of(number, rank) for number in range(1 + rank)]
+    found = []
+    for batch in booster.join(batches):
+        booster.backward(model(**batch).loss, optimizer)
+        found.append({key: booster.full_gradient(model, key) for key, _ in whole.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    reference = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for number, ranks in enumerate([(0, 1), (1,)]):
+        for each in ranks:
+            (whole(**batch_of(number, each)).loss / len(ranks)).backward()
+        expected = {key: p.grad.clone() for key, p in whole.named_parameters() if p.grad is not None}
+        assert_same_gradients(found[number], expected, f"step {number}")
+        reference.step()
+        reference.zero_grad()
+
+
+def test_ranks_that_have_run_out_of_batches_compute_the_others_tokens():
+    run_on_ranks(with_uneven_ends, 2)
+
+
+def with_other_lengths():
+    """Ranks may have other numbers of tokens, in training and in evaluation."""
+    whole = make("qwen3_moe")
+    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
+    model = make("qwen3_moe")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = [
+        {key: value[:, : LENGTH - 5 * rank] for key, value in batch_of(0, rank).items()}
+        for rank in range(dist.get_world_size())
+    ]
+    own = batches[dist.get_rank()]
+    with torch.no_grad():
+        torch.testing.assert_close(model(**own).logits, whole(**own).logits)
+    booster.backward(model(**own).loss, optimizer)
+    for batch in batches:
+        (whole(**batch).loss / len(batches)).backward()
+    expected = {key: p.grad for key, p in whole.named_parameters() if p.grad is not None}
+    assert_same_gradients({key: booster.full_gradient(model, key) for key in expected}, expected)
+
+
+def test_ranks_may_have_other_numbers_of_tokens():
+    run_on_ranks(with_other_lengths, 2)
+
+
+def adapted():
+    """Return a model with adapters around its attention, next to experts that are frozen."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights="gaussian")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = peft.get_peft_model(make("qwen3_moe"), config)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "lora_B" in key:  # begins with zeros, which hide A's gradients
+                    parameter.normal_(std=0.1)
+    return model.double()
+
+
+def with_adapters_elsewhere():
+    whole, model = adapted(), adapted()
+    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(trained, lr=0.1))
+    booster.backward(model(**batch_of(0, dist.get_rank())).loss, optimizer)
+    for rank in range(dist.get_world_size()):
+        (whole(**batch_of(0, rank)).loss / dist.get_world_size()).backward()
+    expected = {key: parameter.grad for key, parameter in whole.named_parameters() if parameter.grad is not None}
+    assert expected
+    assert_same_gradients({key: booster.full_gradient(model, key) for key in expected}, expected)
+
+
+@pytest.mark.filterwarnings(
+    # Version 0.21 of peft reads an attribute that transformers 5.23 has renamed.
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+def test_adapters_of_other_layers_are_trained_through_frozen_experts():
+    pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
+    run_on_ranks(with_adapters_elsewhere, 2)
+
+
+class Branching(nn.Module):
+    """The first rank skips a layer before experts: its gradients come later than the other's, or not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.router, self.experts = nn.Linear(WIDTH, NUM_EXPERTS), Experts()
+        self.after = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    def forward(self, x, skips):
+        for block in self.blocks:
+            x = block(x).relu()
+        weights, chosen = self.router(x).softmax(-1).topk(TOP_K, -1)
+        x = x + self.experts(x, chosen, weights)
+        return x if skips else self.after(x)
+
+
+def branch(options):
+    torch.manual_seed(5)
+    model = Branching()
+    policy = ShardingPolicy(experts=(ExpertRule("experts"),))
+    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2, custom_policy=policy, **options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = dist.get_rank()
+    for step in range(4):
+        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(step))
+        booster.backward(model(x, skips=step > 1 and step % 2 == rank).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_reductions_do_not_wait_for_ranks_that_wait_for_tokens(overlap):
+    """Each parameter has a bucket of its own; the ones of the layer that a rank skips hold up all others there."""
+    from booster_zero import ZeroConfig
+
+    run_on_ranks(branch, 2, {"zero": ZeroConfig(stage=2, bucket_bytes=4, overlap_communication=overlap)})

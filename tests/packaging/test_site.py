@@ -1,0 +1,133 @@
+"""The documentation site: its navigation, its links, and that pages document what the code has.
+
+`nox -s docs` also builds it strictly.
+"""
+
+from __future__ import annotations
+
+import re
+
+import griffe
+import public_api
+import pytest
+import yaml
+from page_blocks import PAGES, ROOT
+
+DOCS = ROOT / "docs"
+SITE = sorted(DOCS.rglob("*.md"))
+READMES = sorted(ROOT.glob("packages/*/README.md"))
+PLUGINS = {
+    "single": "booster_core.plugin.single.SingleDevicePlugin",
+    "ddp": "booster_ddp.plugin.TorchDDPPlugin",
+    "fsdp": "booster_fsdp.plugin.TorchFSDPPlugin",
+    "zero": "booster_zero.plugin.LowLevelZeroPlugin",
+    "gemini": "booster_gemini.plugin.GeminiPlugin",
+    "hybrid": "booster_hybrid.plugin.HybridParallelPlugin",
+}
+"""The page of each plugin, and its class."""
+_each_site_page = pytest.mark.parametrize("page", SITE, ids=lambda page: page.relative_to(DOCS).as_posix())
+
+
+def _files_in(nav):
+    for entry in nav:
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            if isinstance(value, list):
+                yield from _files_in(value)
+            else:
+                yield value
+
+
+def test_the_navigation_lists_every_page_once():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert sorted(_files_in(nav)) == sorted(page.relative_to(DOCS).as_posix() for page in SITE)
+
+
+def _prose(page):
+    """Return a page without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def _anchors(page):
+    """Return the anchors of a page's headings, as Python-Markdown makes them."""
+    headings = re.findall(r"^#+ (.+)$", _prose(page), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)) for text in headings]
+    return {re.sub(r"[-\s]+", "-", text.strip().lower()) for text in plain}
+
+
+@_each_site_page
+def test_links_stay_in_the_site_and_their_anchors_exist(page):
+    wrong = []
+    for target in re.findall(r"\]\((?!https?://)([^)]+)\)", _prose(page)):
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name).resolve() if name else page
+        is_there = other.is_relative_to(DOCS) and other.is_file()
+        if not is_there or (anchor and other.suffix == ".md" and anchor not in _anchors(other)):
+            wrong.append(target)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda page: page.parent.name)
+def test_readmes_of_packages_are_short_and_lead_nowhere_outside_of_the_wheel(page):
+    """They are shown by package indexes, where a relative link has no target."""
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"\]\((?!https?://)([^)]+)\)", text) == []
+    assert len(text.split()) < 400
+    named = set(re.findall(r"`(docs/[\w/-]+\.md)`", text))
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+@pytest.fixture(scope="module")
+def sources():
+    """Read all packages without importing them."""
+    paths = [str(ROOT / "packages" / name / "src") for name in public_api.DISTRIBUTIONS]
+    loader = griffe.GriffeLoader(search_paths=paths, allow_inspection=False)
+    for name in public_api.DISTRIBUTIONS:
+        loader.load(name.replace("-", "_"))
+    loader.resolve_aliases()
+    return loader.modules_collection
+
+
+def _directives(page):
+    return re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def _documented(found):
+    """Return the names under Args in the docstring of a class or function."""
+    sections = griffe.parse_google(found.docstring, warnings=False) if found.docstring else []
+    return {each.name for section in sections if section.kind.value == "parameters" for each in section.value}
+
+
+@_each_site_page
+def test_directives_name_public_things(page, sources):
+    for path in _directives(page):
+        found = sources[path]
+        assert found.docstring, path
+        if not found.is_module:
+            assert path.rpartition(".")[2] in (sources[path.rpartition(".")[0]].exports or ()), path
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_every_option_of_a_plugin_is_on_its_page(name, sources):
+    page = DOCS / "plugins" / f"{name}.md"
+    constructor = sources[PLUGINS[name]].members["__init__"]
+    options = {each.name for each in constructor.parameters} - {"self"}
+    documented = set().union(*(_documented(sources[path]) for path in _directives(page)))
+    named = set(re.findall(r"`(\w+)`", _prose(page)))
+    assert options - documented <= {"precision"} & named
+    assert options, "the constructor is read"
+
+
+def test_every_public_package_has_a_reference(sources):
+    pages = [path for page in DOCS.glob("reference/*.md") for path in _directives(page)]
+    doors = set()
+    for distribution in public_api.DISTRIBUTIONS:
+        package = sources[distribution.replace("-", "_")]
+        doors |= {module.path for module in [package, *package.modules.values()] if module.exports}
+    in_core = {"booster_runtime.activation_checkpointing", "booster_runtime.stop_signal"}
+    """Modules whose names are documented in `booster_core`."""
+    unpublished = {"booster_zero.engine", "booster_testing.mutants"} | in_core
+    assert sorted(pages) == sorted(doors - unpublished)
+
+
+def test_every_page_is_read_for_examples():
+    assert set(SITE) <= set(PAGES)

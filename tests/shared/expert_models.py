@@ -1,0 +1,162 @@
+"""Tiny mixtures of experts of transformers, and their training in one process, for tests of expert parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from model_zoo.transformers_build import from_config
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+LENGTH, SAMPLES = 8, 2
+MAX_NORM = 0.5
+_SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+_SPARSE = {
+    **_SIZES,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+}
+_ROUTED = {
+    **_SIZES,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_LATENT = {
+    **_ROUTED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {**_SIZES, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "mixtral_balanced": ("Mixtral", {**_SIZES, "num_local_experts": 8, "num_experts_per_tok": 2, **_BALANCED}),
+    "qwen2_moe": ("Qwen2Moe", {**_SPARSE, **_BALANCED}),
+    "qwen3_moe": ("Qwen3Moe", {**_SPARSE, "head_dim": 8}),
+    "deepseek_v2": ("DeepseekV2", {**_LATENT, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3", _LATENT),
+    "glm4_moe": ("Glm4Moe", {**_ROUTED, "head_dim": 8}),
+    "llama4": (
+        "Llama4",
+        {**_SIZES, "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size_mlp": 32, "head_dim": 8},
+    ),
+    "gpt_oss": ("GptOss", {**_SIZES, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}),
+}
+
+
+def make(name: str, *, one_sided: bool = False, dtype: torch.dtype = torch.float64, **settings: Any) -> nn.Module:
+    """Return a model in training mode, equal in every process.
+
+    Args:
+        name: One of `MODELS`.
+        one_sided: Let every token choose the first two experts, for models that have a bias for that.
+        dtype: Of its parameters; the grouped kernel has no fp64, so that experts run one after the other in it.
+        **settings: Further settings of its configuration.
+    """
+    family, known = MODELS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        config = f"{family}TextConfig" if family == "Llama4" else f"{family}Config"
+        model = from_config(config, f"{family}ForCausalLM", **{**known, **settings})().train().to(dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # biases begin with zeros, which don't show how often they are added
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            for key, tensor in [*model.named_buffers(), *model.named_parameters()]:
+                if key.endswith("e_score_correction_bias"):
+                    tensor.copy_(torch.randn_like(tensor) * 0.1)
+                if one_sided and key.endswith(("e_score_correction_bias", "router.bias")):
+                    tensor[:2] += 100.0
+    if dtype == torch.float64:
+        model.config._experts_implementation = "eager"
+    return model
+
+
+def batch_of(step: int, data_rank: int, samples: int = SAMPLES) -> dict[str, Tensor]:
+    """Return a data parallel rank's batch of a step, all different."""
+    generator = torch.Generator().manual_seed(1000 * step + data_rank)
+    tokens = torch.randint(3, 64, (samples, LENGTH), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer whose epsilon keeps rounding errors of small gradients small."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
+
+
+@dataclass
+class Plain:
+    """A training in one process.
+
+    Attributes:
+        model: The trained model.
+        optimizer: Its optimizer.
+        gradients: Those of each step by name, before clipping.
+        norms: Their global norms.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+
+def train_plainly(model: nn.Module, steps: int, data_size: int, backwards: int = 1) -> Plain:
+    """Train on the mean of the losses of each data parallel rank's batch, as these ranks do together.
+
+    Args:
+        model: The model.
+        steps: Number of steps.
+        data_size: Number of data parallel ranks.
+        backwards: Batches of each rank in a step, whose gradients are added up.
+    """
+    result = Plain(model, make_optimizer(model))
+    for step in range(steps):
+        for part in range(backwards):
+            for data_rank in range(data_size):
+                (model(**batch_of(step * backwards + part, data_rank)).loss / data_size).backward()
+        result.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        result.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        result.optimizer.step()
+        result.optimizer.zero_grad()
+    return result
+
+
+def assert_same_gradients(found: dict[str, Tensor | None], expected: dict[str, Tensor], what: str = "") -> None:
+    """Compare gradients by name, relative to the largest of all.
+
+    transformers takes softmaxes, norms and losses in fp32 whatever the model's format, so that fp64 is not exact.
+    """
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        own = found[name]
+        assert own is not None, f"{what} {name}: no gradient"
+        assert own.shape == gradient.shape, f"{what} {name}: {tuple(own.shape)}"
+        worst = float((own - gradient).abs().max()) / scale
+        assert worst < 2e-6, f"{what} {name}: {worst:.3g}"

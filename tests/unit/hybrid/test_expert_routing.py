@@ -1,0 +1,125 @@
+"""Where tokens go and what comes back, for all ranks in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from booster_hybrid.expert_parallel.routing import bounds_of, make_route, sort_slots
+
+WIDTH = 3
+
+
+def routes_of(indices, num_experts):
+    """Return each rank's route, given the experts that its tokens choose."""
+    size, share = len(indices), num_experts // len(indices)
+    sorted_ = [sort_slots(index, num_experts) for index in indices]
+    return [
+        make_route(
+            order,
+            indices[rank].shape[1],
+            counts,
+            torch.cat([theirs[rank * share : (rank + 1) * share] for _, theirs in sorted_]),
+            size,
+        )
+        for rank, (order, counts) in enumerate(sorted_)
+    ]
+
+
+def exchanged(values, bounds, back_bounds):
+    """Return what each rank receives of rows that each sends."""
+    size = len(values)
+    return [
+        torch.cat([values[sender][bounds[sender][rank] : bounds[sender][rank + 1]] for sender in range(size)])
+        for rank in range(size)
+        if back_bounds[rank][-1] >= 0
+    ]
+
+
+def computed(hidden, indices, weights, num_experts, expert):
+    """Run `expert(number, row)` for each choice, spread over ranks, and return each rank's results."""
+    routes = routes_of(indices, num_experts)
+    size, share = len(indices), num_experts // len(indices)
+    sent, received = [route.sent for route in routes], [route.received for route in routes]
+    rows = exchanged([route.take(each) for route, each in zip(routes, hidden, strict=True)], sent, received)
+    of_rows = exchanged(
+        [each.reshape(-1, 1)[route.slots] for route, each in zip(routes, weights, strict=True)], sent, received
+    )
+    results = []
+    for rank, route in enumerate(routes):
+        assert rows[rank].shape[0] == route.received[-1] == len(route.local_experts)
+        numbers = (route.local_experts + rank * share).tolist()
+        outputs = [expert(number, row) for number, row in zip(numbers, rows[rank], strict=True)]
+        stacked = torch.stack(outputs) if outputs else torch.zeros(0, WIDTH)
+        results.append(stacked * of_rows[rank])
+    back = exchanged(results, received, sent)
+    return [route.place(each, len(own)).sum(1) for route, each, own in zip(routes, back, hidden, strict=True) if size]
+
+
+def directly(hidden, indices, weights, num_experts, expert):
+    return [
+        torch.stack(
+            [
+                sum(
+                    (
+                        weight * expert(int(number), row)
+                        for number, weight in zip(numbers, of_row, strict=True)
+                        if number < num_experts
+                    ),
+                    torch.zeros(WIDTH),
+                )
+                for row, numbers, of_row in zip(own, index, weight_rows, strict=True)
+            ]
+        )
+        if len(own)
+        else torch.zeros(0, WIDTH)
+        for own, index, weight_rows in zip(hidden, indices, weights, strict=True)
+    ]
+
+
+def scale(number, row):
+    return row * (number + 1) + number**2
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("num_tokens", [(5, 5, 5, 5), (1, 7, 0, 3), (0, 0, 4, 0)])
+@pytest.mark.parametrize("kind", ["any", "one rank", "dropped"])
+def test_every_choice_is_computed_by_its_expert_and_comes_back_to_its_token(size, num_tokens, kind):
+    num_experts, top_k = 8, 3
+    generator = torch.Generator().manual_seed(size + sum(num_tokens))
+    hidden, indices, weights = [], [], []
+    for rank in range(size):
+        tokens = num_tokens[rank]
+        last = {"any": num_experts, "one rank": num_experts // size, "dropped": num_experts + 1}[kind]
+        hidden.append(torch.randn(tokens, WIDTH, generator=generator))
+        indices.append(torch.randint(last, (tokens, top_k), generator=generator))
+        weights.append(torch.rand(tokens, top_k, generator=generator))
+    found = computed(hidden, indices, weights, num_experts, scale)
+    expected = directly(hidden, indices, weights, num_experts, scale)
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_rows_are_sent_in_the_order_of_experts_and_of_tokens_within():
+    order, counts = sort_slots(torch.tensor([[2, 0], [0, 3], [2, 2]]), 4)
+    assert order.tolist() == [1, 2, 0, 4, 5, 3]
+    assert counts.tolist() == [2, 0, 3, 1]
+    assert bounds_of(counts.tolist(), 2) == (0, 2, 6)
+
+
+def test_choices_of_no_expert_are_not_sent_and_count_as_zero():
+    index = torch.tensor([[4, 0], [4, 4]])
+    (route,) = routes_of([index], 4)
+    assert route.sent == (0, 1)
+    assert route.slots.tolist() == [1]
+    placed = route.place(torch.ones(1, WIDTH), 2)
+    assert placed.sum(-1).tolist() == [[0, WIDTH], [0, 0]]
+
+
+def test_taking_rows_and_adding_slots_up_are_each_others_transpose():
+    generator = torch.Generator().manual_seed(3)
+    index = torch.randint(5, (6, 2), generator=generator)  # some choose none
+    (route,) = routes_of([index], 4)
+    values = torch.randn(6, WIDTH, generator=generator, dtype=torch.float64)
+    rows = torch.randn(route.sent[-1], WIDTH, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close((route.take(values) * rows).sum(), (values * route.place(rows, 6).sum(1)).sum())

@@ -1,0 +1,53 @@
+"""Which modules of a model are experts, read from what the model carries or from a policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_models import MODELS, make
+from torch import nn
+
+from booster_hybrid import ExpertRule, ShardingPolicy
+from booster_hybrid.expert_parallel.apply import find_experts
+from booster_hybrid.expert_parallel.check import check_experts
+from booster_hybrid.policy.experts import expert_rules
+from booster_hybrid.policy.registry import policy_for
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_plans_name_every_parameter_of_experts(name):
+    model = make(name, dtype=torch.float32)
+    found = {each.name: each for each in find_experts(model, expert_rules(model), 2)}
+    present = {key for key, module in model.named_modules() if type(module).__name__.endswith("Experts")}
+    assert found.keys() == present
+    for each in found.values():
+        assert each.num_experts == 8
+        assert dict(each.parameters) == dict(each.module.named_parameters())
+    check_experts([*found.values()], torch.device("cpu"))
+
+
+def test_a_policy_of_experts_alone_leaves_the_other_rules_to_the_plan():
+    model = make("qwen3_moe", dtype=torch.float32)
+    policy = ShardingPolicy(experts=(ExpertRule("layers.0.mlp.experts"),))
+    assert policy_for(model, policy) == policy_for(model)
+    (found,) = find_experts(model, expert_rules(model, policy), 4)
+    assert found.name == "model.layers.0.mlp.experts"
+    assert policy_for(model, ShardingPolicy(layers=("model.layers",))).rules == ()
+
+
+def test_models_without_experts_have_no_rules():
+    assert expert_rules(nn.Linear(2, 2)) == []
+
+
+def test_the_check_leaves_the_module_and_random_numbers_as_they_are():
+    model = make("qwen3_moe", dtype=torch.float32)
+    found = find_experts(model, expert_rules(model), 2)
+    module = found[0].module
+    before = {key: value.clone() for key, value in module.named_parameters()}
+    state = torch.random.get_rng_state()
+    check_experts(found, torch.device("cpu"))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert module.num_experts == 8
+    assert module.training
+    for key, value in module.named_parameters():
+        assert torch.equal(value, before[key])
