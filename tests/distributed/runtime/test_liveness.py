@@ -209,9 +209,9 @@ def test_the_last_place_of_each_rank_is_printed(run_ranks, script):
     assert "Last calls: rank 0 entered `step` #1; rank 1 last finished `launch` #1.\n" in run.output, run.output
 
 
-@pytest.mark.covering(1)  # as above
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("where", ["collective", "sleep"])
+# Each start of torchrun takes three interpreters; the test above has the others' places and victims.
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("where", ["collective", pytest.param("sleep", marks=pytest.mark.slow)])
 def test_torchruns_report_ends_with_the_original_traceback(script, victim, where):
     run = run_by_torchrun(script, 2, "raise", victim, where)
     assert run.codes == [1], run.output

@@ -1,6 +1,7 @@
 """``booster verify-plugin``: what it prints, and its exit status."""
 
 import pytest
+from forked_scripts import torchrun_variables
 
 SCRIPT = """
 import torch
@@ -42,17 +43,28 @@ def test_a_right_plugin_is_verified(script, verify):
     assert "plugin 'zero' on 2 rank(s) trains as one process does" in done.output
 
 
+def test_a_mistake_is_told_and_fails_the_command(script, verify):
+    done = verify(f"{script}:unrepeatable", "--plugin", "ddp")
+    assert done.codes != [0]
+    assert "`build` makes other weights each time: 'lm_head.weight'" in done.output
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("function", "plugin", "options", "message"),
     [
-        ([":unrepeatable", "--plugin", "ddp"], "`build` makes other weights each time: 'lm_head.weight'"),
-        ([":build", "--plugin", "zerp"], "Did you mean 'zero'?"),
-        ([":absent", "--plugin", "ddp"], "has no function 'absent'"),
-        ([":build", "--plugin", "zero", "--option", "stage"], "`--option stage` is not NAME=VALUE"),
+        ("build", "zerp", [], "Did you mean 'zero'?"),
+        ("absent", "ddp", [], "has no function 'absent'"),
+        ("build", "zero", ["stage"], "`--option stage` is not NAME=VALUE"),
     ],
-    ids=["unrepeatable", "plugin", "function", "option"],
+    ids=["plugin", "function", "option"],
 )
-def test_a_mistake_is_told_in_one_line(script, verify, arguments, message):
-    done = verify(f"{script}{arguments[0]}", *arguments[1:])
-    assert done.codes[0]
-    assert message in done.output
+def test_a_mistake_is_told_in_one_line(script, scripts, tmp_path, function, plugin, options, message):
+    rank = tmp_path / "rank.py"  # what the command starts on each rank, by torchrun
+    rank.write_text(
+        "import sys\nfrom booster_runtime.cli._verify_plugin_rank import main\nsys.exit(main(*sys.argv[1:]))\n"
+    )
+    arguments = [f"{script}:{function}", "batch", plugin, "1", "", *options]
+    done = scripts.run(rank, [arguments] * 2, torchrun_variables(2))
+    assert done.codes == [2, 2], done.output
+    (line,) = (line for line in done.output.splitlines() if line.startswith("booster verify-plugin:"))
+    assert message in line
