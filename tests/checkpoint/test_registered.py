@@ -185,7 +185,7 @@ def train_with_torchdata(root, stop, resume, workers):
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # which torchdata calls
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_torchdatas_loader_goes_on_where_it_was(workers, tmp_path):
-    pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata, which no package of ours requires")
+    pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata: pip install torchdata")
     whole = run_on_ranks(train_with_torchdata, 2, str(tmp_path), None, False, workers)
     first = run_on_ranks(train_with_torchdata, 2, str(tmp_path), 5, False, workers)
     rest = run_on_ranks(train_with_torchdata, 2, str(tmp_path), None, True, workers)

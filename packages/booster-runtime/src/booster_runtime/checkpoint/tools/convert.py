@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks import DistCoordinator
@@ -110,7 +110,7 @@ def convert(
         folder = target if file_name is None else target.parent
         _write_from(source, kinds, folder, suffix, file_name, size_per_shard, dtype)
         if file_name is None and form != DCP and source.is_dir():
-            _copy_others(source, target)
+            _copy_others(source, target, dtype)
         written = target.alone()
         return [written] if written.is_file() else sorted(written / key for key in written.files())
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -182,14 +182,18 @@ def _copy_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
         is_tensors = path.suffix in (SAFETENSORS, TORCH) or ".index." in path.name or path.name == METADATA
         is_described = path.name.startswith("param_groups") or path.name.startswith(".")
         if path.is_file() and not is_tensors and not is_described:
-            (folder / path.name).write_bytes(path.read_bytes())
-    config = folder / "config.json"
-    if dtype is not None and config.is_file():
-        content = read_json(config)
-        if isinstance(content, dict):
-            name = "torch_dtype" if "torch_dtype" in content else "dtype"
-            content[name] = str(dtype).removeprefix("torch.")
-            config.write_bytes((json.dumps(content, indent=2) + "\n").encode())
+            content = path.read_bytes()
+            if path.name == "config.json" and dtype is not None:
+                content = _with_dtype(read_json(path), dtype) or content
+            (folder / path.name).write_bytes(content)
+
+
+def _with_dtype(config: Any, dtype: torch.dtype) -> bytes | None:
+    """Return a model's configuration with another dtype; ``None`` if it is none."""
+    if not isinstance(config, dict):
+        return None
+    name = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return (json.dumps({**config, name: str(dtype).removeprefix("torch.")}, indent=2) + "\n").encode()
 
 
 def written_names(paths: Sequence[Path], target: Path) -> list[str]:
