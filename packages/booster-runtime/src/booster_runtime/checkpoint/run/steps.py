@@ -141,15 +141,19 @@ class Steps(ABC):
         revisions = [parsed[1] for parsed in map(parse_name, self.taken()) if parsed is not None and parsed[0] == step]
         name = folder_name(step, max(revisions) + 1 if revisions else 0)
         self.place(temporary, name)
+        self._keep_only_if_held(name, hold)
+        self.write_text(LATEST, f"{name}\n")
+        self._remove_obsolete(name, step, retention, hold)
+        return name
+
+    def _keep_only_if_held(self, name: str, hold: Callable[[], None]) -> None:
+        """Remove a step that is in place, and raise, where another job has taken the root since the save began."""
         try:
-            hold()  # an upload may have taken long
+            hold()
         except CheckpointError:
             with contextlib.suppress(Exception):  # the lost lease is what matters
                 self.remove(name)
             raise
-        self.write_text(LATEST, f"{name}\n")
-        self._remove_obsolete(name, step, retention, hold)
-        return name
 
     def _remove_obsolete(self, kept: str, step: int, retention: Retention, hold: Callable[[], None]) -> None:
         """Remove what is no longer wanted. The new step is safe by now, so a failure is logged and not raised."""

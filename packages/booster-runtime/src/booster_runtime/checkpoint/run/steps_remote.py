@@ -99,7 +99,7 @@ class RemoteSteps(Steps):
         """Do nothing: a step is written where it stays."""
 
     def commit(self, temporary: Path, step: int, retention: Retention, hold: Callable[[], None]) -> str:
-        hold()
+        self._keep_only_if_held(temporary.name, hold)
         self.write_text(LATEST, f"{temporary.name}\n")
         self.path.forget()
         self._remove_obsolete(temporary.name, step, retention, hold)
