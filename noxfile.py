@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ TESTING = "booster-testing"
 EXAMPLE = ROOT / "examples" / "minimal_plugin"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 WHEELS = ROOT / "build" / "wheels"
+_LEAST_COVERAGE = 90
+"""Percentage of a package's lines that its own tests run at least."""
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["tests"]
@@ -122,10 +125,47 @@ def package(session: nox.Session, name: str) -> None:
     wheels = _wheels(session, [ROOT / "packages" / each for each in sorted(needed)])
     session.install("-c", CONSTRAINTS, *wheels, *_group("test"))
     session.run("python", "-m", "pip", "check")
-    short = name.removeprefix("booster-")
-    folders = [path for path in sorted(ROOT.glob(f"tests/*/{short}")) if any(path.glob("test_*.py"))]
     # Core must work without plugins, so none is installed when its tests run.
-    _pytest(session, "python", *map(str, folders), "-m", "not slow", *_workers(), *session.posargs)
+    _pytest(session, "python", *_own_tests(name), "-m", "not slow", *_workers(), *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def coverage(session: nox.Session) -> None:
+    """Measure which lines of each package its own tests run, on ranks as well: ``-- core zero`` for some packages.
+
+    The reports are in build/coverage. Fails where a package has less than 90%.
+    """
+    python = _checkout(session)
+    below = []
+    for short in session.posargs or [name.removeprefix("booster-") for name in PACKAGES]:
+        name = f"booster-{short}"
+        if name not in PACKAGES:
+            session.error(f"No package named {name}. There are: {', '.join(PACKAGES)}.")
+        folder = ROOT / "build" / "coverage" / short
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        session.env["COVERAGE_FILE"] = str(folder / "data")
+        measured = ("-m", "coverage", "run", f"--source={name.replace('-', '_')}", "-m", "pytest")
+        own = [*_own_tests(name), *(_checkpoint_tests() if short == "runtime" else [])]
+        _run(session, python, *measured, *own, "-m", "not slow", *_workers())
+        _run(session, python, "-m", "coverage", "combine", "--quiet")
+        _run(session, python, "-m", "coverage", "html", "--quiet", "--directory", str(folder / "html"))
+        _run(session, python, "-m", "coverage", "report", "--skip-covered", "--show-missing")
+        total = session.run(python, "-m", "coverage", "report", "--format=total", external=True, silent=True)
+        if int(str(total)) < _LEAST_COVERAGE:
+            below.append(name)
+    if below:
+        session.error(f"Less than {_LEAST_COVERAGE}% of the lines of {', '.join(below)} are run by their own tests.")
+
+
+@nox.session(venv_backend="none")
+def mutation(session: nox.Session) -> None:
+    """Plant faults in the arithmetic, one at a time, and fail where its tests miss one: ``-- zero/partition`` for some.
+
+    ``-- --list`` shows the targets. The reports are in build/mutation.
+    """
+    session.env["PYTHONPATH"] = str(ROOT / "tests" / "shared")
+    _run(session, _checkout(session), "-m", "mutation", *session.posargs)
 
 
 @nox.session
@@ -270,6 +310,19 @@ def _workers() -> tuple[str, ...]:
     tests of a file run in one process, because they share fixtures; tests/conftest.py orders the files.
     """
     return ("-n", str(max(3, (os.cpu_count() or 2) // 2)), "--dist", "loadfile", "--no-loadscope-reorder")
+
+
+def _own_tests(name: str) -> list[str]:
+    """Return the folders with a package's own tests."""
+    short = name.removeprefix("booster-")
+    return [str(path) for path in sorted(ROOT.glob(f"tests/*/{short}")) if any(path.glob("test_*.py"))]
+
+
+def _checkpoint_tests() -> list[str]:
+    """Return the tests of checkpoints that are booster-runtime's own, because they name no strategy."""
+    strategies = re.compile(r"booster_(?:ddp|fsdp|zero|gemini|hybrid)|\"(?:ddp|fsdp|zero|gemini|hybrid)\"")
+    files = sorted(ROOT.glob("tests/checkpoint/test_*.py"))
+    return [str(path) for path in files if not strategies.search(path.read_text(encoding="utf-8"))]
 
 
 def _run(session: nox.Session, python: str, *arguments: str, env: dict[str, str] | None = None) -> None:

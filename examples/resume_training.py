@@ -70,10 +70,9 @@ def main() -> None:
     model, optimizer, criterion, loader, scheduler = booster.boost(model, optimizer, nn.MSELoss(), loader, scheduler)
     state = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler, "dataloader": loader}
 
-    step, losses = 0, []
-    if booster.has_checkpoint(args.root):
-        loaded = booster.load_checkpoint(args.root, step="newest-whole", **state)
-        step, losses = loaded.step, loaded.extra["losses"]
+    loaded = booster.load_checkpoint(args.root, resume=True, **state)
+    step, losses = loaded.step, loaded.extra["losses"] if loaded.step else []
+    if step:
         coordinator.print_on_master(f"resumed after step {step}, from {loaded.path}")
 
     while step < args.steps:

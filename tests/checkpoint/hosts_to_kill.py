@@ -14,10 +14,13 @@ import time
 import traceback
 from pathlib import Path
 
+import torch.distributed as dist
+
 from booster_core.ranks.host import this_host
+from booster_core.ranks.world import close_world, open_world
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.checkpoint.saver_to_kill import kill, live, look, wait_for
+from tests.checkpoint.saver_to_kill import kill, live, look, make, wait_for
 from tests.shared.fuse_mirror import mounted_mirror
 
 _CLONE_NEWNS = 0x20000
@@ -46,7 +49,22 @@ def look_from(point, folder, rank):
     return json.loads((folder / f"seen-{rank}.json").read_text())
 
 
+def import_all(folder):
+    """Import here what ranks need: each life is a fork, which would import it again."""
+    import booster_runtime.checkpoint.save.owners
+    import booster_runtime.checkpoint.save.strided  # noqa: F401
+
+    booster, model, optimizer = make(None)
+    booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
+    booster.load_checkpoint(folder, model=model, optimizer=optimizer)
+    store = dist.FileStore(str(folder / "store"), 1)
+    open_world(store, rank=0, world_size=1, local_rank=0, backend="gloo", timeout_seconds=60)
+    make("ddp")
+    close_world()
+
+
 def main(folder, seed, lives):
+    import_all(folder / "warm")
     chance = random.Random(seed)
     found, hosts = [], set()
     backing, points = folder / "export", [folder / f"mount-{rank}" for rank in (0, 1)]
@@ -66,13 +84,14 @@ def main(folder, seed, lives):
                     finally:
                         os._exit(1)
                 pids.append(pid)
-            wait_for([folder / f"ready-{life}-{rank}" for rank in (0, 1)])
+            wait_for([folder / f"ready-{life}-{rank}" for rank in (0, 1)], 300)
             hosts |= {(folder / f"host-{rank}").read_text() for rank in (0, 1)}
             time.sleep(chance.uniform(0.1, 0.8))
             kill(pids, [pids, pids[:1], pids[1:]][life % 3])
             seen = [look_from(points[rank], folder, rank) for rank in (0, 1)]
             saved = int((folder / "saved").read_text().split()[-1])
             found.append({"seen": seen, "saved": saved})
+            print(found[-1], file=sys.stderr, flush=True)
     print(json.dumps({"lives": found, "hosts": len(hosts)}))
 
 

@@ -23,6 +23,7 @@ from booster_runtime.checkpoint.run.manifest import verify_folder
 
 WIDTH = 40_000
 LAST = 1_000_000
+RULES = {"keep_last": 2, "keep_every": 50, "keep_best": 1}
 
 
 def make(plugin):
@@ -48,9 +49,7 @@ def live(rank, folder, life, use_async):
     open_world(store, rank=rank, world_size=2, local_rank=rank, backend="gloo", timeout_seconds=60)
     booster, model, optimizer = make("ddp")
     root = folder / "root"
-    step = 0
-    if booster.has_checkpoint(root):
-        step = booster.load_checkpoint(root, model=model, optimizer=optimizer).step
+    step = booster.load_checkpoint(root, model=model, optimizer=optimizer, resume=True).step
     (folder / f"ready-{life}-{rank}").touch()
     while step < LAST:
         step += 1
@@ -58,15 +57,16 @@ def live(rank, folder, life, use_async):
             for tensor in tensors(model, optimizer):
                 tensor.fill_(step)
         booster.save_checkpoint(
-            root, step=step, model=model, optimizer=optimizer, extra={"n": step}, keep_last=2, use_async=use_async
-        )
+            root, step=step, model=model, optimizer=optimizer, extra={"n": step}, **RULES, metric=-step % 7,
+            use_async=use_async,
+        )  # fmt: skip
         if rank == 0 and not use_async:
             with (folder / "saved").open("a") as notes:  # one short append, which a kill cannot cut in two
                 notes.write(f"{step}\n")
 
 
-def wait_for(paths):
-    deadline = time.monotonic() + 60
+def wait_for(paths, seconds=60):
+    deadline = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         if time.monotonic() > deadline:
             sys.exit("the ranks did not start")
@@ -94,20 +94,20 @@ def kill(pids, victims):
         os.waitpid(pid, 0)
 
 
-def look(folder):
-    """Load what is there, in this process, and return its step and what is wrong with it."""
+def look(folder, prefix=""):
+    """Load what is there, in this process, as a restarted run does, and return its step and what is wrong with it."""
     root = folder / "root"
     booster, model, optimizer = make(None)
-    if not booster.has_checkpoint(root):
-        return 0, []
-    loaded = booster.load_checkpoint(root, model=model, optimizer=optimizer)
+    loaded = booster.load_checkpoint(f"{prefix}{root}", model=model, optimizer=optimizer, resume=True)
+    if not loaded.path:
+        return 0, [f"'{path}' was not loaded" for path in root.glob("step-*")]
     wrong = [f"extra is {loaded.extra}"] if loaded.extra != {"n": loaded.step} else []
     wrong += [f"a tensor is not {loaded.step}" for t in tensors(model, optimizer) if not bool((t == loaded.step).all())]
     latest = (root / "latest").read_text().strip() if (root / "latest").exists() else None
     for path in root.glob("step-*"):
         if path.name == latest:
             verify_folder(path)
-    if not wrong and latest is not None and loaded.step != int(latest.removeprefix("step-")):
+    if not wrong and latest is not None and loaded.step != int(latest.removeprefix("step-").partition(".")[0]):
         wrong.append(f"latest is {latest}, loaded {loaded.step}")
     return loaded.step, wrong
 
@@ -161,8 +161,11 @@ def die_at(number, root):
     sys.addaudithook(watch)
 
 
-def kill_at_each_operation(folder):
-    """Kill one process before each of its file operations in turn, over a save that replaces and prunes steps."""
+def kill_at_each_operation(folder, prefix):
+    """Kill one process before each of its file operations in turn, over a save that replaces and prunes steps.
+
+    With a prefix such as ``local://``, the root is a URL; what a storage does there are the same operations.
+    """
     found, number, is_killed = [], 0, True
     while is_killed:
         number += 1
@@ -174,27 +177,66 @@ def kill_at_each_operation(folder):
             with torch.no_grad():
                 for tensor in tensors(model, optimizer):
                     tensor.fill_(step)
-            booster.save_checkpoint(root, step=step, model=model, optimizer=optimizer, extra={"n": step}, keep_last=1)
+            options = {"extra": {"n": step}, "keep_last": 1, "keep_best": 1, "metric": -step}
+            booster.save_checkpoint(f"{prefix}{root}", step=step, model=model, optimizer=optimizer, **options)
 
         save(1)
         pid = os.fork()
         if pid == 0:
             try:
+                job = make(None)  # another process is another job, which takes over first
                 die_at(number, root)
+                save(2, *job)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        is_killed = os.WIFSIGNALED(status)
+        step, wrong = look(folder, prefix)
+        found.append({"step": step, "wrong": wrong})
+    print(json.dumps({"lives": found, "exit": os.WEXITSTATUS(status)}))
+
+
+def kill_while_a_dcp_folder_is_replaced(folder):
+    """Kill one process before each of its file operations in turn, over a save that replaces a folder of torch's."""
+    found, number, is_killed = [], 0, True
+    while is_killed:
+        number += 1
+        target = folder / "root" / "m"
+        shutil.rmtree(target.parent, ignore_errors=True)
+        booster, model, _ = make(None)
+
+        def save(value, booster=booster, model=model, target=target):
+            with torch.no_grad():
+                for parameter in model.unwrap().parameters():
+                    parameter.fill_(value)
+            booster.save_model(model, target, gather_dtensor=False)
+
+        save(1)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                die_at(number, target.parent)
                 save(2)
                 os._exit(0)
             finally:
                 os._exit(1)
         _, status = os.waitpid(pid, 0)
         is_killed = os.WIFSIGNALED(status)
-        step, wrong = look(folder)
-        found.append({"step": step, "wrong": wrong})
+        booster.load_model(model, target)
+        values = {float(value) for parameter in model.unwrap().parameters() for value in parameter.unique()}
+        save(3)
+        left = [path.name for path in (*target.parent.iterdir(), *target.iterdir())]
+        found.append({"values": sorted(values), "left": sorted(left)})
     print(json.dumps({"lives": found, "exit": os.WEXITSTATUS(status)}))
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "each":
+    if sys.argv[2] == "dcp":
         WIDTH = 100
-        kill_at_each_operation(Path(sys.argv[1]))
+        kill_while_a_dcp_folder_is_replaced(Path(sys.argv[1]))
+    elif sys.argv[2] == "each":
+        WIDTH = 100
+        kill_at_each_operation(Path(sys.argv[1]), sys.argv[3])
     else:
         main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

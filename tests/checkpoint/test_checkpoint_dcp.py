@@ -151,3 +151,26 @@ def test_options_without_meaning_are_refused(option, tmp_path):
     io, adapter = CheckpointFiles(DistCoordinator()), ReplicatedStateAdapter(nn.Linear(2, 2), None, DistCoordinator())
     with pytest.raises(ConfigError, match="has no meaning with `gather_dtensor=False`"):
         io.save_model(adapter, tmp_path / "m", gather_dtensor=False, **option)
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from booster_runtime.checkpoint.tools import dcp as ours
+
+    storages, most = [], []
+    real = ours._ShardPlanner.resolve_data
+
+    def resolve(self, item):
+        most.append(sum(not storage.expired() for storage in storages))
+        data = real(self, item)
+        if isinstance(data, torch.Tensor):
+            storages.append(StorageWeakRef(data.untyped_storage()))
+        return data
+
+    monkeypatch.setattr(ours._ShardPlanner, "resolve_data", resolve)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
+    adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
+    CheckpointFiles(DistCoordinator()).save_model(adapter, tmp_path / "m", gather_dtensor=False)
+    assert len(most) == 20
+    assert max(most) == 0, "the one before has gone when the next one is asked for"

@@ -54,8 +54,8 @@ def test_step_that_cannot_be_removed_fails_no_save(use_async, busy_files, tmp_pa
     for step in (1, 2, 3):
         save(tmp_path, step, use_async=use_async)
     shown = [name for name in names_in(tmp_path) if not name.startswith(".")]
-    assert shown == ["latest", "step-00000003"]
-    assert len(names_in(tmp_path)) == 4, "halves of two steps are left, under hidden names"
+    assert shown == ["latest", "lease.json", "step-00000003"]
+    assert len(names_in(tmp_path)) == 5, "halves of two steps are left, under hidden names"
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert messages
     assert all("could not be removed" in message and "busy" in message for message in messages)
@@ -64,7 +64,7 @@ def test_step_that_cannot_be_removed_fails_no_save(use_async, busy_files, tmp_pa
         load(tmp_path, 2)
     busy_files[0] = False
     save(tmp_path, 4)
-    assert names_in(tmp_path) == ["latest", "step-00000004"]
+    assert names_in(tmp_path) == ["latest", "lease.json", "step-00000004"]
 
 
 def test_step_that_cannot_be_renamed_stays_whole_and_is_removed_later(tmp_path, monkeypatch, caplog):
@@ -83,7 +83,7 @@ def test_step_that_cannot_be_renamed_stays_whole_and_is_removed_later(tmp_path, 
     assert load(tmp_path, 1) == 1
     monkeypatch.setattr(Path, "rename", real)
     save(tmp_path, 3)
-    assert names_in(tmp_path) == ["latest", "step-00000003"]
+    assert names_in(tmp_path) == ["latest", "lease.json", "step-00000003"]
 
 
 def test_step_of_an_earlier_attempt_that_cannot_be_removed_does_not_stop_the_next(tmp_path, monkeypatch, caplog):
@@ -104,7 +104,7 @@ def test_step_of_an_earlier_attempt_that_cannot_be_removed_does_not_stop_the_nex
     assert load(tmp_path) == 2
     monkeypatch.setattr(Path, "rename", real)
     save(tmp_path, 3)
-    assert names_in(tmp_path) == ["latest", "step-00000003"]
+    assert names_in(tmp_path) == ["latest", "lease.json", "step-00000003"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file immutable")
@@ -117,12 +117,16 @@ def test_immutable_file_in_an_old_step(tmp_path):
         save(tmp_path, 2)
         save(tmp_path, 3)
         assert load(tmp_path) == 3
-        assert [name for name in names_in(tmp_path) if not name.startswith(".")] == ["latest", "step-00000003"]
+        assert [name for name in names_in(tmp_path) if not name.startswith(".")] == [
+            "latest",
+            "lease.json",
+            "step-00000003",
+        ]
     finally:
         for folder in tmp_path.rglob("model"):
             subprocess.run(["chattr", "-i", folder], check=True)
     save(tmp_path, 4)
-    assert names_in(tmp_path) == ["latest", "step-00000004"]
+    assert names_in(tmp_path) == ["latest", "lease.json", "step-00000004"]
 
 
 class StubbornStorage:
@@ -185,4 +189,4 @@ def test_step_at_a_url_that_cannot_be_removed(refused, stubborn, caplog):
     assert open_steps(root).names() == ["step-00000001"] * is_whole + ["step-00000003"]
     stubborn.refused = ()
     save(root, 4)
-    assert {path.partition("/")[0] for path in stubborn.list(root)} == {"latest", "step-00000004"}
+    assert {path.partition("/")[0] for path in stubborn.list(root)} == {"latest", "lease.json", "step-00000004"}

@@ -21,9 +21,8 @@ from booster_runtime.checkpoint import CheckpointFiles
 from booster_runtime.checkpoint.files.layout import MODEL, FileNames
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
 from booster_runtime.checkpoint.load.optimizer_check import check_same_parameters, states_by_parameter
-from booster_runtime.checkpoint.save import saver
 from booster_runtime.checkpoint.save.parts import ModelPart, local_specs
-from booster_runtime.checkpoint.save.saver import Saver
+from booster_runtime.checkpoint.save.saver import Save, Saver
 from booster_runtime.checkpoint.save.view import ModelView
 from booster_runtime.checkpoint.session import Session, places_in_message
 from booster_runtime.state.replicated import ReplicatedStateAdapter
@@ -176,7 +175,7 @@ def planned_on_one_of_many(folder):
     part = ModelPart(AlikeAdapter(coordinator.rank), FileNames(base=MODEL), max_bytes=1 << 30)
     own = local_specs(part)  # the adapter's own work is not counted
     start = time.process_time()
-    save = saver._Save(
+    save = Save(
         name="save",
         folder=folder,
         parts=[part],

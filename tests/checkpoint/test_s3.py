@@ -52,6 +52,16 @@ def s3(proxy, monkeypatch):
     return proxy
 
 
+def run_on_s3(s3, world_size, fn, *args):
+    """Call a function on ranks whose environment names the server."""
+    return run_on_ranks(on_s3, world_size, s3.url, fn, *args, timeout_seconds=240, group_timeout_seconds=120)
+
+
+def expect_on_s3(s3, error, match, fn, *args):
+    """Expect an error on two ranks whose environment names the server."""
+    return expect_on_ranks(error, match, on_s3, 2, s3.url, fn, *args, timeout_seconds=240, group_timeout_seconds=120)
+
+
 def on_s3(url, fn, *args):
     """Call a function on a rank whose environment names the server."""
     os.environ.update(environment(url))
@@ -86,7 +96,7 @@ def save_and_load_every_form(base, layout, use_async):
 @pytest.mark.parametrize(("layout", "use_async"), [(layout, n % 2 == 0) for n, layout in enumerate(LAYOUTS)])
 def test_state_in_any_layout(layout, use_async, s3):
     args = (f"{BUCKET}/{layout}", layout, use_async)
-    assert run_on_ranks(on_s3, 2, s3.url, save_and_load_every_form, *args) == [[], []]
+    assert run_on_s3(s3, 2, save_and_load_every_form, *args) == [[], []]
 
 
 # ---- parts and ranges
@@ -115,12 +125,12 @@ def test_parts_travel_side_by_side_and_each_rank_reads_its_ranges(s3):
     """A file of 24 MiB: five parts of 5 MiB; then each of two ranks reads half of it."""
     url = f"{BUCKET}/large.safetensors"
     s3.latency = 0.3
-    run_on_ranks(on_s3, 2, s3.url, save_large, url, "flat", 5 * MIB)
+    run_on_s3(s3, 2, save_large, url, "flat", 5 * MIB)
     assert sum("partNumber" in path for _, path, _ in s3.requests) == 5
     assert s3.most_at_once >= multipart.PARTS_IN_FLIGHT
     s3.requests.clear()
     s3.most_at_once = 0
-    assert run_on_ranks(on_s3, 2, s3.url, load_large, url, "flat") == [[], []]
+    assert run_on_s3(s3, 2, load_large, url, "flat") == [[], []]
     assert 24 * MIB <= s3.bytes_read() <= 24 * MIB + 4 * (64 << 10)
     assert s3.most_at_once >= 3
 
@@ -154,7 +164,7 @@ def save_and_load_measured(url, folder):
 
 def test_nothing_is_staged_and_memory_is_bounded(s3, tmp_path):
     """96 MiB pass through a bucket of 12 MiB and five parts of 5 MiB; a load keeps 12 MiB of requests."""
-    [found] = run_on_ranks(on_s3, 1, s3.url, save_and_load_measured, f"{BUCKET}/m", str(tmp_path))
+    [found] = run_on_s3(s3, 1, save_and_load_measured, f"{BUCKET}/m", str(tmp_path))
     saving, loading, staged, wrong = found
     assert wrong == []
     assert staged <= 64 << 10
@@ -191,7 +201,7 @@ PASSING = {
 def test_faults_that_pass_are_not_seen(use_async, s3):
     s3.latency = 0.05
     s3.faults = [Fault(fault.method, fault.text, fault.kind) for fault in PASSING.values()]
-    assert run_on_ranks(on_s3, 2, s3.url, save_and_resume, f"{BUCKET}/passing-{use_async}", use_async) == [True, True]
+    assert run_on_s3(s3, 2, save_and_resume, f"{BUCKET}/passing-{use_async}", use_async) == [True, True]
     assert [fault.times for fault in s3.faults] == [0] * len(PASSING)
 
 
@@ -217,25 +227,25 @@ LASTING = {
 @pytest.mark.parametrize(("kind", "use_async"), [(kind, n % 2 == 1) for n, kind in enumerate(LASTING)])
 def test_faults_that_last_leave_the_step_before(kind, use_async, s3):
     root = f"{BUCKET}/lasting-{kind.replace(' ', '-')}-{use_async}"
-    run_on_ranks(on_s3, 2, s3.url, save_step, root, 1, False)
+    run_on_s3(s3, 2, save_step, root, 1, False)
     s3.faults = [LASTING[kind]]
-    expect_on_ranks(CheckpointError, "could not be written", on_s3, 2, s3.url, save_step, root, 2, use_async)
+    expect_on_s3(s3, CheckpointError, "could not be written", save_step, root, 2, use_async)
     s3.faults = []
-    assert run_on_ranks(on_s3, 2, s3.url, load_step, root) == [1, 1]
+    assert run_on_s3(s3, 2, load_step, root) == [1, 1]
     assert len(open_steps(root).names()) == (2 if kind == "no latest" else 1)
-    run_on_ranks(on_s3, 2, s3.url, save_step, root, 3, False)
+    run_on_s3(s3, 2, save_step, root, 3, False)
     left = {key.partition("/")[0] for key in path_at(root).files()}
     whole = ["step-00000002"] if kind == "no latest" else []
     assert left == {"latest", "step-00000001", *whole, "step-00000003"}
-    assert run_on_ranks(on_s3, 2, s3.url, load_step, root) == [3, 3]
+    assert run_on_s3(s3, 2, load_step, root) == [3, 3]
 
 
 @pytest.mark.parametrize("kind", ["500", "cut answer"])
 def test_a_load_that_fails_is_an_error_on_every_rank(kind, s3):
     root = f"{BUCKET}/unreadable-{kind.replace(' ', '-')}"
-    run_on_ranks(on_s3, 2, s3.url, save_step, root, 1, False)
+    run_on_s3(s3, 2, save_step, root, 1, False)
     s3.faults = [Fault("GET", "/model-", kind, 10**6)]
-    expect_on_ranks(CheckpointError, "could not be read", on_s3, 2, s3.url, load_step, root)
+    expect_on_s3(s3, CheckpointError, "could not be read", load_step, root)
 
 
 def replace_model(url, fails):
@@ -247,10 +257,10 @@ def replace_model(url, fails):
 
 def test_a_model_whose_upload_fails_stays_as_it_was(s3):
     url = f"{BUCKET}/kept"
-    run_on_ranks(on_s3, 2, s3.url, replace_model, url, False)
+    run_on_s3(s3, 2, replace_model, url, False)
     before = {path: path_at(path).read_bytes() for path in (f"{url}/model-00001-of-00001.safetensors",)}
     s3.faults = [Fault("PUT", "/model-", "500", 10**6)]
-    expect_on_ranks(CheckpointError, "could not be written", on_s3, 2, s3.url, replace_model, url, True)
+    expect_on_s3(s3, CheckpointError, "could not be written", replace_model, url, True)
     assert {path: path_at(path).read_bytes() for path in before} == before
 
 
@@ -291,9 +301,9 @@ def test_the_interpreter_waits_for_a_save_in_the_background(s3, tmp_path):
 
 def test_columns_of_a_wide_matrix_are_read_row_by_row(s3):
     """Rows are 4 MiB; a rank reads its quarter of each, and nothing of the others'."""
-    run_on_ranks(on_s3, 4, s3.url, use_wide, f"{BUCKET}/wide.safetensors", True)
+    run_on_s3(s3, 4, use_wide, f"{BUCKET}/wide.safetensors", True)
     s3.requests.clear()
-    assert run_on_ranks(on_s3, 4, s3.url, use_wide, f"{BUCKET}/wide.safetensors", False) == [[]] * 4
+    assert run_on_s3(s3, 4, use_wide, f"{BUCKET}/wide.safetensors", False) == [[]] * 4
     assert s3.bytes_read() <= 16 * MIB + 4 * (64 << 10)
 
 

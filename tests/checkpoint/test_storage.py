@@ -12,7 +12,6 @@ import torch
 from click.testing import CliRunner
 
 from booster_core import hookimpl
-from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
@@ -20,7 +19,7 @@ from booster_runtime.checkpoint.files.checksums import Block
 from booster_runtime.checkpoint.run.manifest import FileEntry, Manifest
 from booster_runtime.checkpoint.run.steps_remote import open_steps
 from booster_runtime.cli import convert, inspect, verify
-from booster_runtime.storage import leaves_folder, path_at, storage_for
+from booster_runtime.storage import leaves_folder, local_path, path_at, scheme_of, storage_for
 from booster_runtime.storage.fsspec_storage import FsspecStorage
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run

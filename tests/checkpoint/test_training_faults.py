@@ -202,6 +202,11 @@ def fail_at(place, rank, code=errno.ENOSPC):
     def fail(*args, **kwargs):
         raise OSError(code, os.strerror(code), "somewhere")
 
+    write_text = steps.LocalSteps.write_text
+
+    def fail_for_latest(self, name, text):
+        return fail() if name == steps.LATEST else write_text(self, name, text)
+
     if DistCoordinator().rank != rank:
         return mock.patch.object(writer, "__doc__", writer.__doc__)
     targets = {
@@ -209,9 +214,9 @@ def fail_at(place, rank, code=errno.ENOSPC):
         "sync": (writer.os, "fsync"),
         "manifest": (manifest.Manifest, "write"),
         "rename": (steps.LocalSteps, "place"),
-        "latest": (steps.LocalSteps, "set_latest"),
+        "latest": (steps.LocalSteps, "write_text"),
     }
-    return mock.patch.object(*targets[place], fail)
+    return mock.patch.object(*targets[place], fail_for_latest if place == "latest" else fail)
 
 
 def save_failing(root, place, rank, use_async):
@@ -229,7 +234,7 @@ def save_failing(root, place, rank, use_async):
 )
 def test_a_disk_that_fills_up_at_any_point_leaves_the_step_before(place, rank, use_async, root):
     expect_on_ranks(CheckpointError, "The disk is full", save_failing, 2, str(root), place, rank, use_async)
-    assert names_in(root)[:3] == ["latest", "step-00000003", "step-00000006"]
+    assert names_in(root)[:4] == ["latest", "lease.json", "step-00000003", "step-00000006"]
     assert not list(root.glob(".*"))
     assert run_on_ranks(load, 2, str(root), {}) == [6, 6]
 
@@ -267,7 +272,7 @@ def test_a_disk_that_is_truly_full(use_async, small_disk):
     root = small_disk / "root"
     run_on_ranks(save_steps, 2, str(root), [1], 4000)
     expect_on_ranks(CheckpointError, "The disk is full", save_large, 2, str(root), use_async)
-    assert names_in(root) == ["latest", "step-00000001"]
+    assert names_in(root) == ["latest", "lease.json", "step-00000001"]
     verify_folder(root / "step-00000001")
 
 

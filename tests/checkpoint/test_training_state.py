@@ -139,25 +139,25 @@ def test_layout_of_a_root(tmp_path):
 
 def test_keep_last_removes_older_steps(tmp_path):
     names = run_on_ranks(save_several, 1, str(tmp_path), [1, 2, 3, 4], 2)[0]
-    assert names == ["latest", "step-00000003", "step-00000004"]
+    assert names == ["latest", "lease.json", "step-00000003", "step-00000004"]
 
 
 def test_keep_last_leaves_steps_of_a_run_that_went_back(tmp_path):
     run_on_ranks(save_several, 1, str(tmp_path), [1, 2, 30], None)
     names = run_on_ranks(save_several, 1, str(tmp_path), [3], 1)[0]
-    assert names == ["latest", "step-00000003", "step-00000030"]
+    assert names == ["latest", "lease.json", "step-00000003", "step-00000030"]
     assert (tmp_path / "latest").read_text() == "step-00000003\n"
 
 
 def test_the_latest_step_saved_again_is_replaced_after_it_is_safe(tmp_path):
     names = run_on_ranks(save_several, 1, str(tmp_path), [1, 7, 7, 7], None)[0]
-    assert names == ["latest", "step-00000001", "step-00000007.2"]
+    assert names == ["latest", "lease.json", "step-00000001", "step-00000007.2"]
     assert (tmp_path / "latest").read_text() == "step-00000007.2\n"
 
 
 def test_an_older_step_saved_again_is_replaced_by_its_next_revision(tmp_path):
     names = run_on_ranks(save_several, 1, str(tmp_path), [1, 7, 1], None)[0]
-    assert names == ["latest", "step-00000001.1", "step-00000007"]
+    assert names == ["latest", "lease.json", "step-00000001.1", "step-00000007"]
     assert (tmp_path / "latest").read_text() == "step-00000001.1\n"
 
 

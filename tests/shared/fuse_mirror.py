@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 _MAX_WRITE = 1 << 20
@@ -38,7 +39,6 @@ class Mirror:
         self.descriptor = descriptor
         self.paths = {1: str(folder)}
         self.nodes = {str(folder): 1}
-        self.files = {}
         self.next = 2
 
     def serve(self):
@@ -61,6 +61,9 @@ class Mirror:
                 )
             except OSError as error:
                 answer, code = b"", error.errno or errno.EIO
+            except Exception:  # noqa: BLE001 - without an answer, whoever asked would wait for ever
+                traceback.print_exc()
+                answer, code = b"", errno.EIO
             with contextlib.suppress(FileNotFoundError):  # interrupted meanwhile
                 os.write(self.descriptor, struct.pack("<IiQ", 16 + len(answer), -code, unique) + answer)
 
@@ -87,8 +90,8 @@ class Mirror:
 
     def forget(self, path):
         node = self.nodes.pop(path, None)
-        if node is not None and node not in {entry[1] for entry in self.files.values()}:
-            self.paths.pop(node)
+        if node is not None:  # the kernel may still ask for it
+            self.paths[node] = f"{path} (deleted)"
 
     def lookup(self, node, data):
         return self.entry(self.child(node, data))
@@ -169,7 +172,6 @@ class Mirror:
         flags &= ~(os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_EXCL | os.O_CREAT)
         # The kernel reads the rest of a page of which a part is written.
         descriptor = os.open(path, flags | (os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY))
-        self.files[descriptor] = descriptor, self.nodes.get(path)
         return struct.pack("<QII", descriptor, 0, 0)
 
     def open_file(self, node, data):
@@ -195,7 +197,6 @@ class Mirror:
 
     def release(self, node, data):
         handle = struct.unpack_from("<Q", data)[0]
-        self.files.pop(handle)
         os.close(handle)
 
     def statfs(self, node, data):

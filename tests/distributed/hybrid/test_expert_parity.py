@@ -88,6 +88,8 @@ MESHES = {
     "pp2": (4, {"ep_size": 2, "pp_size": 2}),
     "pp2zero2": (4, {"ep_size": 2, "pp_size": 2, "zero_stage": 2}),
     "zbv": (4, {"ep_size": 2, "pp_size": 2, "pp_style": "zbv", "num_layers_per_stage": [1, 1, 1, 1]}),
+    "gpipe": (4, {"ep_size": 2, "pp_size": 2, "pp_style": "gpipe"}),
+    "interleaved": (4, {"ep_size": 2, "pp_size": 2, "pp_style": "interleaved", "num_layers_per_stage": [1, 1, 1, 1]}),
     "ulysses": (4, {"ep_size": 2, "sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
     "ring": (4, {"ep_size": 2, "sp_size": 2, "sequence_parallelism_mode": "ring_attn", "zero_stage": 1}),
 }
@@ -98,7 +100,7 @@ MESHES = {
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_every_mesh_gives_the_gradients_of_one_process(name, mesh):
     num_ranks, options = MESHES[mesh]
-    settings = {"num_hidden_layers": 4} if mesh == "zbv" else {}
+    settings = {"num_hidden_layers": 4} if mesh in ("zbv", "interleaved") else {}
     run_on_ranks(compare, num_ranks, name, options, settings)
 
 

@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.example import check_entries
-from booster_hybrid.pipeline.microbatches import count_samples, join_outputs
+from booster_hybrid.pipeline.microbatches import count_samples, join_outputs, share_samples, split_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,3 +77,53 @@ def test_class_weights_in_a_batch_are_refused_even_if_as_long_as_the_batch():
 
 def test_entries_for_all_samples_may_have_a_first_dimension_of_one():
     check_entries(loader(with_shared_rows))
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_microbatches_share_samples_as_evenly_as_can_be(count, num_microbatches):
+    if count < num_microbatches:
+        with pytest.raises(ConfigError, match=rf"batch of {count} sample\(s\).*`num_microbatches={num_microbatches}`"):
+            share_samples(count, num_microbatches, None)
+        return
+    shares = share_samples(count, num_microbatches, None)
+    assert (len(shares), sum(shares)) == (num_microbatches, count)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] - shares[-1] <= 1
+
+
+@given(st.integers(1, 40), st.none() | st.integers(1, 12))
+def test_microbatches_of_a_size_leave_what_is_left_to_the_last(count, size):
+    shares = share_samples(count, None, size)
+    assert sum(shares) == count
+    assert set(shares[:-1]) <= {size}
+    assert 1 <= shares[-1] <= (size or count)
+    assert len(shares) == (1 if size is None else -(-count // size))
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+def test_microbatches_put_together_are_the_batch(sizes):
+    count = sum(sizes)
+    batch = {
+        "x": torch.arange(2 * count).view(count, 2),
+        "y": [torch.arange(count)],
+        "scale": torch.tensor(2.0),
+        "n": 3,
+    }
+    shared = torch.arange(count + 1)
+    parts = split_batch({**batch, "shared": shared}, sizes)
+    assert [len(part["x"]) for part in parts] == sizes
+    assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
+    assert torch.equal(torch.cat([part["y"][0] for part in parts]), batch["y"][0])
+    assert all(part["shared"] is shared and part["scale"] is batch["scale"] and part["n"] == 3 for part in parts)
+    assert parts[0]["x"].data_ptr() == batch["x"].data_ptr(), "parts are views"
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, 99))
+def test_a_mean_of_each_microbatch_becomes_the_mean_of_the_batch(sizes, seed):
+    values = torch.randn(sum(sizes), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    parts = values.split(sizes)
+    joined = join_outputs([(part.mean(), part, part.mean(0, keepdim=True).expand(7, 2), 5) for part in parts], sizes)
+    torch.testing.assert_close(joined[0], values.mean())
+    assert torch.equal(joined[1], values)
+    torch.testing.assert_close(joined[2], values.mean(0).expand(7, 2))
+    assert joined[3] == 5

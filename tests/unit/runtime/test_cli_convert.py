@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from booster_core import Booster
 from booster_core.cli import main
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.checkpoint.load.source import Source
 from booster_runtime.checkpoint.tools.convert import convert
 from booster_testing import peak_memory
@@ -169,3 +171,30 @@ def test_a_damaged_source_leaves_nothing_behind(training, tmp_path):
     with pytest.raises(CheckpointError, match="truncated or damaged"):
         convert(tmp_path / "a", tmp_path / "b", "bin")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_converts_the_dtype_of_a_model(form, tmp_path):
+    booster = Booster("cpu")
+    model = Odd()
+    booster.save_model(model, tmp_path / "source", shard=True)
+    (tmp_path / "source" / "config.json").write_text('{"dtype": "float32", "n": 1}')
+    options = ["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--to", form, "--dtype", "bf16"]
+    result = CliRunner().invoke(main, options)
+    assert result.exit_code == 0, result.output
+    source = Source(tmp_path / "target", "model")
+    try:
+        assert torch.equal(source.read_whole("linear.bias"), model.linear.bias.bfloat16())
+        assert source.tensors["count"].dtype == torch.int64
+    finally:
+        source.close()
+    if form != "dcp":
+        assert json.loads((tmp_path / "target" / "config.json").read_text()) == {"dtype": "bfloat16", "n": 1}
+
+
+def test_an_optimizer_keeps_its_dtypes(tmp_path):
+    run = ResumableRun()
+    run.train(1)
+    run.booster.save_optimizer(run.optimizer, tmp_path / "optimizer.safetensors")
+    with pytest.raises(ConfigError, match="keeps its dtypes"):
+        convert(tmp_path / "optimizer.safetensors", tmp_path / "o", "safetensors", dtype=torch.bfloat16)

@@ -13,14 +13,17 @@ def owned_once(plans, expected, world_size):
     """Assert that the ranks' pieces of each parameter cover it, in order and without overlap."""
     seen = {}
     for plan in plans:
+        assert plan.bounds[0] == 0
         assert all(low <= high for low, high in pairwise(plan.bounds))
+        assert len(plan.bounds) == world_size + 1
+        assert plan.numel == sum(high - low for low, high in pairwise(plan.bounds))
         for slot in plan.slots:
             pieces = [plan.owned(slot, rank) for rank in range(world_size)]
             held = [piece for piece in pieces if piece is not None]
             assert held[0][0] == 0
             assert held[-1][1] == slot.numel
             assert all(before[1] == after[0] for before, after in pairwise(held))
-            assert len(held) == 1 or slot.numel
+            assert len(held) == 1 or all(start < stop for start, stop in held), "nobody owns a piece without elements"
             seen[slot.index] = slot.numel
     assert seen == dict(expected)
 
@@ -32,6 +35,7 @@ def test_flat_plans_cover_every_parameter_once(sizes, world_size, bucket_numel):
     for plan in plans:
         lengths = {high - low for low, high in pairwise(plan.bounds)}
         assert len(lengths) == 1, "slices are equal"
+        assert all(bound % ALIGNMENT == 0 for bound in plan.bounds)
         assert plan.numel < sum(-(-slot.numel // ALIGNMENT) * ALIGNMENT for slot in plan.slots) + world_size * ALIGNMENT
 
 
@@ -58,6 +62,27 @@ def test_owners_are_balanced():
     owners = assign_owners([(0, 100), (1, 60), (2, 50), (3, 40), (4, 0)], 2)
     loads = [sum(numel for index, numel in [(0, 100), (1, 60), (2, 50), (3, 40)] if owners[index] == r) for r in (0, 1)]
     assert sorted(loads) == [110, 140]
+
+
+@given(sizes, worlds)
+def test_owners_do_not_depend_on_the_order_in_which_parameters_are_listed(sizes, world_size):
+    assert assign_owners(sizes[::-1], world_size) == assign_owners(sizes, world_size)
+
+
+@given(st.lists(st.integers(1, 200), max_size=12), worlds)
+def test_the_rank_that_owns_most_has_at_most_one_parameter_more_than_a_fair_share(numels, world_size):
+    owners = assign_owners(list(enumerate(numels)), world_size)
+    loads = [sum(numel for index, numel in enumerate(numels) if owners[index] == rank) for rank in range(world_size)]
+    assert sum(loads) == sum(numels)
+    assert max(loads) - min(loads) <= max(numels, default=0)
+
+
+def test_the_smallest_parameters_fill_up_what_is_left():
+    assert sorted(assign_owners([(0, 2), (1, 1), (2, 1)], 2).items()) == [(0, 0), (1, 1), (2, 1)]
+
+
+def test_parameters_begin_at_cache_lines_in_fp32():
+    assert ALIGNMENT * 4 == 64
 
 
 def test_a_bucket_takes_no_parameter_beyond_its_size():

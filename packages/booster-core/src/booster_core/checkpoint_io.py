@@ -7,11 +7,9 @@ plugin. It holds no strategy logic, and this module no file code.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 import importlib_metadata
 
@@ -19,7 +17,7 @@ from booster_core.errors import CheckpointError, ConfigError, PluginError, short
 from booster_core.plugin.hooks import distribution_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -30,20 +28,10 @@ if TYPE_CHECKING:
     from booster_core.precision.loss_scaler import DynamicLossScaler
     from booster_core.state.adapter import StateAdapter
 
-__all__ = [
-    "CheckpointIO",
-    "LoadReport",
-    "LoadedCheckpoint",
-    "MovingAverage",
-    "TrainingObjects",
-    "TrainingState",
-    "local_path",
-    "scheme_of",
-]
+__all__ = ["CheckpointIO", "LoadReport", "LoadedCheckpoint", "MovingAverage", "TrainingObjects", "TrainingState"]
 
 CHECKPOINT_GROUP = "booster.checkpoint_io"
 DEFAULT_ENGINE = "runtime"
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +73,16 @@ class LoadedCheckpoint:
     """What `Booster.load_checkpoint` returns; the same on every rank.
 
     Args:
-        step: The step that was saved.
+        step: The step that was saved; 0 where ``resume=True`` found none.
         extra: The values that were passed as ``extra``, tensors on the CPU.
-        path: The folder that was loaded.
+        path: The folder that was loaded; ``""`` where there was none.
         report: What was loaded of the model.
     """
 
-    step: int
-    extra: Any
-    path: str
-    report: LoadReport
+    step: int = 0
+    extra: Any = None
+    path: str = ""
+    report: LoadReport = field(default_factory=LoadReport)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +93,15 @@ class TrainingObjects:
         device: This rank's device.
         schedulers: Learning rate schedulers.
         loss_scaler: The optimizer's, under fp16.
-        dataloader: A loader with ``state_dict``, whose position is the same on every rank.
+        dataloader: A loader with ``state_dict``.
+        registered: What `Booster.register_for_checkpointing` was given, by name: the object, and ``per_rank``.
     """
 
     device: torch.device
     schedulers: tuple[LRScheduler, ...] = ()
     loss_scaler: DynamicLossScaler | None = None
     dataloader: Any = None
+    registered: Mapping[str, tuple[Any, bool]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +184,8 @@ class CheckpointIO(ABC):
         low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002
         num_threads: int = 1,
         *,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        exclude: Sequence[str] = (),
         module: nn.Module | None = None,
     ) -> LoadReport:
         """Read a model in any form that the engine knows."""
@@ -251,6 +243,9 @@ class CheckpointIO(ABC):
         step: int,
         extra: Any,
         keep_last: int | None,
+        keep_every: int | None,
+        keep_best: int | None,
+        metric: float | None,
         use_async: bool,
         size_per_shard: int,
     ) -> None:
@@ -262,7 +257,8 @@ class CheckpointIO(ABC):
         make_state: Callable[[], TrainingState],
         root: str | Path,
         *,
-        step: int | str,
+        step: int | str | None,
+        resume: bool,
         strict: bool,
         verify: bool,
         num_threads: int,
@@ -282,37 +278,15 @@ class CheckpointIO(ABC):
         """Wait until a save in the background has ended, and raise its error on every rank."""
 
     @abstractmethod
+    def location(self, checkpoint: str | Path) -> str | Path:
+        """Return a URL as it is, and any other path as hooks are told it. Not collective."""
+
+    @abstractmethod
     def when_written(self, call: Callable[[], object]) -> None:
         """Call ``call`` after the pending save succeeded, or now if none is pending. Not collective."""
 
 
-def scheme_of(path: str | Path) -> str | None:
-    """Return the scheme of a URL in lower case; ``None`` for a path, and for ``file://``, which is one."""
-    match = _SCHEME.match(path) if isinstance(path, str) else None
-    scheme = match[1].lower() if match else None
-    return None if scheme == "file" else scheme
-
-
-def local_path(path: str | Path) -> str | Path:
-    """Return a path with ``file://`` taken off; URLs of other schemes as they are.
-
-    Raises:
-        CheckpointError: If a ``file://`` URL names another host, or another URL has a part ``..``. Most storages take
-            that for a name, and the local copy would be written outside of its folder.
-    """
-    if isinstance(path, str) and path.lower().startswith("file://"):
-        parts = urlsplit(path)
-        if parts.netloc not in ("", "localhost"):
-            msg = f"'{path}' names the host '{parts.netloc}'. Write `file:///path` for a path on this one."
-            raise CheckpointError(msg)
-        return unquote(parts.path)
-    if scheme_of(path) is not None and ".." in str(path).split("/"):
-        msg = f"The URL '{path}' has a part '..', which storages do not follow. Write the URL without it."
-        raise CheckpointError(msg)
-    return path
-
-
-def checkpoint_io_class(name: str) -> type[CheckpointIO]:
+def checkpoint_io_class(name: str = DEFAULT_ENGINE) -> type[CheckpointIO]:
     """Import the checkpoint engine of a name.
 
     Raises:

@@ -5,28 +5,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from booster_core.checkpoint_io import (
-    DEFAULT_ENGINE,
-    CheckpointIO,
-    MovingAverage,
-    TrainingObjects,
-    TrainingState,
-    checkpoint_io_class,
-    local_path,
-    scheme_of,
-)
+from booster_core.checkpoint_io import CheckpointIO, MovingAverage, TrainingObjects, TrainingState, checkpoint_io_class
+from booster_core.errors import ConfigError
 from booster_core.plugin.interface import Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.ranks.rendezvous import naming_missing_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     import torch
     from torch.optim import Optimizer
@@ -38,13 +30,14 @@ if TYPE_CHECKING:
 
 
 class Saving(ABC):
-    """Saves and loads what `Booster.boost` returned, and plain models and schedulers."""
+    """Saves and loads, on all ranks together: a call that some ranks do not make raises `MissingRanksError`."""
 
     plugin: Plugin
 
     def __init__(self) -> None:
         # The optimizer of each boosted model.
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
+        self._registered: dict[str, tuple[Any, bool]] = {}  # by name; whether ranks differ
         self._io: CheckpointIO | None = None
         self._context: BoostContext | None = None
 
@@ -63,7 +56,7 @@ class Saving(ABC):
     def checkpoint_io(self) -> CheckpointIO:
         """The reader and writer of this run's checkpoints."""
         if self._io is None:
-            self._io = checkpoint_io_class(DEFAULT_ENGINE)(self.plugin, self.context)
+            self._io = checkpoint_io_class()(self.plugin, self.context)
         return self._io
 
     @checkpoint_io.setter
@@ -113,7 +106,6 @@ class Saving(ABC):
             TypeError: If ``model`` is not a module.
             ConfigError: If arguments contradict each other.
             CheckpointError: If the checkpoint can't be written; it is then as it was before.
-            MissingRanksError: If some ranks do not call this.
 
         Collective: every rank of the world, as for every method here that saves or loads.
         """
@@ -140,6 +132,9 @@ class Saving(ABC):
         strict: bool = True,  # noqa: FBT001, FBT002 - positional in the tutorials
         low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002
         num_threads: int = 1,
+        *,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        exclude: Sequence[str] = (),
     ) -> LoadReport:
         """Read a model from any of the forms that `save_model` and Hugging Face libraries write.
 
@@ -149,6 +144,9 @@ class Saving(ABC):
             strict: Raise unless model and checkpoint hold the same tensors; ``False`` loads those that fit.
             low_cpu_mem_mode: Read only what this rank holds, straight into place; ``False`` reads whole files first.
             num_threads: How many parts of a large tensor are read at once.
+            rename: Regular expressions and what replaces them in the checkpoint's names, one after the other:
+                ``{"^": "model."}`` adds a prefix. Or a function from a checkpoint's name to the model's.
+            exclude: Patterns (``"lm_head.*"``) of the model's names, once renamed, that are left as they are.
 
         Returns:
             What was loaded and what was not, the same on every rank.
@@ -156,15 +154,14 @@ class Saving(ABC):
         Raises:
             TypeError: If ``model`` is not a module.
             CheckpointError: If the checkpoint can't be read, is damaged, or with ``strict`` does not fit.
-            MissingRanksError: If some ranks do not call this.
 
         Collective: every rank of the world.
         """
         self._check_module(model, "load_model")
         with self._announced("load", "model", checkpoint):
-            return self.checkpoint_io.load_model(
-                self.state_adapter(model), checkpoint, strict, low_cpu_mem_mode, num_threads, module=unwrap_model(model)
-            )
+            names: Any = {"rename": rename, "exclude": exclude, "module": unwrap_model(model)}
+            adapter = self.state_adapter(model)
+            return self.checkpoint_io.load_model(adapter, checkpoint, strict, low_cpu_mem_mode, num_threads, **names)
 
     def save_lora_as_pretrained(
         self,
@@ -245,10 +242,7 @@ class Saving(ABC):
             self.checkpoint_io.load_optimizer(adapter, checkpoint, low_cpu_mem_mode, num_threads)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
-        """Write a learning rate scheduler's state as JSON.
-
-        Raises:
-            CheckpointError: If the state has no JSON form, or the file can't be written.
+        """Write a scheduler's state as JSON; a `CheckpointError` is raised where that is not possible.
 
         Collective: every rank of the world.
         """
@@ -256,10 +250,7 @@ class Saving(ABC):
             self.checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
-        """Read a learning rate scheduler's state.
-
-        Raises:
-            CheckpointError: If the file is not the state of such a scheduler.
+        """Read a learning rate scheduler's state; a `CheckpointError` is raised where the file holds another's.
 
         Collective: every rank of the world.
         """
@@ -278,6 +269,9 @@ class Saving(ABC):
         ema: MovingAverage | None = None,
         extra: Any = None,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        metric: float | None = None,
         use_async: bool = False,
         size_per_shard: int = 1024,
     ) -> None:
@@ -285,8 +279,9 @@ class Saving(ABC):
 
         The loss scale and the random states of Python, NumPy and torch (CPU and this rank's CUDA device) of every rank
         are saved as well. Gradients are not: save between steps. A step appears complete or not at all, and the file
-        ``root/latest`` moves to it last, so that a kill at any instant leaves the step before loadable. One run at a
-        time saves into a root. ``root/step-00000100/model`` is a folder as Hugging Face libraries load it.
+        ``root/latest`` moves to it last, so that a kill at any instant leaves the step before loadable. The run that
+        saved or resumed last may save there; an earlier one that is still alive gets an error and changes nothing.
+        ``root/step-00000100/model`` is a folder as Hugging Face libraries load it.
 
         Args:
             root: The folder of all steps, or a URL (``s3://bucket/run``), uploaded to while it is written.
@@ -295,10 +290,14 @@ class Saving(ABC):
             optimizer: The optimizer that `boost` returned.
             lr_scheduler: One scheduler, or several.
             dataloader: The loader that `boost` or `prepare_dataloader` returned; its position in the global order of
-                samples is saved.
+                samples is saved. Of another with ``state_dict`` (torchdata's) each rank's own state is.
             ema: What `ema` returned; its averages are saved in ``root/step-00000100/ema``, loadable like a model.
             extra: Your own JSON values and tensors, in dicts and lists; those of rank 0 are saved.
-            keep_last: Remove all but this many steps up to this one, after it is safe.
+            keep_last: Keep this many steps up to this one. What no rule keeps is removed when this one is safe; without
+                any rule all stay, and later steps, of a run that went back, always do.
+            keep_every: Keep steps that are multiples of this.
+            keep_best: Keep this many steps of those with the smallest ``metric``.
+            metric: How good this step is, the same on all ranks; negate it where large is good.
             use_async: As for `save_model`.
             size_per_shard: Largest size of a file of tensors in MiB.
 
@@ -306,7 +305,6 @@ class Saving(ABC):
             TypeError: If ``model`` or ``optimizer`` are not what `boost` returned, or ``ema`` not what `ema` did.
             ConfigError: If an argument is out of range, or differs between ranks.
             CheckpointError: If something cannot be saved (it is named), or can't be written.
-            MissingRanksError: If some ranks do not call this.
 
         Collective: every rank of the world.
         """
@@ -318,6 +316,9 @@ class Saving(ABC):
                 step=step,
                 extra=extra,
                 keep_last=keep_last,
+                keep_every=keep_every,
+                keep_best=keep_best,
+                metric=metric,
                 use_async=use_async,
                 size_per_shard=size_per_shard,
             )
@@ -331,7 +332,8 @@ class Saving(ABC):
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Any = None,
         ema: MovingAverage | None = None,
-        step: int | str = "latest",
+        step: int | str | None = None,
+        resume: bool = False,
         strict: bool = True,
         verify: bool = True,
         num_threads: int = 1,
@@ -349,8 +351,10 @@ class Saving(ABC):
             lr_scheduler: The schedulers, in the same order.
             dataloader: The loader, over the same data set.
             ema: The averages; they need not have been made from the same values.
-            step: A step; ``"latest"``; or ``"newest-whole"``, which goes back to the newest step that is whole where
-                later ones are damaged, and logs which. For runs that restart by themselves.
+            step: A step; ``"latest"``, the default; or ``"newest-whole"``, the default of ``resume``, which goes back
+                to the newest step that is whole where later ones are damaged, and logs which.
+            resume: Go on with a run that restarts by itself: take over saving into ``root`` from an earlier one, and
+                return step 0 where there is no checkpoint yet.
             strict: As for `load_model`.
             verify: Compare checksums of what is read, while it is read. Of a block that several ranks read parts of,
                 one reads the whole. Sizes are compared in any case; `booster verify` reads all of a step.
@@ -363,7 +367,6 @@ class Saving(ABC):
             TypeError: If ``model`` or ``optimizer`` are not what `boost` returned.
             CheckpointError: If there is no such step (see `has_checkpoint`), it is damaged (the newest intact one
                 is named), or does not fit.
-            MissingRanksError: If some ranks do not call this.
 
         Collective: every rank of the world.
         """
@@ -372,21 +375,42 @@ class Saving(ABC):
                 lambda: self._training_state("load_checkpoint", model, optimizer, lr_scheduler, dataloader, ema),
                 root,
                 step=step,
+                resume=resume,
                 strict=strict,
                 verify=verify,
                 num_threads=num_threads,
             )
 
     def has_checkpoint(self, root: str | Path) -> bool:
-        """Return whether there is a step to load below ``root``, the same on every rank.
-
-        To resume where there is something to resume from:
-        ``if booster.has_checkpoint(root): booster.load_checkpoint(root, ...)``. A damaged step counts: loading it
-        raises, instead of training from the start.
+        """Return whether there is a step below ``root``, damaged or not, the same on every rank.
 
         Collective: every rank of the world.
         """
         return self.checkpoint_io.has_training_state(root)
+
+    def register_for_checkpointing(self, *objects: Any, name: str | None = None, per_rank: bool = False) -> None:
+        """Have `save_checkpoint` save, and `load_checkpoint` load, objects with ``state_dict`` and ``load_state_dict``.
+
+        Args:
+            *objects: Their states are tensors and JSON values in dicts and lists, never pickled.
+            name: What one object is called in checkpoints; others are numbered in the order in which they come.
+            per_rank: Each rank has a state of its own, and gets it back. Else saving raises where ranks differ.
+
+        Raises:
+            TypeError: If an object lacks one of the methods.
+            ConfigError: If the name is taken, names several objects, or is no name.
+
+        Collective: none, but every rank must do the same.
+        """
+        for item in objects:
+            if not all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict")):
+                msg = f"`{type(item).__name__}` has no `state_dict` and `load_state_dict`, so it can't be registered."
+                raise TypeError(msg)
+            key = str(len(self._registered)) if name is None else name
+            if key in self._registered or not key or "/" in key or (name and len(objects) > 1):
+                msg = f"`name={key!r}` must be one object's, without '/', and new: {', '.join(self._registered)}."
+                raise ConfigError(msg)
+            self._registered[key] = item, per_rank
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> MovingAverage:
         """Return a moving average of a model's weights: ``update()`` it after each step.
@@ -466,6 +490,7 @@ class Saving(ABC):
                 schedulers=tuple(scheduler for scheduler in schedulers if scheduler is not None),
                 loss_scaler=getattr(optimizer, "loss_scaler", None),
                 dataloader=dataloader,
+                registered=dict(self._registered),
             ),
             module=unwrap_model(model),
             dtype=self._save_dtype(model),
@@ -484,7 +509,7 @@ class Saving(ABC):
     def _announced(self, verb: str, kind: str, checkpoint: str | Path, *, use_async: bool = False) -> Iterator[None]:
         """Call the hooks before and after a save or load; after a save in the background, when that has ended."""
         hooks = self.context.hooks
-        path = checkpoint if scheme_of(checkpoint) else Path(local_path(checkpoint))
+        path = self.checkpoint_io.location(checkpoint)
         before, after = (getattr(hooks, f"{moment}_{verb}") for moment in ("before", "after"))
         before(kind=kind, checkpoint=path)
         yield

@@ -128,7 +128,7 @@ class ExponentialAverage(MovingAverage):
 
         Collective: every rank of the world.
         """
-        return self._io.load_model(_AveragesAdapter(self), checkpoint, strict, **options)
+        return self._io.load_model(_AveragesAdapter(self), checkpoint, strict, module=self._module, **options)
 
     def state_adapter(self) -> StateAdapter:
         """Return the averages as the state of a model, to be saved or loaded.

@@ -6,9 +6,10 @@ or only some of them; a save on the ranks that know of it would wait for the oth
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from booster_core.errors import ConfigError
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import FrameType
 
     from typing_extensions import Self
@@ -26,18 +27,26 @@ if TYPE_CHECKING:
 
 __all__ = ["StopSignal"]
 
+_T = TypeVar("_T")
+
 
 class StopSignal:
     """Catches signals, and tells all ranks after the same step that one of them got one.
 
     Example::
 
+        for batch in StopSignal(booster).until(loader):
+            ...
+            step += 1
+        booster.save_checkpoint(root, step=step, model=model, optimizer=optimizer)
+
+    Or, where loops are nested::
+
         with StopSignal(booster) as stop:
-            for batch in loader:
-                ...
-                if stop.requested():
-                    booster.save_checkpoint(root, step=step, model=model, optimizer=optimizer)
-                    break
+            for epoch in range(epochs):
+                for batch in stop.until(loader):  # empty after a signal
+                    ...
+            booster.save_checkpoint(root, step=step, model=model, optimizer=optimizer)
 
     While it is open, the signals do nothing else, however often they come; afterwards they do what they did before.
 
@@ -93,6 +102,19 @@ class StopSignal:
                 collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
             self._is_requested = bool(flag.item())
         return self._is_requested
+
+    def until(self, batches: Iterable[_T]) -> Iterator[_T]:
+        """Yield batches; none after the step in which any rank got a signal. It is opened meanwhile, unless it is open.
+
+        Collective: every rank of the world, at each batch; ranks have equally many.
+        """
+        if self._is_requested:
+            return
+        with contextlib.nullcontext() if self._before else self:
+            for batch in batches:
+                yield batch
+                if self.requested():
+                    return
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame

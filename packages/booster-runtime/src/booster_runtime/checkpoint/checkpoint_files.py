@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.checkpoint.files.index import read_json
 from booster_runtime.checkpoint.files.layout import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
@@ -19,10 +18,10 @@ from booster_runtime.checkpoint.run.scheduler import scheduler_from_json, schedu
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_runtime.checkpoint.save.saver import Saver
 from booster_runtime.checkpoint.session import Session
-from booster_runtime.storage import RemotePath, path_at
+from booster_runtime.storage import RemotePath, local_path, path_at, scheme_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -137,6 +136,8 @@ class CheckpointFiles:
         low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002
         num_threads: int = 1,
         *,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        exclude: Sequence[str] = (),
         module: nn.Module | None = None,
         checks: Callable[[Path], CheckedReads | None] = lambda _: None,
     ) -> LoadReport:
@@ -152,6 +153,8 @@ class CheckpointFiles:
             strict: As there.
             low_cpu_mem_mode: As there.
             num_threads: As there.
+            rename: As there.
+            exclude: As there.
             module: The user's own model; tells where transformers' files name tensors differently from its modules.
             checks: Returns what verifies a file while it is read, by its path; a training state knows its checksums.
 
@@ -167,6 +170,8 @@ class CheckpointFiles:
             in_memory=not low_cpu_mem_mode,
             num_threads=num_threads,
             bucket_bytes=self._bucket_bytes,
+            rename=rename,
+            exclude=exclude,
             module=module,
             checks=checks,
         )
@@ -255,6 +260,16 @@ class CheckpointFiles:
         finally:
             self._saver.buffers.release()
 
+    def location(self, checkpoint: str | Path) -> str | Path:
+        """Return a URL as it is, and any other path as a `Path`, ``file://`` taken off.
+
+        Collective: none.
+        """
+        if "://" not in str(checkpoint):
+            return Path(checkpoint)
+        path = local_path(checkpoint)
+        return path if scheme_of(path) else Path(path)
+
     def path_at(self, checkpoint: str | Path, name: str) -> Path:
         """Return the path of a checkpoint: a `RemotePath` for a URL.
 
@@ -269,11 +284,11 @@ class CheckpointFiles:
         """
         if isinstance(checkpoint, RemotePath):
             return checkpoint
-        checkpoint = local_path(checkpoint)
-        if scheme_of(checkpoint) is None:
-            return Path(checkpoint)
-        with self._session.together(name, Path(checkpoint)):
-            return path_at(checkpoint)
+        path = self.location(checkpoint)
+        if isinstance(path, Path):
+            return path
+        with self._session.together(name, Path(path)):
+            return path_at(path)
 
     def _begin_load(self, name: str, num_threads: int = 1) -> None:
         if num_threads < 1:

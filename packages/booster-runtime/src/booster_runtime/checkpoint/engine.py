@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.checkpoint_io import CheckpointIO
 from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
 from booster_runtime.checkpoint.run.facts import run_facts
+from booster_runtime.checkpoint.run.lease import Leases
 from booster_runtime.checkpoint.run.training_state import has_training_state, load_training_state, save_training_state
 from booster_runtime.checkpoint.save.adapters import adapted_model, save_adapters
 from booster_runtime.ema import ExponentialAverage
@@ -38,6 +39,7 @@ class CheckpointEngine(CheckpointFiles, CheckpointIO):
     def __init__(self, plugin: Plugin, context: BoostContext) -> None:
         CheckpointFiles.__init__(self, context.coordinator, timeout_seconds=context.timeout_seconds)
         CheckpointIO.__init__(self, plugin, context)
+        self._leases = Leases()
 
     def save_adapters(
         self,
@@ -61,6 +63,9 @@ class CheckpointEngine(CheckpointFiles, CheckpointIO):
         step: int,
         extra: Any,
         keep_last: int | None,
+        keep_every: int | None,
+        keep_best: int | None,
+        metric: float | None,
         use_async: bool,
         size_per_shard: int,
     ) -> None:
@@ -69,10 +74,12 @@ class CheckpointEngine(CheckpointFiles, CheckpointIO):
             self._session,
             make_state,
             root,
+            leases=self._leases,
             facts=run_facts(self.plugin, self.context),
             step=step,
             extra=extra,
-            keep_last=keep_last,
+            keep={"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best},
+            metric=metric,
             use_async=use_async,
             size_per_shard=size_per_shard,
         )
@@ -82,7 +89,8 @@ class CheckpointEngine(CheckpointFiles, CheckpointIO):
         make_state: Callable[[], TrainingState],
         root: str | Path,
         *,
-        step: int | str,
+        step: int | str | None,
+        resume: bool,
         strict: bool,
         verify: bool,
         num_threads: int,
@@ -92,7 +100,9 @@ class CheckpointEngine(CheckpointFiles, CheckpointIO):
             self._session,
             make_state,
             root,
+            leases=self._leases,
             step=step,
+            resume=resume,
             strict=strict,
             verify=verify,
             num_threads=num_threads,

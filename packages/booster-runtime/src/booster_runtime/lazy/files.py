@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.errors import CheckpointError, LazyInitError
+from booster_runtime.checkpoint.files.composed import ComposedTensors
 from booster_runtime.checkpoint.files.layout import MODEL
 from booster_runtime.checkpoint.load.source import Source
 from booster_runtime.lazy.log import Ref
 from booster_runtime.lazy.replay import find_live
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from booster_core.state import TensorMeta
+    from booster_runtime.checkpoint.files.composed import Layout
     from booster_runtime.lazy.log import Entry
 
 _SAMPLE_NUMEL = 256
@@ -67,15 +69,25 @@ class FileRead:
         path: The checkpoint.
         key: The tensor's name there.
         meta: What the checkpoint said of it when it was recorded.
+        composed: Where several tensors of the checkpoint make it up: how, and what the checkpoint said of each.
     """
 
-    def __init__(self, files: Files, path: Path, key: str, meta: TensorMeta) -> None:
+    def __init__(
+        self,
+        files: Files,
+        path: Path,
+        key: str,
+        meta: TensorMeta,
+        composed: tuple[Layout, Mapping[str, TensorMeta]] | None = None,
+    ) -> None:
         self._files = files
         self.path = path
         self.key = key
         self.meta = meta
+        self._layout = None if composed is None else composed[0]
+        self._parts = {key: meta} if composed is None else composed[1]
 
-    def source(self) -> Source:
+    def source(self) -> Source | ComposedTensors:
         """Return the open checkpoint.
 
         Raises:
@@ -89,14 +101,15 @@ class FileRead:
                 "files until the model is boosted."
             )
             raise LazyInitError(msg) from cause
-        found = source.tensors.get(self.key)
-        if found != self.meta:
-            msg = (
-                f"'{self.path}' was changed since a lazy model was built from it: '{self.key}' was "
-                f"{self.meta.shape} of {self.meta.dtype}, and is {found}. Keep the files until the model is boosted."
-            )
-            raise LazyInitError(msg)
-        return source
+        for key, meta in self._parts.items():
+            found = source.tensors.get(key)
+            if found != meta:
+                msg = (
+                    f"'{self.path}' was changed since a lazy model was built from it: '{key}' was {meta.shape} of "
+                    f"{meta.dtype}, and is {found}. Keep the files until the model is boosted."
+                )
+                raise LazyInitError(msg)
+        return source if self._layout is None else ComposedTensors(source, {self.key: self._layout}, {})
 
     def __call__(self) -> torch.Tensor:
         """Return the whole tensor."""

@@ -11,8 +11,8 @@ from booster_core.errors import CheckpointError, LazyInitError
 from booster_core.state import NamedTensors, TensorMeta, extra_state_modules
 from booster_runtime.checkpoint.files.layout import MODEL
 from booster_runtime.checkpoint.load.compare import Expectation, compare
+from booster_runtime.checkpoint.load.naming import as_model_names
 from booster_runtime.checkpoint.load.source import open_source
-from booster_runtime.checkpoint.load.transformers_names import renamed
 from booster_runtime.lazy.files import FileRead, empty_like
 from booster_runtime.lazy.tensor import LazyTensor
 
@@ -58,22 +58,24 @@ def load_pretrained(model: nn.Module, checkpoint: str | Path, *, strict: bool = 
         extra=tuple(extra),
     )
     with open_source(path, MODEL) as source, torch.no_grad():
-        names = renamed(model, source.tensors, (*expected.tensors, *expected.aliases, *expected.extra))
-        stored = {name: source.tensors[key] for name, key in names.items()}
-        report, found = compare(stored, source.values, expected)
+        known = (*expected.tensors, *expected.aliases, *expected.extra)
+        stored = as_model_names(source, model, known)
+        report, found = compare(stored.tensors, stored.values, expected)
         if strict and not report.is_complete:
             msg = f"'{path}' does not fit the model. {report.problems()} Pass `strict=False` to load what fits."
             raise CheckpointError(msg)
         for name, home in found.items():
-            tensor, key = named.tensors[name], names[home]
+            tensor, layout = named.tensors[name], stored.layouts[home]
             if isinstance(tensor, LazyTensor):
                 recorder = tensor.lazy_recorder
-                read = FileRead(recorder.files, path, key, source.tensors[key])
+                key = layout.single or home
+                parts = {piece.key: source.tensors[piece.key] for piece in layout.pieces}
+                read = FileRead(recorder.files, path, key, layout.meta, None if layout.single else (layout, parts))
                 value = recorder.record_source("a tensor of a file", read, empty_like(read.meta))
                 tensor.data = value.to(device=tensor.device, dtype=tensor.dtype)
             else:
-                tensor.copy_(source.read_whole(key))
-        for name, value in source.extra_values(tuple(extra)).items():
+                tensor.copy_(stored.read_whole(home))
+        for name, value in stored.extra_values(tuple(extra)).items():
             extra[name].set_extra_state(value)
     for recorder in {id(tensor.lazy_recorder): tensor.lazy_recorder for tensor in lazies}.values():
         recorder.draws_if_needed = True

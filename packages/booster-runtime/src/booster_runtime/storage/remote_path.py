@@ -16,9 +16,9 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import Self, override
 
-from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import BoosterError, CheckpointError
 from booster_runtime.storage.interface import leaves_folder, storage_for
+from booster_runtime.storage.location import local_path, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from booster_core.errors import CheckpointError
 from booster_core.state import Box, TensorMeta, box_numel, box_shape
-from booster_runtime.checkpoint.files.dcp_table import Slice, read_table
+from booster_runtime.checkpoint.files.dcp_table import Slice, Table, read_table
+from booster_runtime.checkpoint.files.layout import MODEL, OPTIMIZER
 from booster_runtime.checkpoint.files.reading import ByteFile, TensorFile
 from booster_runtime.state.jsonable import encode_json
 from booster_runtime.state.regions import intersect, regions_of, slices_of
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 STATE, GROUPS, SHAPES = "state", "param_groups", "param_shapes"
 """The first parts of an optimizer's paths."""
+_NESTED = {MODEL: ("model",), OPTIMIZER: ("optimizer", "optim")}
+"""What the parts of a nested state are called."""
 _PART_BYTES = 16 << 20
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, AttributeError, LookupError)
 """What ``torch.load`` raises about content that it does not take."""
@@ -35,18 +38,21 @@ _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeE
 class DCPFile(TensorFile):
     """A DCP folder as one file of tensors. Nested dicts appear under their paths, joined as DCP joins them.
 
-    An optimizer's state (``state``, ``param_groups`` at the top) appears as in our own optimizer files.
+    An optimizer's state (``state``, ``param_groups`` at the top) appears as in our own optimizer files. Of a nested
+    state (``{"model": ..., "optimizer": ...}``) only one part is shown, without its prefix.
 
     Args:
         path: The folder.
+        kind: Which part: ``"model"`` or ``"optimizer"``.
 
     Raises:
         CheckpointError: If the folder is damaged, incomplete, or uses extensions of its writer.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: str = MODEL) -> None:
         self.path = path
         self._table = read_table(path)
+        self._paths = _paths_of(self._table, kind)
         self.tensors = {}
         self._fqns: dict[str, str] = {}
         self._files: dict[str, ByteFile] = {}
@@ -55,11 +61,13 @@ class DCPFile(TensorFile):
         try:
             self._check_files()
             for fqn, entry in self._table.tensors.items():
-                parts = self._path_of(fqn)
-                key = f"{parts[1]}/{parts[2]}" if parts[0] == STATE and len(parts) == 3 else fqn
+                if fqn not in self._paths:
+                    continue
+                parts = self._paths[fqn]
+                key = f"{parts[1]}/{parts[2]}" if parts[0] == STATE and len(parts) == 3 else ".".join(map(str, parts))
                 self._fqns[key] = fqn
                 self.tensors[key] = TensorMeta(shape=entry.shape, dtype=entry.dtype)
-            others = {self._path_of(fqn): self._read_value(fqn) for fqn in self._table.values}
+            others = {self._paths[fqn]: self._read_value(fqn) for fqn in self._table.values if fqn in self._paths}
         except BaseException:
             self.close()
             raise
@@ -98,9 +106,6 @@ class DCPFile(TensorFile):
         for file in self._files.values():
             file.close()
         self._files = {}
-
-    def _path_of(self, fqn: str) -> tuple[str | int, ...]:
-        return self._table.paths.get(fqn, (fqn,))
 
     def _read_chunk(self, fqn: str, dtype: torch.dtype, place: Box, common: Box, box: Box, out: torch.Tensor) -> None:
         """Read the part of a chunk that a box wants, into its place among the box' values."""
@@ -222,6 +227,28 @@ class _FileSlice(io.RawIOBase):
         return count
 
 
+def _paths_of(table: Table, kind: str) -> dict[str, tuple[str | int, ...]]:
+    """Return the path of each entry that belongs to a kind, without what is in front of all of them."""
+    paths = {fqn: table.paths.get(fqn, (fqn,)) for fqn in (*table.tensors, *table.values)}
+    for depth in (1, 2):
+        fronts = {path[:depth] for path in paths.values() if len(path) > depth and path[depth - 1] in _NESTED[kind]}
+        if len(fronts) == 1:
+            front = fronts.pop()
+            paths = {fqn: path[depth:] for fqn, path in paths.items() if path[:depth] == front and len(path) > depth}
+            break
+    return paths if kind == MODEL else {fqn: _unflattened(path) for fqn, path in paths.items()}
+
+
+def _unflattened(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Return the path of an optimizer's entry that ``flatten_optimizer_state_dict=True`` gave one name."""
+    if len(path) == 1 and isinstance(path[0], str):
+        front, _, rest = path[0].partition(".")
+        name, dot, last = rest.rpartition(".")
+        if front in (STATE, GROUPS) and dot:
+            return front, name, last
+    return path
+
+
 def _relative(box: Box, origin: Box) -> Box:
     return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(box, origin, strict=True))
 
@@ -237,8 +264,11 @@ def _optimizer_info(others: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
     groups: dict[int, dict[str, Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     shapes: dict[str, Any] = {}
+    flat: dict[str, dict[str, Any]] = {}
     for parts, value in others.items():
-        if parts[0] == GROUPS and len(parts) == 3:
+        if parts[0] == GROUPS and len(parts) == 3 and isinstance(parts[1], str) and not parts[1].isdecimal():
+            flat.setdefault(parts[1], {})[str(parts[2])] = encode_json(value, str(parts[2]))
+        elif parts[0] == GROUPS and len(parts) == 3:
             groups.setdefault(int(parts[1]), {})[str(parts[2])] = (
                 value if parts[2] == "params" else encode_json(value, str(parts[2]))
             )
@@ -247,4 +277,11 @@ def _optimizer_info(others: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
         elif parts[0] == SHAPES:
             shapes = value
     ordered = [groups[index] for index in sorted(groups)]
+    for name, options in flat.items():  # parameters with equal options were one group
+        alike = (group for group in ordered if {**options, "params": group["params"]} == group)
+        group = next(alike, None)
+        if group is None:
+            ordered.append({**options, "params": [name]})
+        else:
+            group["params"].append(name)
     return {"format_version": 1, "param_groups": ordered, "scalars": scalars, "param_shapes": shapes}

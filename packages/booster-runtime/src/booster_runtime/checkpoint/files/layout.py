@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import ConfigError
 from booster_runtime.checkpoint.files.checksums import block_sizes
 from booster_runtime.state.jsonable import tensor_references
-from booster_runtime.storage import leaves_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -275,7 +274,7 @@ def make_plan(
             last.append(part.names.index)
     written = {file.name for file in files} | all_texts.keys()
     for name in written:
-        if "/" in name or leaves_folder(name):
+        if "/" in name or "\\" in name:
             msg = f"The file name '{name}' leads out of '{folder}'. Use a `prefix` without separators."
             raise ConfigError(msg)
     # Another form would be read in place of this one by those who look for it first, or ask for it.

@@ -77,8 +77,8 @@ class SafetensorsFile(TensorFile):
         try:
             self._size = self._bytes.size
             header, self._start = self._read_header()
-            metadata = header.pop(METADATA, {})
-            self.values = _values_in(path, metadata)
+            metadata = header.pop(METADATA, None)
+            self.values = {} if metadata is None else _values_in(path, metadata)
             self._offsets: dict[str, int] = {}
             self.tensors = {key: self._check_entry(key, entry) for key, entry in header.items()}
             self._check_overlaps()
@@ -148,10 +148,13 @@ class SafetensorsFile(TensorFile):
 
     def _check_entry(self, key: str, entry: Any) -> TensorMeta:
         try:
-            dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            numbers = (*shape, begin, end)
-            if type(dtype) is not str or not all(type(number) is int and 0 <= number < _LARGEST for number in numbers):
+            dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if (type(dtype), type(shape), type(offsets)) != (str, list, list):
+                raise TypeError
+            begin, end = offsets
+            if not all(type(number) is int and 0 <= number < _LARGEST for number in (*shape, begin, end)):
                 raise ValueError
+            shape = tuple(shape)
         except (KeyError, TypeError, ValueError) as error:
             msg = f"The header of '{self.path}' is damaged: the entry of '{key}' is {_shown(entry)}."
             raise CheckpointError(msg) from error

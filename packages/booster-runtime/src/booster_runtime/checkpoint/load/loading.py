@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
 from booster_runtime.checkpoint.files.layout import MODEL, OPTIMIZER
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
 from booster_runtime.checkpoint.load.compare import Expectation, compare
+from booster_runtime.checkpoint.load.naming import as_model_names, excluder
 from booster_runtime.checkpoint.load.optimizer_check import (
     check_same_parameters,
     check_states,
@@ -16,15 +19,15 @@ from booster_runtime.checkpoint.load.optimizer_check import (
     read_optimizer_info,
     states_by_parameter,
 )
+from booster_runtime.checkpoint.load.optimizer_positions import by_name, is_positional
 from booster_runtime.checkpoint.load.read_ahead import read_ahead
-from booster_runtime.checkpoint.load.reader import ShardReader
+from booster_runtime.checkpoint.load.reader import ReadableTensors, ShardReader
 from booster_runtime.checkpoint.load.source import Source, open_source
-from booster_runtime.checkpoint.load.transformers_names import renamed
 from booster_runtime.checkpoint.session import Progress
 from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -47,6 +50,8 @@ def load_model(
     in_memory: bool,
     num_threads: int,
     bucket_bytes: int,
+    rename: Mapping[str, str] | Callable[[str], str] | None,
+    exclude: Sequence[str],
     module: nn.Module | None,
     checks: Checks,
 ) -> LoadReport:
@@ -61,27 +66,33 @@ def load_model(
         def look() -> Expectation:
             nonlocal source, extra
             source = stack.enter_context(open_source(path, MODEL, in_memory=in_memory, checks=checks))
-            extra = tuple(adapter.extra_state())
-            return Expectation.of(adapter, extra)
+            is_out = excluder(exclude)
+            extra = tuple(name for name in adapter.extra_state() if not is_out(name))
+            found = Expectation.of(adapter, extra)
+            kept = {name: meta for name, meta in found.tensors.items() if not is_out(name)}
+            return replace(found, tensors=kept)
 
         expected = Expectation.merge(session.gather("load_model", path, look))
         assert source is not None, "opened on every rank, or on none"
-        names = renamed(module, source.tensors, (*expected.tensors, *expected.aliases, *expected.extra))
-        stored = {name: source.tensors[key] for name, key in names.items()}
-        report, found = compare(stored, source.values, expected)
-        homes = {name: names[key] for name, key in found.items()}
+        with session.together("load_model", path):
+            known = (*expected.tensors, *expected.aliases, *expected.extra)
+            named = as_model_names(source, module, known, rename=rename, exclude=exclude)
+        report, homes = compare(named.tensors, named.values, expected)
         if strict and not report.is_complete:
             msg = f"'{path}' does not fit the model. {report.problems()} Pass `strict=False` to load what fits."
             raise CheckpointError(msg)
-        with session.together("load_model", path):
+        with session.together("load_model", path, for_long=True):
             is_shown = session.rank == 0
-            targets: Iterable[TensorShard] = adapter.model_targets(
-                {name: source.tensors[key] for name, key in homes.items()}
-            )
+            metas = {name: named.tensors[key] for name, key in homes.items()}
+            targets: Iterable[TensorShard] = adapter.model_targets(metas)
             if isinstance(path, RemotePath) and adapter.keeps_values:
-                targets = read_ahead(source, targets, homes, bucket_bytes)
-            _fill("Loading model", source, targets, homes, num_threads, bucket_bytes, is_shown=is_shown)
-            adapter.load_extra_state(source.extra_values(extra))
+                stored = {name: single for name, key in homes.items() if (single := named.layouts[key].single)}
+                held = list(targets)  # what is made of several tensors is read as it is asked for
+                plain = [shard for shard in held if shard.key in stored]
+                composed = [shard for shard in held if shard.key not in stored]
+                targets = [*read_ahead(source, plain, stored, bucket_bytes), *composed]
+            _fill("Loading model", named, targets, homes, num_threads, bucket_bytes, is_shown=is_shown)
+            adapter.load_extra_state(named.extra_values(extra))
     # Not inside of `together`: an adapter may communicate here, and then all ranks fail or none.
     adapter.finish_load(model=True, optimizer=False)
     return report
@@ -108,29 +119,34 @@ def load_optimizer(
         def look() -> list[Any]:
             nonlocal source, saved
             source = stack.enter_context(open_source(path, OPTIMIZER, in_memory=in_memory, checks=checks))
-            saved = read_optimizer_info(source)
+            saved = None if is_positional(source) else read_optimizer_info(source)
             return OptimizerInfo.of(adapter).entries()
 
-        here = OptimizerInfo.merge(session.gather_each("load_optimizer", path, look))
+        gathered = session.gather_each("load_optimizer", path, look)
+        here = OptimizerInfo.merge(gathered)
         assert source is not None, "opened on every rank, or on none"
-        assert saved is not None, "read with it"
+        named: ReadableTensors = source
+        if saved is None:
+            with session.together("load_optimizer", path):
+                named, saved = by_name(source, here, [groups for groups, *_ in gathered])
+        assert saved is not None, "an error was raised on every rank"
         check_same_parameters(path, saved, here)
-        states = states_by_parameter(path, source.tensors, here)
+        states = states_by_parameter(path, named.tensors, here)
         adapter.prepare_optimizer_load(states, saved.scalars, saved.groups)
-        tensors = source.tensors
+        tensors = named.tensors
         check_states(path, tensors, session.gather("load_optimizer", path, lambda: listed_states(adapter, tensors)))
-        with session.together("load_optimizer", path):
+        with session.together("load_optimizer", path, for_long=True):
             homes, is_shown = {key: key for key in tensors}, session.rank == 0
             shards: Iterable[TensorShard] = adapter.optimizer_shards()
-            if isinstance(path, RemotePath) and adapter.keeps_values:
+            if isinstance(path, RemotePath) and adapter.keeps_values and named is source:
                 shards = read_ahead(source, shards, homes, bucket_bytes)
-            _fill("Loading optimizer", source, shards, homes, num_threads, bucket_bytes, is_shown=is_shown)
+            _fill("Loading optimizer", named, shards, homes, num_threads, bucket_bytes, is_shown=is_shown)
     adapter.finish_load(model=False, optimizer=True)
 
 
 def _fill(
     title: str,
-    source: Source,
+    source: ReadableTensors,
     shards: Iterable[Any],
     homes: Mapping[str, str],
     num_threads: int,
@@ -140,9 +156,14 @@ def _fill(
 ) -> None:
     """Read the shards whose tensors have a home in the checkpoint."""
     with (
-        Progress(title, source.total_bytes, is_shown=is_shown) as progress,
+        Progress(title, _nbytes(source, homes), is_shown=is_shown) as progress,
         ShardReader(source, bucket_bytes, num_threads=num_threads, progress=progress.advance) as reader,
     ):
         for shard in shards:
             if shard.key in homes and shard.numel:
                 reader.fill(shard, homes[shard.key])
+
+
+def _nbytes(source: ReadableTensors, homes: Mapping[str, str]) -> int:
+    metas = [source.tensors[key] for key in homes.values()]
+    return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas)

@@ -201,7 +201,7 @@ class Source:
             if is_dcp_folder(self.path):
                 from booster_runtime.checkpoint.files.dcp_file import DCPFile
 
-                self._add(DCPFile(self.path), None)
+                self._add(DCPFile(self.path, kind), None)
                 return
             found, self.index = find_files(self.path, kind)
             read_heads(found)

@@ -3,11 +3,13 @@
 A step appears under its name complete or not at all; what is being written or removed has a name that starts with a
 dot, and the next save clears it away. A failed removal is logged, fails no save, and is tried again by the next one.
 A step is never replaced in place: saving the same step once more makes ``step-00000100.1`` and removes
-``step-00000100`` after ``latest`` has moved.
+``step-00000100`` after ``latest`` has moved. A job that lost the lease of the root
+(`booster_runtime.checkpoint.run.lease`) changes nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -18,17 +20,23 @@ from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointError
 from booster_runtime.checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS, new_token
-from booster_runtime.checkpoint.run.manifest import MANIFEST, verify_folder
+from booster_runtime.checkpoint.run.lease import LEASE
+from booster_runtime.checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
 from booster_runtime.checkpoint.save.writer import sync_folder
+from booster_runtime.state.jsonable import decode_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from booster_runtime.checkpoint.run.retention import Retention
 
 _log = logging.getLogger(__name__)
 
 LATEST, NEWEST_WHOLE = "latest", "newest-whole"
+METRIC = "metric"
+"""The manifest's entry that tells how good a step is."""
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_HIDDEN_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
+_HIDDEN_TEXT = re.compile(rf"\.({LATEST}|{re.escape(LEASE)})\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
 _HIDDEN = re.compile(rf"\.step-\d{{8,}}(\.\d+)?\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
 
 
@@ -74,16 +82,24 @@ class Steps(ABC):
         """Return the names that no new step can have."""
 
     @abstractmethod
-    def latest_name(self) -> str | None:
-        """Return what ``latest`` names; ``None`` where there is no such file."""
+    def read_text(self, name: str) -> str | None:
+        """Return the content of a small file under the root; ``None`` where there is no such file."""
+
+    @abstractmethod
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small file under the root, atomically and durably; an older one is replaced."""
+
+    @abstractmethod
+    def manifest(self, name: str) -> Manifest:
+        """Return the manifest of a step.
+
+        Raises:
+            CheckpointError: If it is damaged or can't be read.
+        """
 
     @abstractmethod
     def place(self, temporary: Path, name: str) -> None:
         """Make a complete temporary folder a step's folder, durably; there is none of that name."""
-
-    @abstractmethod
-    def set_latest(self, name: str) -> None:
-        """Let ``latest`` name a folder, atomically and durably."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -103,53 +119,87 @@ class Steps(ABC):
             CheckpointError: If it is damaged.
         """
 
-    def commit(self, temporary: Path, step: int, keep_last: int | None) -> str:
+    def latest_name(self) -> str | None:
+        """Return what ``latest`` names; ``None`` where there is no such file."""
+        text = self.read_text(LATEST)
+        return None if text is None else text.strip()
+
+    def commit(self, temporary: Path, step: int, retention: Retention, hold: Callable[[], None]) -> str:
         """Make a complete temporary folder the latest step, and then remove what is no longer wanted.
 
         Args:
             temporary: The folder, with its manifest.
             step: Its step.
-            keep_last: Keep this many steps up to this one. Steps beyond it, of a run that went back, stay.
+            retention: Tells which steps up to this one stay. Steps beyond it, of a run that went back, stay.
+            hold: Raises `CheckpointError` where another job saves into this root by now.
 
         Returns:
             The name of the step's folder.
         """
+        hold()
         # What is there of the same step stays until the new one is in place, and may then fail to be removed.
         revisions = [parsed[1] for parsed in map(parse_name, self.taken()) if parsed is not None and parsed[0] == step]
         name = folder_name(step, max(revisions) + 1 if revisions else 0)
         self.place(temporary, name)
-        self.set_latest(name)
-        self._remove_obsolete(name, step, keep_last)
+        self._keep_only_if_held(name, hold)
+        self.write_text(LATEST, f"{name}\n")
+        self._remove_obsolete(name, step, retention, hold)
         return name
 
-    def _remove_obsolete(self, kept: str, step: int, keep_last: int | None) -> None:
+    def _keep_only_if_held(self, name: str, hold: Callable[[], None]) -> None:
+        """Remove a step that is in place, and raise, where another job has taken the root since the save began."""
+        try:
+            hold()
+        except CheckpointError:
+            with contextlib.suppress(Exception):  # the lost lease is what matters
+                self.remove(name)
+            raise
+
+    def _remove_obsolete(self, kept: str, step: int, retention: Retention, hold: Callable[[], None]) -> None:
         """Remove what is no longer wanted. The new step is safe by now, so a failure is logged and not raised."""
         try:
-            obsolete = self._obsolete(kept, step, keep_last)
+            obsolete = self._obsolete(kept, step, retention)
         except Exception as error:  # noqa: BLE001 - a storage has errors of its own
             _log.warning("Old steps in '%s' could not be listed: %s. The next save tries again.", self.root, error)
             return
         for name in obsolete:
             try:
+                hold()
                 self.remove(name)
             except Exception as error:  # noqa: BLE001 - as above
                 log_failed_removal(f"{self.root}/{name}", error)
 
-    def _obsolete(self, kept: str, step: int, keep_last: int | None) -> list[str]:
-        """Return other revisions of a step, and steps before the last ``keep_last``."""
+    def _obsolete(self, kept: str, step: int, retention: Retention) -> list[str]:
+        """Return other revisions of a step, and steps before it that no rule keeps."""
         steps: dict[str, int] = {}
         for name in self.names():
             parsed = parse_name(name)
             assert parsed is not None, "names() lists steps"
             steps[name] = parsed[0]
-        wanted = {number for number in steps.values() if number <= step}
-        if keep_last is not None:
-            wanted = set(sorted(wanted)[-keep_last:])
+        numbers = {number for number in steps.values() if number <= step}
+        metrics, unknown = dict[int, float](), set[int]()
+        if retention.keep_best is not None:
+            metrics, unknown = self._metrics({number: name for name, number in steps.items() if number <= step})
+        wanted = retention.kept(numbers, metrics) | unknown
         return [
             name
             for name, number in steps.items()
             if name != kept and (number == step or (number < step and number not in wanted))
         ]
+
+    def _metrics(self, steps: Mapping[int, str]) -> tuple[dict[int, float], set[int]]:
+        """Return the metrics of steps that have one, and the steps whose manifest can't be read now."""
+        metrics, unknown = dict[int, float](), set[int]()
+        for number, name in steps.items():
+            try:
+                value = decode_json(self.manifest(name).facts.get(METRIC))
+            except Exception as error:  # noqa: BLE001 - a storage has errors of its own
+                _log.warning("'%s/%s' is kept, since it is not known how good it is: %s", self.root, name, error)
+                unknown.add(number)
+                continue
+            if isinstance(value, (int, float)):
+                metrics[number] = float(value)
+        return metrics, unknown
 
     def candidates(self) -> list[str]:
         """Return the folders to try for the newest whole step: the latest, those before it, then those beyond it.
@@ -158,7 +208,10 @@ class Steps(ABC):
             CheckpointError: If there is none.
         """
         names = self.names()
-        latest = self.latest_name()
+        try:
+            latest = self.latest_name()
+        except OSError:
+            latest = None  # unreadable, like a damaged one
         limit = parse_name(latest) if latest is not None else None
         if latest not in names:
             found = names[::-1]
@@ -243,7 +296,7 @@ class LocalSteps(Steps):
             for entry in self.path.iterdir():
                 if _HIDDEN.fullmatch(entry.name):
                     _clear(entry)
-                elif _HIDDEN_LATEST.fullmatch(entry.name):
+                elif _HIDDEN_TEXT.fullmatch(entry.name):
                     try:
                         entry.unlink(missing_ok=True)
                     except OSError as error:
@@ -261,28 +314,31 @@ class LocalSteps(Steps):
     def taken(self) -> list[str]:
         return [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
 
-    def latest_name(self) -> str | None:
+    def read_text(self, name: str) -> str | None:
         try:
-            return (self.path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+            return (self.path / name).read_text(encoding="utf-8", errors="replace")
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def write_text(self, name: str, text: str) -> None:
+        temporary = self.path / f".{name}.{new_token()}{TEMPORARY}"
+        try:
+            with temporary.open("w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(self.path / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(self.path)
+
+    def manifest(self, name: str) -> Manifest:
+        return Manifest.read(self.path / name)
 
     def place(self, temporary: Path, name: str) -> None:
         temporary.rename(self.path / name)
         sync_folder(self.path)
         sync_folder(self.path.resolve().parent)
-
-    def set_latest(self, name: str) -> None:
-        temporary = self.path / f".{LATEST}.{new_token()}{TEMPORARY}"
-        try:
-            with temporary.open("w", encoding="utf-8") as stream:
-                stream.write(f"{name}\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(self.path / LATEST)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_folder(self.path)
 
     def remove(self, name: str) -> None:
         hidden = self.path / f".{name}.{new_token()}{TEMPORARY}"

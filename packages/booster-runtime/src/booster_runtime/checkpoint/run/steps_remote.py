@@ -9,12 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointError
-from booster_runtime.checkpoint.run.manifest import MANIFEST, verify_folder
+from booster_runtime.checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
 from booster_runtime.checkpoint.run.steps import LATEST, LocalSteps, Steps, folder_name, log_failed_removal, parse_name
 from booster_runtime.storage import RemotePath, path_at
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from booster_runtime.checkpoint.run.retention import Retention
 
 
 def open_steps(root: str | Path) -> Steps:
@@ -82,21 +85,25 @@ class RemoteSteps(Steps):
     def taken(self) -> list[str]:
         return sorted({key.partition("/")[0] for key in self.path.files()})
 
-    def latest_name(self) -> str | None:
-        latest = (self.path / LATEST).alone()
-        return latest.read_text(errors="replace").strip() if latest.is_file() else None
+    def read_text(self, name: str) -> str | None:
+        path = (self.path / name).alone()
+        return path.read_text(errors="replace") if path.is_file() else None
+
+    def write_text(self, name: str, text: str) -> None:
+        (self.path / name).write_bytes(text.encode())
+
+    def manifest(self, name: str) -> Manifest:
+        return Manifest.read((self.path / name).alone())
 
     def place(self, temporary: Path, name: str) -> None:
         """Do nothing: a step is written where it stays."""
 
-    def commit(self, temporary: Path, step: int, keep_last: int | None) -> str:
-        self.set_latest(temporary.name)
+    def commit(self, temporary: Path, step: int, retention: Retention, hold: Callable[[], None]) -> str:
+        self._keep_only_if_held(temporary.name, hold)
+        self.write_text(LATEST, f"{temporary.name}\n")
         self.path.forget()
-        self._remove_obsolete(temporary.name, step, keep_last)
+        self._remove_obsolete(temporary.name, step, retention, hold)
         return temporary.name
-
-    def set_latest(self, name: str) -> None:
-        (self.path / LATEST).write_bytes(f"{name}\n".encode())
 
     def remove(self, name: str) -> None:
         (self.path / name / MANIFEST).remove()  # without it, the rest is no step any more

@@ -1,7 +1,8 @@
 """What a training state holds besides model and optimizer: schedulers, loss scale, position, random states, extra.
 
 Tensors go into ``training_state.safetensors``, everything else into ``training_state.json``. Random states are each
-rank's own; everything else is the same on all ranks, or an error.
+rank's own; everything else is the same on all ranks, or an error. Registered objects are in
+`booster_runtime.checkpoint.run.registered`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ from booster_runtime.checkpoint.files.index import read_json
 from booster_runtime.checkpoint.files.layout import FileNames
 from booster_runtime.checkpoint.files.opening import open_tensor_file
 from booster_runtime.checkpoint.run.random_state import capture_random_state, restore_random_state
+from booster_runtime.checkpoint.run.registered import (
+    LOADER,
+    RegisteredStates,
+    check_plain,
+    chosen_states,
+    registered_of,
+    restore_registered,
+)
 from booster_runtime.checkpoint.run.scheduler import scheduler_from_json, scheduler_to_json
 from booster_runtime.checkpoint.save.parts import Part, whole_shards
+from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.state.jsonable import decode_json, encode_json, tensor_references
 
 if TYPE_CHECKING:
@@ -55,18 +65,18 @@ class TrainingPart(Part):
         self._random = capture_random_state(objects.device, f"random/{rank}", self._tensors)
         extra_tensors: dict[str, torch.Tensor] = {}
         self._extra = encode_json(extra, "extra", extra_tensors)
-        for name, tensor in extra_tensors.items():
-            if type(tensor).__name__ == "DTensor" or tensor.layout != torch.strided or tensor.is_meta:
-                kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
-                msg = f"'{name}' is no plain tensor ({kind}) and cannot be saved. Keep whole, dense tensors there."
-                raise CheckpointError(msg)
+        check_plain(extra_tensors)
         if rank == 0:
             self._tensors |= extra_tensors
         scaler, loader = objects.loss_scaler, objects.dataloader
+        if loader is not None:
+            _state_method(loader, "state_dict")
+        self._registered = RegisteredStates(registered_of(objects), rank, self._tensors)
+        position = loader.state_dict() if isinstance(loader, DistributedDataLoader) else None
         self._shared = {
             "lr_schedulers": [scheduler_to_json(scheduler) for scheduler in objects.schedulers],
             "loss_scaler": None if scaler is None else scaler.state_dict(),
-            "dataloader": None if loader is None else encode_json(_state_method(loader, "state_dict")(), "dataloader"),
+            "dataloader": None if position is None else encode_json(position, "dataloader"),
         }
         self._step = step
         self._content: dict[str, Any] = {}
@@ -79,12 +89,12 @@ class TrainingPart(Part):
         yield from whole_shards(self._tensors)
 
     def local_facts(self) -> list[Any]:
-        return [self._shared, self._extra, self._random]
+        return [self._shared, self._extra, self._random, self._registered.facts]
 
     def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
         del rank
-        shared, extra, _ = facts[0]
-        for other, (theirs, _, _) in enumerate(facts):
+        shared, extra, *_ = facts[0]
+        for other, (theirs, *_) in enumerate(facts):
             for name, value in theirs.items():
                 if value != shared[name]:
                     msg = (
@@ -97,7 +107,8 @@ class TrainingPart(Part):
             "step": self._step,
             **shared,
             "extra": extra,
-            "random": [own for _, _, own in facts],
+            "random": [own for _, _, own, _ in facts],
+            "registered": RegisteredStates.merge([states for *_, states in facts]),
         }
 
     def values(self) -> dict[str, Any]:
@@ -137,9 +148,15 @@ class SavedTraining:
             )
             raise CheckpointError(msg)
         self._tensors = folder / TENSORS
+        self._states: Mapping[str, Any] = {}
 
-    def check(self, objects: TrainingObjects) -> None:
+    def check(self, objects: TrainingObjects, world_size: int, *, strict: bool) -> None:
         """Check that everything asked for was saved.
+
+        Args:
+            objects: What is to be loaded.
+            world_size: Number of ranks that load.
+            strict: Raise unless the objects that are registered are those that were; ``False`` loads what fits.
 
         Raises:
             CheckpointError: If it was not.
@@ -153,12 +170,25 @@ class SavedTraining:
             raise CheckpointError(msg)
         if objects.dataloader is not None:
             _state_method(objects.dataloader, "load_state_dict")
-            if self._content["dataloader"] is None:
+            is_ours = isinstance(objects.dataloader, DistributedDataLoader)
+            saved_here = self._content["dataloader"] is not None
+            saved_apart = LOADER in (self._content.get("registered") or {})
+            if not saved_here and not saved_apart:
                 msg = f"'{self._where}' was saved without a data loader. Leave out `dataloader`."
                 raise CheckpointError(msg)
+            if is_ours != saved_here:
+                kind = "one that Booster made" if saved_here else "another class than Booster's"
+                msg = (
+                    f"'{self._where}' holds the position of a data loader of {kind}, and this one is a "
+                    f"`{type(objects.dataloader).__name__}`. Make the loader as in the run that saved it."
+                )
+                raise CheckpointError(msg)
+        self._states = chosen_states(
+            self._content.get("registered", {}), objects, world_size, str(self._where), strict=strict
+        )
 
-    def restore_objects(self, objects: TrainingObjects) -> None:
-        """Put back the states of schedulers, loss scale and data loader.
+    def restore_objects(self, objects: TrainingObjects, rank: int) -> None:
+        """Put back the states of schedulers, loss scale, data loader and registered objects.
 
         A loss scale that was not saved (the run was not fp16) stays as it is.
 
@@ -168,8 +198,9 @@ class SavedTraining:
             scheduler_from_json(scheduler, content, str(self._where))
         if objects.loss_scaler is not None and self._content["loss_scaler"] is not None:
             objects.loss_scaler.load_state_dict(self._content["loss_scaler"])
-        if objects.dataloader is not None:
-            _state_method(objects.dataloader, "load_state_dict")(decode_json(self._content["dataloader"]))
+        if isinstance(objects.dataloader, DistributedDataLoader):
+            objects.dataloader.load_state_dict(decode_json(self._content["dataloader"]))
+        restore_registered(self._states, objects, rank, self._read)
 
     def restore_random_state(self, device: torch.device, rank: int) -> None:
         """Put back this rank's random states; with another number of ranks, those of rank ``rank % saved``.

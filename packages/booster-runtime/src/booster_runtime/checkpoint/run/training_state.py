@@ -1,7 +1,8 @@
 """Saving and loading a whole training state: everything that a run needs to go on as if it had never stopped.
 
 This file holds the order of things. A step is written into a temporary folder by all ranks, described by a manifest,
-renamed, and named by ``latest``, each after the one before is on disk (`booster_runtime.checkpoint.run.steps`). A load
+renamed, and named by ``latest``, each after the one before is on disk (`booster_runtime.checkpoint.run.steps`), as long
+as no later job saves there (`booster_runtime.checkpoint.run.lease`). A load
 checks the manifest, sizes and small files before it changes anything; tensors' values are verified while they are read,
 so that damage there is found when some values have changed. Random states come last, because loading may draw numbers.
 """
@@ -19,10 +20,12 @@ from booster_core.checkpoint_io import LoadedCheckpoint
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames, new_token
 from booster_runtime.checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, ReadChecks, damaged, required
-from booster_runtime.checkpoint.run.steps import LATEST, NEWEST_WHOLE, arrange
+from booster_runtime.checkpoint.run.retention import Retention
+from booster_runtime.checkpoint.run.steps import LATEST, METRIC, NEWEST_WHOLE, arrange
 from booster_runtime.checkpoint.run.steps_remote import folder_of, open_steps
 from booster_runtime.checkpoint.run.training_part import BASE, TENSORS, VALUES, SavedTraining, TrainingPart
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
+from booster_runtime.state.jsonable import encode_json
 from booster_runtime.storage import RemotePath, path_at
 
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from booster_core.checkpoint_io import LoadReport, TrainingState
     from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
     from booster_runtime.checkpoint.files.layout import WrittenFile
+    from booster_runtime.checkpoint.run.lease import Leases
+    from booster_runtime.checkpoint.run.steps import Steps
     from booster_runtime.checkpoint.save.parts import Part
     from booster_runtime.checkpoint.session import Session
 
@@ -45,10 +50,12 @@ def save_training_state(
     make_state: Callable[[], TrainingState],
     root: str | Path,
     *,
+    leases: Leases,
     facts: Mapping[str, Any],
     step: int,
     extra: Any,
-    keep_last: int | None,
+    keep: Mapping[str, int | None],
+    metric: float | None,
     use_async: bool,
     size_per_shard: int,
 ) -> None:
@@ -59,10 +66,12 @@ def save_training_state(
         session: The ranks.
         make_state: Returns the state; may raise what the user got wrong.
         root: The folder of all steps.
+        leases: The roots that this engine may save into.
         facts: What the manifest says of the run.
         step: The step.
         extra: The user's own values.
-        keep_last: How many steps to keep.
+        keep: The arguments of `Retention`.
+        metric: How good the step is.
         use_async: Write in the background.
         size_per_shard: Largest size of a file of tensors in MiB.
 
@@ -72,16 +81,20 @@ def save_training_state(
     io.wait(_SAVE)
     where = Path(root)
     with session.together(_SAVE, where):
-        _check_numbers(step, keep_last, size_per_shard)
+        _check_numbers(step, metric, size_per_shard)
+        retention = Retention(**keep)
         steps = open_steps(root)
         state = make_state()
         training = TrainingPart(state.objects, rank=coordinator.rank, step=step, extra=extra)
     has_ema = state.ema is not None
-    asked = {"step": step, "keep_last": keep_last, "use_async": use_async, "root": str(root), "ema": has_ema}
+    stated = {} if metric is None else {METRIC: encode_json(float(metric), METRIC)}
+    asked = {"step": step, **keep, **stated, "use_async": use_async, "root": str(root), "ema": has_ema}
     _check_alike(coordinator.all_gather_object(asked))
     written_in = ""
     with session.together(_SAVE, where, for_long=True):
         if coordinator.rank == 0:
+            if steps.taken():
+                leases.hold(steps)
             steps.prepare()
             written_in = str(steps.temporary(step, new_token()))
     temporary = path_at(coordinator.broadcast_object(written_in))
@@ -100,11 +113,12 @@ def save_training_state(
     if state.ema is not None:
         parts.append(ModelPart(state.ema, _EMA_NAMES, max_bytes=max_bytes))
     parts.append(training)
-    stated = {**facts, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    stated = {**facts, **stated, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
     def commit(written: list[WrittenFile]) -> None:
         names = [file.name for file in written]
         try:
+            leases.hold(steps)  # at a URL, the manifest makes it a step
             placed = (
                 {name: f"{_home(name)}/{name}".lstrip("/") for name in names}  # written there
                 if isinstance(temporary, RemotePath)
@@ -115,7 +129,7 @@ def save_training_state(
                 for file in written
             }
             Manifest(step=step, files=files, facts=stated).write(temporary)
-            steps.commit(temporary, step, keep_last)
+            steps.commit(temporary, step, retention, lambda: leases.hold(steps))
         except BaseException:
             if not isinstance(temporary, RemotePath):  # where the next save removes what is no step
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -130,7 +144,9 @@ def load_training_state(
     make_state: Callable[[], TrainingState],
     root: str | Path,
     *,
-    step: int | str,
+    leases: Leases,
+    step: int | str | None,
+    resume: bool,
     strict: bool,
     verify: bool,
     num_threads: int,
@@ -142,8 +158,10 @@ def load_training_state(
         session: The ranks.
         make_state: Returns the state that is written into.
         root: The folder of all steps.
+        leases: The roots that this engine may save into.
         step: The step, ``"latest"`` or ``"newest-whole"``.
-        strict: As for `CheckpointFiles.load_model`.
+        resume: This run goes on saving there; where there is nothing, step 0 is returned.
+        strict: As for `CheckpointFiles.load_model`; ``False`` also leaves out registered objects that don't fit.
         verify: Compare checksums.
         num_threads: As for `CheckpointFiles.load_model`.
 
@@ -152,16 +170,17 @@ def load_training_state(
     coordinator = session.coordinator
     io.wait(_LOAD)
     where, names = Path(root), list[str]()
+    step = _chosen(step, resume=resume)
     with session.together(_LOAD, where, for_long=True):
         _check_step(step, is_load=True)
         state = make_state()
         steps = open_steps(root)
         if coordinator.rank == 0:
-            names = steps.candidates() if step == NEWEST_WHOLE else [steps.find(step)]
+            names = _names_to_try(steps, step, leases if resume else None)
     names = coordinator.broadcast_object(names)
-    wanted = [MODEL, VALUES, TENSORS]
-    wanted += [OPTIMIZER] if state.optimizer is not None else []
-    wanted += [EMA] if state.ema is not None else []
+    if not names:
+        return LoadedCheckpoint()
+    wanted = _wanted(state)
     for name, next_name in itertools.zip_longest(names, names[1:]):
         folder = folder_of(steps, name)
         manifest, problem, is_one_disk = _look_into(session, folder, wanted, verify=verify)
@@ -180,9 +199,7 @@ def load_training_state(
                 path = f"{steps.root.rstrip('/')}/{name}"
                 return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
         if next_name is None:
-            with session.together(_LOAD, folder, for_long=True):
-                if coordinator.rank == 0:
-                    raise CheckpointError(problem + steps.advice(name))
+            _raise_damaged(session, steps, name, problem)
         if coordinator.rank == 0:
             _log.warning("%s Trying '%s' instead.", problem, next_name)
     msg = "a load tries one step at least"
@@ -205,14 +222,15 @@ def _restore(
     """
     with session.together(_LOAD, folder):
         saved = SavedTraining(folder)
-        saved.check(state.objects)
-    report = io.load_model(state.model, folder / MODEL, strict, num_threads=num_threads, checks=checks)
+        saved.check(state.objects, session.world_size, strict=strict)
+    options: dict[str, Any] = {"num_threads": num_threads, "checks": checks}
+    report = io.load_model(state.model, folder / MODEL, strict, module=state.module, **options)
     if state.optimizer is not None:
-        io.load_optimizer(state.optimizer, folder / OPTIMIZER, num_threads=num_threads, checks=checks)
+        io.load_optimizer(state.optimizer, folder / OPTIMIZER, **options)
     if state.ema is not None:
-        io.load_model(state.ema, folder / EMA, strict, num_threads=num_threads, checks=checks)
+        io.load_model(state.ema, folder / EMA, strict, **options)
     with session.together(_LOAD, folder):
-        saved.restore_objects(state.objects)
+        saved.restore_objects(state.objects, session.rank)
         extra = saved.extra()
         saved.restore_random_state(state.objects.device, session.rank)
     return report, extra
@@ -241,6 +259,44 @@ def has_training_state(session: Session, root: str | Path) -> bool:
             steps = open_steps(root)
             found = steps.latest_name() is not None or bool(steps.names())
     return bool(session.coordinator.broadcast_object(found))
+
+
+def _raise_damaged(session: Session, steps: Steps, name: str, problem: str) -> None:
+    """Raise on every rank what is wrong with a step, and which other one to load; rank 0 looks for it."""
+    with session.together(_LOAD, Path(steps.root), for_long=True):
+        if session.rank == 0:
+            raise CheckpointError(problem + steps.advice(name))
+
+
+def _chosen(step: int | str | None, *, resume: bool) -> int | str:
+    if step is None:
+        return NEWEST_WHOLE if resume else LATEST
+    return step
+
+
+def _wanted(state: TrainingState) -> list[str]:
+    """Return the files and folders of a step that a state is read from."""
+    wanted = [MODEL, VALUES, TENSORS]
+    wanted += [OPTIMIZER] if state.optimizer is not None else []
+    return wanted + ([EMA] if state.ema is not None else [])
+
+
+def _names_to_try(steps: Steps, step: int | str, leases: Leases | None) -> list[str]:
+    """Return the folders of steps to load from, the first that is whole; on rank 0.
+
+    Args:
+        steps: The steps of the root.
+        step: What was asked for.
+        leases: Where the run goes on saving there: takes the lease, so that an earlier job no longer removes steps.
+    """
+    if leases is not None:
+        if not steps.names() and steps.latest_name() is None:
+            return []
+        try:
+            leases.take(steps)
+        except OSError as error:
+            _log.warning("'%s' can be loaded from, but not saved into: %s.", steps.root, error)
+    return steps.candidates() if step == NEWEST_WHOLE else [steps.find(step)]
 
 
 def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: bool) -> tuple[Manifest, str | None, bool]:
@@ -292,11 +348,14 @@ def _home(name: str) -> str:
     return "" if name.startswith(f"{BASE}.") else MODEL
 
 
-def _check_numbers(step: int, keep_last: int | None, size_per_shard: int) -> None:
+def _check_numbers(step: int, metric: float | None, size_per_shard: int) -> None:
     _check_step(step, is_load=False)
-    if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
-        msg = f"`keep_last={keep_last!r}` is not a number of steps. Use 1 or more, or None to keep all."
-        raise ConfigError(msg)
+    if metric is not None:
+        try:
+            float(metric)
+        except (TypeError, ValueError, RuntimeError) as error:
+            msg = f"`metric={metric!r}` is not a number, nor a tensor with one element."
+            raise ConfigError(msg) from error
     if size_per_shard < 1:
         msg = f"`size_per_shard={size_per_shard}` is not a size in MiB. The default is 1024."
         raise ConfigError(msg)

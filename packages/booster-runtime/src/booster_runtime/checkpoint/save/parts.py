@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from booster_core.state import StateAdapter
     from booster_runtime.checkpoint.files.layout import FileNames
+    from booster_runtime.checkpoint.save.transformers_files import PretrainedNames
 
 _EXTRA_STATE = "_extra_state"
 OwnedSpec = tuple[str, tuple[int, ...], "torch.dtype", int]
@@ -110,8 +111,8 @@ class ModelPart(Part):
         file_name: Name of the one file, where it is not ``names.single``.
         dtype: Element type that floating tensors are written in; ``None`` leaves each as it is.
         texts: Further files and their content.
-        module: The user's own model. State that only its ``state_dict`` shows is refused, and its ``config.json`` goes
-            next to an index.
+        module: The user's own model. State that only its ``state_dict`` shows is refused. Next to an index goes its
+            ``config.json``, and a model of transformers gets the names and shapes of its published files.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class ModelPart(Part):
         self._extra_tensors: dict[str, dict[str, torch.Tensor]] = {}
         self._learned: list[OwnedSpec] = []
         self._mine: list[str] = []
+        self._names_in_files: PretrainedNames | None = None
 
     @property
     @override
@@ -143,8 +145,10 @@ class ModelPart(Part):
     @override
     def owned_shards(self) -> Iterator[TensorShard]:
         for shard in self._adapter.model_shards():
-            if shard.is_owner:
+            if shard.is_owner and self._names_in_files is None:
                 yield shard
+            elif shard.is_owner and self._names_in_files is not None:
+                yield from self._names_in_files.shards(shard)
 
     @override
     def extra_shards(self) -> Iterator[TensorShard]:
@@ -169,6 +173,10 @@ class ModelPart(Part):
             _check_model_is_saved_whole(self._module)
             if self.is_divided:
                 self._texts |= pretrained_files(self._module, self._dtype)
+                if _is_of_transformers(self._module):
+                    from booster_runtime.checkpoint.save.transformers_files import PretrainedNames
+
+                    self._names_in_files = PretrainedNames.of(self._module)
         self._extra_tensors = {}
         encoded = {}
         for name, value in self._adapter.extra_state().items():
@@ -372,6 +380,10 @@ def _check_model_is_saved_whole(model: nn.Module) -> None:
             "`get_extra_state` returns. Keep them in one of these."
         )
         raise CheckpointError(msg)
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
 
 
 def _adds_entries(module: nn.Module) -> bool:

@@ -5,14 +5,16 @@ The result is made under a temporary name in the same folder and renamed when it
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks import DistCoordinator
 from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
 from booster_runtime.checkpoint.files.dcp_table import METADATA
+from booster_runtime.checkpoint.files.index import read_json
 from booster_runtime.checkpoint.files.layout import (
     MODEL,
     OPTIMIZER,
@@ -27,12 +29,15 @@ from booster_runtime.checkpoint.load.source import Source, is_dcp_folder
 from booster_runtime.checkpoint.run.manifest import MANIFEST
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_runtime.checkpoint.save.writer import sync_folder
+from booster_runtime.checkpoint.tools.dcp import clear_temporaries
 from booster_runtime.checkpoint.tools.source_adapter import SourceAdapter
 from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    import torch
 
 DCP = "dcp"
 FORMS = {"safetensors": SAFETENSORS, "bin": TORCH, DCP: DCP}
@@ -61,7 +66,9 @@ def kinds_at(path: Path) -> list[str]:
     return [MODEL] * (has_model or not has_optimizer) + [OPTIMIZER] * has_optimizer
 
 
-def convert(source: Path, target: Path, form: str, *, size_per_shard: int = 1024) -> list[Path]:
+def convert(
+    source: Path, target: Path, form: str, *, size_per_shard: int = 1024, dtype: torch.dtype | None = None
+) -> list[Path]:
     """Write a checkpoint again in another form.
 
     Args:
@@ -70,15 +77,16 @@ def convert(source: Path, target: Path, form: str, *, size_per_shard: int = 1024
             files of a source folder, such as ``config.json``, are copied to a target folder.
         form: ``"safetensors"``, ``"bin"`` or ``"dcp"``.
         size_per_shard: Largest size of a file in a folder, in MiB.
+        dtype: Convert a model's floating tensors to this dtype. An optimizer's stay as they are.
 
     Returns:
         The files that were written.
 
     Raises:
-        ConfigError: If form and target do not fit.
+        ConfigError: If form and target do not fit, or there is no model for ``dtype``.
         CheckpointError: If the source is damaged, or the target cannot be written.
 
-    Memory: 64 MiB for safetensors and .bin; torch's writer of DCP keeps about a third of the tensors. Collective: none.
+    Memory: 64 MiB. Collective: none.
     """
     suffix = FORMS[form]
     kinds = kinds_at(source)
@@ -92,22 +100,26 @@ def convert(source: Path, target: Path, form: str, *, size_per_shard: int = 1024
     if OPTIMIZER in kinds and suffix == TORCH:
         msg = f"'{source}' holds an optimizer, which is written as safetensors or DCP. Use `--to safetensors`."
         raise ConfigError(msg)
+    if dtype is not None and MODEL not in kinds:
+        msg = f"'{source}' holds an optimizer, whose state keeps its dtypes. Leave out `--dtype`."
+        raise ConfigError(msg)
     if target.exists():
         msg = f"'{target}' exists already. Remove it, or pass another path."
         raise CheckpointError(msg)
     if isinstance(target, RemotePath):
         folder = target if file_name is None else target.parent
-        _write_from(source, kinds, folder, suffix, file_name, size_per_shard)
+        _write_from(source, kinds, folder, suffix, file_name, size_per_shard, dtype)
         if file_name is None and form != DCP and source.is_dir():
-            _copy_others(source, target)
+            _copy_others(source, target, dtype)
         written = target.alone()
         return [written] if written.is_file() else sorted(written / key for key in written.files())
     target.parent.mkdir(parents=True, exist_ok=True)
+    clear_temporaries(target)
     temporary = target.parent / f".{target.name}.{new_token()}{TEMPORARY}"
     try:
-        _write_from(source, kinds, temporary, suffix, file_name, size_per_shard)
+        _write_from(source, kinds, temporary, suffix, file_name, size_per_shard, dtype)
         if file_name is None and form != DCP and source.is_dir():
-            _copy_others(source, temporary)
+            _copy_others(source, temporary, dtype)
         (temporary / file_name if file_name is not None else temporary).rename(target)
         sync_folder(target.parent)
     except OSError as error:
@@ -119,16 +131,29 @@ def convert(source: Path, target: Path, form: str, *, size_per_shard: int = 1024
 
 
 def _write_from(
-    source: Path, kinds: Sequence[str], folder: Path, suffix: str, file_name: str | None, size_per_shard: int
+    source: Path,
+    kinds: Sequence[str],
+    folder: Path,
+    suffix: str,
+    file_name: str | None,
+    size_per_shard: int,
+    dtype: torch.dtype | None,
 ) -> None:
     with ExitStack() as stack:
         sources = {kind: Source(source, kind) for kind in kinds}
         for opened in sources.values():
             stack.callback(opened.close)
-        _write(sources, folder, suffix, file_name, size_per_shard)
+        _write(sources, folder, suffix, file_name, size_per_shard, dtype)
 
 
-def _write(sources: dict[str, Source], folder: Path, suffix: str, file_name: str | None, size_per_shard: int) -> None:
+def _write(
+    sources: dict[str, Source],
+    folder: Path,
+    suffix: str,
+    file_name: str | None,
+    size_per_shard: int,
+    dtype: torch.dtype | None,
+) -> None:
     io = CheckpointFiles(DistCoordinator())
     if suffix == DCP:
         ((kind, source),) = sources.items()
@@ -136,7 +161,7 @@ def _write(sources: dict[str, Source], folder: Path, suffix: str, file_name: str
         if kind == OPTIMIZER:
             io.save_optimizer(adapter, folder, gather_dtensor=False)
         else:
-            io.save_model(adapter, folder, gather_dtensor=False)
+            io.save_model(adapter, folder, gather_dtensor=False, dtype=dtype)
         return
     max_bytes = None if file_name is not None else size_per_shard << 20
     parts: list[Part] = []
@@ -144,18 +169,31 @@ def _write(sources: dict[str, Source], folder: Path, suffix: str, file_name: str
         adapter = SourceAdapter(source, is_optimizer=kind == OPTIMIZER)
         base = OPTIMIZER if kind == OPTIMIZER else TORCH_MODEL if suffix == TORCH else MODEL
         names = FileNames(base=base, suffix=suffix)
-        make: type[ModelPart | OptimizerPart] = OptimizerPart if kind == OPTIMIZER else ModelPart
-        parts.append(make(adapter, names, max_bytes=max_bytes, file_name=file_name))
+        if kind == OPTIMIZER:
+            parts.append(OptimizerPart(adapter, names, max_bytes=max_bytes, file_name=file_name))
+        else:
+            parts.append(ModelPart(adapter, names, max_bytes=max_bytes, file_name=file_name, dtype=dtype))
     io.write_folder("convert", folder, parts)
 
 
-def _copy_others(source: Path, folder: Path) -> None:
-    """Copy a folder's small files that are neither tensors nor about tensors."""
+def _copy_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    """Copy a folder's small files that are neither tensors nor about tensors; ``config.json`` names the new dtype."""
     for path in sorted(source.iterdir()):
         is_tensors = path.suffix in (SAFETENSORS, TORCH) or ".index." in path.name or path.name == METADATA
         is_described = path.name.startswith("param_groups") or path.name.startswith(".")
         if path.is_file() and not is_tensors and not is_described:
-            (folder / path.name).write_bytes(path.read_bytes())
+            content = path.read_bytes()
+            if path.name == "config.json" and dtype is not None:
+                content = _with_dtype(read_json(path), dtype) or content
+            (folder / path.name).write_bytes(content)
+
+
+def _with_dtype(config: Any, dtype: torch.dtype) -> bytes | None:
+    """Return a model's configuration with another dtype; ``None`` if it is none."""
+    if not isinstance(config, dict):
+        return None
+    name = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return (json.dumps({**config, name: str(dtype).removeprefix("torch.")}, indent=2) + "\n").encode()
 
 
 def written_names(paths: Sequence[Path], target: Path) -> list[str]:

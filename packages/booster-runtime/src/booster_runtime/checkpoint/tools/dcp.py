@@ -1,21 +1,27 @@
 """Writes folders of ``torch.distributed.checkpoint`` (DCP), for those who want torch's own tools to read them.
 
-torch writes the files; this file tells it which boxes of which tensors this rank holds. Flat ranges become a few boxes.
-A tied tensor is written once and listed under all of its names, and an optimizer's state has torch's own nesting
+torch plans and writes the table; this file tells it which boxes of which tensors this rank holds, and writes them one
+after the other: torch's own loop keeps a copy of every tensor until its file is complete. Flat ranges become a few
+boxes. A tied tensor is written once and listed under all of its names, and an optimizer's state has torch's own nesting
 (``state.<parameter>.<state>``, ``param_groups``).
+
+A folder that is there gets its new files next to the old ones. Replacing the table is what moves from the one to the
+other, so that a kill at any instant leaves one of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
+import re
 import shutil
 import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,13 +32,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
 from booster_core.state import box_shape
 from booster_runtime.checkpoint.files.dcp_file import GROUPS, SHAPES, STATE
-from booster_runtime.checkpoint.files.dcp_table import read_table
-from booster_runtime.checkpoint.files.layout import TEMPORARY, new_token
+from booster_runtime.checkpoint.files.dcp_table import METADATA, read_table
+from booster_runtime.checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part, local_specs, merge_specs
 from booster_runtime.checkpoint.save.writer import sync_folder
@@ -42,8 +50,6 @@ from booster_runtime.state.regions import pack, regions_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    from torch.distributed.checkpoint.storage import WriteResult
 
     from booster_core.state import TensorShard
     from booster_runtime.checkpoint.session import Session
@@ -134,12 +140,40 @@ class _ShardPlanner(SavePlanner):
         return values.view(chunk.shape)
 
 
-class _AliasWriter(FileSystemWriter):
-    """torch's writer, whose table lists tied tensors under each of their names."""
+class _StreamWriter(FileSystemWriter):
+    """torch's writer, with one tensor in memory at a time, and a table that lists tied tensors under all their names.
 
-    def __init__(self, path: Path, aliases: Mapping[str, str]) -> None:
+    Args:
+        path: The folder.
+        name: The name of this rank's file.
+        aliases: For each further name of a tied tensor, its first name.
+    """
+
+    def __init__(self, path: Path, name: str, aliases: Mapping[str, str]) -> None:
         super().__init__(path)
+        self._file = path / name
         self._aliases = aliases
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        with self._file.open("wb") as stream:
+            for item in plan.items:
+                start = stream.tell()
+                data = planner.resolve_data(item)
+                if isinstance(data, io.BytesIO):
+                    stream.write(data.getbuffer())
+                else:
+                    torch.save(data, stream)
+                del data
+                nbytes = stream.tell() - start
+                place = _StorageInfo(self._file.name, start, nbytes)
+                results.append(WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=place))
+            stream.flush()
+            os.fsync(stream.fileno())
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -183,13 +217,15 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
             _check_target(path, is_optimizer=isinstance(part, OptimizerPart))
             made.extend(parent for parent in path.parents if not parent.exists())
             path.parent.mkdir(parents=True, exist_ok=True)
+            clear_temporaries(path)
         table, held = local_specs(part)
         owned.update(held)
-        return [*part.local_facts(), table, part.aliases(), new_token() if session.rank == 0 else None]
+        mine = (new_token(), (path / METADATA).exists()) if session.rank == 0 else None
+        return [*part.local_facts(), table, part.aliases(), mine]
 
     try:
         gathered = session.gather_each(name, path, tell)
-        token = gathered[0][-1]
+        token, is_replaced = gathered[0][-1]
         if len(session.ranks_that_see(path.parent, token)) < session.world_size:
             msg = (
                 f"`gather_dtensor=False` needs a folder that all ranks see; '{path}' is not. Use `gather_dtensor=True`."
@@ -201,13 +237,14 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
         aliases = {alias: first for known in distinct(each[-2] for each in gathered) for alias, first in known.items()}
         with session.together(name, path):
             planner = _make_planner(part, session.rank)
+            file_name = f"__{session.rank}_{f'{token}_' if is_replaced else ''}0.distcp"  # not those of the old one
         group = session.cpu_group() if session.world_size > 1 else None
         # Inside of `together` although it communicates: torch carries a failure on one rank to all of them.
         with session.together(name, path), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one is meant
             save(
                 {},
-                storage_writer=_AliasWriter(temporary, aliases),
+                storage_writer=_StreamWriter(temporary, file_name, aliases),
                 planner=planner,
                 process_group=group,
                 no_dist=group is None,
@@ -243,13 +280,34 @@ def _check_target(path: Path, *, is_optimizer: bool) -> None:
         raise CheckpointError(msg)
 
 
+def clear_temporaries(path: Path) -> None:
+    """Remove what killed writers of a file or folder have left next to it, as far as possible.
+
+    Collective: none.
+    """
+    left = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
+    for entry in list(path.parent.iterdir()):
+        if left.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
 def _put_in_place(temporary: Path, path: Path) -> None:
-    old = temporary.with_suffix(".old")
-    if path.exists():
-        path.replace(old)
-    temporary.replace(path)
-    sync_folder(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if not (path / METADATA).exists():  # nothing, or an empty folder
+        temporary.replace(path)
+        sync_folder(path.parent)
+        return
+    names = {entry.name for entry in temporary.iterdir()}
+    for name in sorted(names - {METADATA}):
+        (temporary / name).rename(path / name)
+    sync_folder(path)
+    (temporary / METADATA).replace(path / METADATA)
+    sync_folder(path)
+    temporary.rmdir()
+    for entry in list(path.iterdir()):
+        if entry.name not in names:
+            shutil.rmtree(entry, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the next save tries again
+                entry.unlink(missing_ok=True)
 
 
 def _make_planner(part: Part, rank: int) -> _ShardPlanner:

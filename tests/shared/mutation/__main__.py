@@ -1,0 +1,80 @@
+"""Plant faults in the targets, or in those whose names are passed, and report those that the tests miss.
+
+``--list`` shows the targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import sys
+import time
+from pathlib import Path
+
+from mutation.equivalent import EQUIVALENT
+from mutation.mutants import mutants_of
+from mutation.running import import_what_tests_need, survivors_of
+from mutation.targets import ROOT, TARGETS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
+    parser.add_argument("targets", nargs="*", help="names of targets; all by default")
+    parser.add_argument("--list", action="store_true", help="show the targets and the number of their mutants")
+    parser.add_argument("--report", type=Path, default=ROOT / "build" / "mutation", help="folder of the reports")
+    parser.add_argument("--workers", type=int, default=max(2, (os.cpu_count() or 2) // 2))
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.targets) - TARGETS.keys())
+    if unknown:
+        parser.error(f"No target named {', '.join(unknown)}. There are: {', '.join(TARGETS)}.")
+    if arguments.list:
+        for name in TARGETS:
+            print(f"{name}: {len(_read(name)[1])} mutants, {', '.join(TARGETS[name].tests)}")
+        return 0
+    os.chdir(ROOT)
+    import_what_tests_need()
+    arguments.report.mkdir(parents=True, exist_ok=True)
+    failed = [name for name in arguments.targets or TARGETS if not _run(name, arguments.report, arguments.workers)]
+    if failed:
+        print(
+            f"\nMutants survived in {', '.join(failed)}: see {arguments.report}. Write a test that fails with each, or"
+        )
+        print("list it in tests/shared/mutation/equivalent.py with the reason why no test can.")
+    return 1 if failed else 0
+
+
+def _read(name):
+    target = TARGETS[name]
+    text = target.path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    return tree, mutants_of(tree, text, target.functions)
+
+
+def _run(name, folder, num_workers):
+    """Run one target, write its report, and return whether each mutant is found or listed."""
+    tree, mutants = _read(name)
+    begin = time.monotonic()
+    survivors = [mutants[position] for position in survivors_of(TARGETS[name], mutants, tree, num_workers)]
+    listed = EQUIVALENT.get(name, {})
+    missed = [mutant for mutant in survivors if mutant.key not in listed]
+    stale = listed.keys() - {mutant.key for mutant in survivors}
+    killed = len(mutants) - len(survivors)
+    summary = (
+        f"{len(mutants)} mutants, {killed} killed, {len(survivors) - len(missed)} equivalent, {len(missed)} missed"
+    )
+    print(f"{name}: {summary} ({time.monotonic() - begin:.0f} s)")
+    lines = [f"# {name}", "", f"`{TARGETS[name].module}`: {summary}.", ""]
+    for mutant in missed:
+        lines += [f"- line {mutant.line}, missed: {mutant.key!r}"]
+        print(f"  missed, line {mutant.line}: {mutant.source}\n    {mutant.key!r}")
+    for key in sorted(stale):
+        lines += [f"- listed as equivalent, but found or gone: {key!r}"]
+        print(f"  listed as equivalent, but found or gone: {key!r}")
+    lines += [f"- equivalent: {key!r}: {listed[key]}" for key in listed if key not in stale]
+    (folder / f"{name.replace('/', '-')}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return not missed and not stale
+
+
+if __name__ == "__main__":
+    sys.exit(main())

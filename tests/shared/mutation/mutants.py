@@ -1,0 +1,278 @@
+"""Find the faults that can be planted in a module: one changed operator, constant, condition or statement each.
+
+Messages of errors, assertions, annotations and decorators are left alone: they compute nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),  # codespell:ignore notin
+    ast.NotIn: (ast.In,),  # codespell:ignore notin
+}
+_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
+_NAMES = {
+    one: other
+    for pair in (
+        ("min", "max"),
+        ("any", "all"),
+        ("ceil", "floor"),
+        ("amax", "amin"),
+        ("maximum", "minimum"),
+        ("add_", "sub_"),
+        ("mul_", "div_"),
+    )
+    for one, other in (pair, pair[::-1])
+}
+_SKIPPED_FIELDS = {"annotation", "returns", "decorator_list", "bases"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault that can be planted in a module's syntax tree.
+
+    Args:
+        function: Qualified name of the function or class that contains it; empty at the module's level.
+        line: Line number.
+        source: The text of that line, stripped.
+        before: The code that is changed.
+        after: What takes its place.
+        plant: Changes the tree. It can't be undone.
+        number: Counts mutants that read alike, because a line has the same code twice.
+    """
+
+    function: str
+    line: int
+    source: str
+    before: str
+    after: str
+    plant: Callable[[], None]
+    number: int = 1
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Tell this mutant from others of the module, without its line number: function, line and change."""
+        ordinal = f" (#{self.number})" if self.number > 1 else ""
+        return self.function, self.source, f"{self.before} -> {self.after}{ordinal}"
+
+
+def mutants_of(tree: ast.Module, text: str, functions: tuple[str, ...] = ()) -> list[Mutant]:
+    """Return the faults that can be planted in a module, in the order of its lines.
+
+    Args:
+        tree: The module's syntax tree. Planting a mutant changes it.
+        text: The module's source.
+        functions: Qualified names of the functions and classes to take; all when empty.
+    """
+    found = list(_Finder(text.splitlines()).children(tree, ""))
+    chosen = [
+        mutant
+        for mutant in found
+        if not functions or any(f"{mutant.function}.".startswith(f"{name}.") for name in functions)
+    ]
+    seen: Counter[tuple[str, str, str]] = Counter()
+    numbered = []
+    for mutant in sorted(chosen, key=lambda each: each.line):
+        seen[mutant.key] += 1
+        numbered.append(replace(mutant, number=seen[mutant.key]))
+    return numbered
+
+
+class _Finder:
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+
+    def children(self, node: ast.AST, function: str) -> Iterator[Mutant]:
+        for field, value in ast.iter_fields(node):
+            if field in _SKIPPED_FIELDS or (isinstance(node, ast.ClassDef) and field == "keywords"):
+                continue
+            if isinstance(value, list):
+                for index, child in enumerate(value):
+                    if isinstance(child, ast.AST):
+                        yield from self._at(child, partial(value.__setitem__, index), function)
+            elif isinstance(value, ast.AST):
+                yield from self._at(value, partial(setattr, node, field), function)
+        for condition, put in _conditions(node):
+            # One with an operator has that changed.
+            if not isinstance(condition, (ast.Compare, ast.BoolOp, ast.UnaryOp)):
+                yield self._mutant(condition, ast.UnaryOp(ast.Not(), condition), put, function)
+
+    def _at(self, node: ast.AST, put: Callable[[ast.AST], None], function: str) -> Iterator[Mutant]:
+        if _computes_nothing(node):
+            return
+        for new in _replacements(node):
+            yield self._mutant(node, new, put, function)
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            function = f"{function}.{node.name}" if function else node.name
+        yield from self.children(node, function)
+
+    def _mutant(self, node: ast.AST, new: ast.AST, put: Callable[[ast.AST], None], function: str) -> Mutant:
+        ast.copy_location(new, node)
+        ast.fix_missing_locations(new)
+        line = node.lineno  # type: ignore[attr-defined]
+        return Mutant(function, line, self._lines[line - 1].strip(), _text(node), _text(new), partial(put, new))
+
+
+def _text(node: ast.AST) -> str:
+    return " ".join(ast.unparse(node).split())
+
+
+def _computes_nothing(node: ast.AST) -> bool:
+    if isinstance(node, (ast.Assert, ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)):
+        return True
+    if isinstance(node, ast.Assign):
+        return any(isinstance(target, ast.Name) and target.id in {"msg", "__all__"} for target in node.targets)
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)  # a docstring
+
+
+def _replacements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what can take the place of a node, its conditions left out."""
+    for kind, function in _KINDS.items():
+        if isinstance(node, kind):
+            yield from function(node)
+
+
+def _compare(node: ast.Compare) -> Iterator[ast.AST]:
+    for index, operator in enumerate(node.ops):
+        for other in _COMPARISONS[type(operator)]:
+            yield ast.Compare(node.left, [*node.ops[:index], other(), *node.ops[index + 1 :]], node.comparators)
+
+
+def _bool_op(node: ast.BoolOp) -> Iterator[ast.AST]:
+    yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+    for index in range(len(node.values)):
+        rest = [*node.values[:index], *node.values[index + 1 :]]
+        yield rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
+
+
+def _bin_op(node: ast.BinOp) -> Iterator[ast.AST]:
+    if type(node.op) in _OPERATORS:
+        yield ast.BinOp(node.left, _OPERATORS[type(node.op)](), node.right)
+
+
+def _unary_op(node: ast.UnaryOp) -> Iterator[ast.AST]:
+    if not isinstance(node.operand, ast.Constant):
+        yield _copied(node.operand)
+
+
+def _slice(node: ast.Slice) -> Iterator[ast.AST]:
+    if node.lower is not None:
+        yield ast.Slice(None, node.upper, node.step)
+    if node.upper is not None:
+        yield ast.Slice(node.lower, None, node.step)
+
+
+def _return(node: ast.Return) -> Iterator[ast.AST]:
+    if node.value is None:
+        yield ast.Pass()
+    elif not (isinstance(node.value, ast.Constant) and node.value.value is None):
+        yield ast.Return(ast.Constant(None))
+
+
+def _aug_assign(node: ast.AugAssign) -> Iterator[ast.AST]:
+    yield ast.Pass()
+    if type(node.op) in _OPERATORS:
+        yield ast.AugAssign(node.target, _OPERATORS[type(node.op)](), node.value)
+
+
+def _assign(node: ast.Assign) -> Iterator[ast.AST]:
+    # Without an assignment to a name, the name would be missing, which any test finds.
+    if all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
+        yield ast.Pass()
+
+
+def _expression_statement(_: ast.Expr) -> Iterator[ast.AST]:
+    yield ast.Pass()
+
+
+def _continue(_: ast.Continue) -> Iterator[ast.AST]:
+    yield from (ast.Pass(), ast.Break())
+
+
+def _break(_: ast.Break) -> Iterator[ast.AST]:
+    yield from (ast.Pass(), ast.Continue())
+
+
+def _constant(node: ast.Constant) -> Iterator[ast.AST]:
+    value = node.value
+    if isinstance(value, bool):
+        yield ast.Constant(not value)
+    elif isinstance(value, int):
+        yield from (ast.Constant(value + 1), ast.Constant(value - 1))
+    elif isinstance(value, float):
+        yield ast.Constant(value * 2 if value else 1.0)
+    elif isinstance(value, str):
+        yield ast.Constant(f"no {value}")
+
+
+def _call(node: ast.Call) -> Iterator[ast.AST]:
+    if isinstance(node.func, ast.Name):
+        if node.func.id in _NAMES:
+            yield ast.Call(ast.Name(_NAMES[node.func.id], ast.Load()), node.args, node.keywords)
+        if node.func.id in {"sorted", "reversed"}:
+            yield ast.Call(ast.Name("list", ast.Load()), node.args, [])
+        if node.func.id.startswith("_") and len(node.args) == 1 and not node.keywords:
+            yield _copied(node.args[0])  # as if a step of the module's own was left out
+    elif isinstance(node.func, ast.Attribute) and node.func.attr in _NAMES:
+        yield ast.Call(ast.Attribute(node.func.value, _NAMES[node.func.attr], ast.Load()), node.args, node.keywords)
+
+
+_KINDS: dict[type[ast.AST], Callable[[Any], Iterator[ast.AST]]] = {
+    ast.Compare: _compare,
+    ast.BoolOp: _bool_op,
+    ast.BinOp: _bin_op,
+    ast.UnaryOp: _unary_op,
+    ast.Slice: _slice,
+    ast.Constant: _constant,
+    ast.Call: _call,
+    ast.Return: _return,
+    ast.AugAssign: _aug_assign,
+    ast.Assign: _assign,
+    ast.Expr: _expression_statement,
+    ast.Continue: _continue,
+    ast.Break: _break,
+}
+
+
+def _conditions(node: ast.AST) -> Iterator[tuple[ast.expr, Callable[[ast.AST], None]]]:
+    """Yield the conditions that a node depends on, each with a function that replaces it."""
+    if isinstance(node, (ast.If, ast.While, ast.IfExp)):
+        yield node.test, partial(setattr, node, "test")
+    elif isinstance(node, ast.comprehension):
+        for index, condition in enumerate(node.ifs):
+            yield condition, partial(node.ifs.__setitem__, index)
+
+
+def _copied(node: ast.expr) -> ast.expr:
+    """Return another node of the same meaning, whose location may be changed."""
+    return type(node)(**dict(ast.iter_fields(node)))

@@ -1,0 +1,135 @@
+"""The modules whose faults the tests are to find, and the tests that find them: unit tests, which need no ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module to plant faults in.
+
+    Args:
+        module: Its dotted name.
+        tests: Files whose tests are to find the faults, below ``tests/unit``.
+        functions: The functions and classes with arithmetic; all when empty.
+        select: Which of the files' tests to run, as for pytest's ``-k``; all when empty.
+    """
+
+    module: str
+    tests: tuple[str, ...]
+    functions: tuple[str, ...] = ()
+    select: str = ""
+
+    @property
+    def path(self) -> Path:
+        """The module's source."""
+        package, *rest = self.module.split(".")
+        folder = ROOT / "packages" / package.replace("_", "-") / "src" / package
+        return folder.joinpath(*rest).with_suffix(".py")
+
+
+TARGETS = {
+    # which slice of a flat bucket belongs to which rank
+    "zero/partition": Target(
+        "booster_zero.engine.partition",
+        ("zero/test_sharding_partition.py",),
+    ),
+    "runtime/placements": Target(
+        "booster_runtime.sharding.placements",
+        ("runtime/test_placements.py",),
+    ),
+    "runtime/ranks": Target(
+        "booster_runtime.sharding.ranks",
+        ("runtime/test_sharding_ranks.py",),
+        ("sharding_groups",),
+    ),
+    "fsdp/rows": Target(
+        "booster_fsdp.pieces",
+        ("fsdp/test_fsdp_rows.py",),
+        ("row_bounds",),
+    ),
+    "runtime/state_owners": Target(
+        "booster_runtime.sharding.hosting",
+        ("runtime/test_piece_owners.py",),
+        ("piece_shard",),
+    ),
+    "hybrid/split": Target(
+        "booster_hybrid.tensor_parallel.split",
+        ("hybrid/test_split.py",),
+    ),
+    "hybrid/layout": Target(
+        "booster_hybrid.sequence_parallel.layout",
+        ("hybrid/test_sequence_layout.py",),
+    ),
+    "hybrid/microbatches": Target(
+        "booster_hybrid.pipeline.microbatches",
+        ("hybrid/test_pipeline_microbatches.py",),
+        ("share_samples", "split_batch"),
+    ),
+    # boxes and ranges of shards, and what they have in common
+    "core/shard": Target(
+        "booster_core.state.shard",
+        ("core/test_shard.py",),
+    ),
+    "runtime/regions": Target(
+        "booster_runtime.state.regions",
+        ("runtime/test_state_regions.py",),
+    ),
+    "runtime/flat": Target(
+        "booster_runtime.collectives.flat",
+        ("runtime/test_flat_ranges.py",),
+    ),
+    "runtime/owners": Target(
+        "booster_runtime.checkpoint.save.owners",
+        ("runtime/test_owner_windows.py",),
+        ("_windows", "_Share", "_shares"),
+    ),
+    "runtime/reading": Target(
+        "booster_runtime.checkpoint.files.reading",
+        ("runtime/test_strided_boxes.py",),
+        ("pread_into", "read_strided", "as_array"),
+    ),
+    "runtime/strided": Target(
+        "booster_runtime.checkpoint.save.strided",
+        ("runtime/test_strided_boxes.py",),
+        ("write_strided",),
+    ),
+    # the size of chunks
+    "gemini/search": Target(
+        "booster_gemini.chunk.search",
+        ("gemini/test_gemini_chunks.py",),
+        select="size or waste",
+    ),
+    # norms, sums over ranks and clipping
+    "core/norm": Target(
+        "booster_core.gradients.norm",
+        ("core/test_gradients.py",),
+    ),
+    "core/clip": Target(
+        "booster_core.gradients.clip",
+        ("core/test_gradients.py",),
+    ),
+    "runtime/sums": Target(
+        "booster_runtime.collectives.sums",
+        ("runtime/test_sums.py",),
+    ),
+    # pipeline schedules
+    "hybrid/schedule": Target(
+        "booster_hybrid.pipeline.schedule",
+        ("hybrid/test_hybrid_schedule.py",),
+    ),
+    # partial softmaxes that are put together
+    "hybrid/ring": Target(
+        "booster_hybrid.sequence_parallel.ring_attention",
+        ("hybrid/test_ring_attention.py",),
+    ),
+    # the loss scale
+    "core/loss_scaler": Target(
+        "booster_core.precision.loss_scaler",
+        ("core/test_loss_scaler.py",),
+    ),
+}

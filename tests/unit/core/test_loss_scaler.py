@@ -1,0 +1,147 @@
+"""The loss scale after any run of steps is that of torch's own scaler."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from booster_core.errors import ConfigError
+from booster_core.precision import DynamicLossScaler, LossScaleConfig
+from booster_core.precision.loss_scaler import any_nonfinite
+
+INTERVALS = st.integers(1, 4)
+OVERFLOWS = st.lists(st.booleans(), max_size=30)
+
+
+def scales_of_torch(config, overflows):
+    """Return the scale after each step of ``torch.amp.GradScaler``, whose own kernel changes it."""
+    scaler = torch.amp.GradScaler(
+        "cpu",
+        init_scale=config.initial_scale,
+        growth_factor=config.growth_factor,
+        backoff_factor=config.backoff_factor,
+        growth_interval=config.growth_interval,
+    )
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    scales = []
+    for overflow in overflows:
+        parameter.grad = torch.full((1,), float("inf") if overflow else 1.0)
+        scaler.scale(torch.zeros(()))  # as a loss would be, which makes the scale
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def scales_of_ours(scaler, overflows):
+    scales = []
+    for overflow in overflows:
+        scaler.update(overflow=overflow)
+        scales.append(scaler.scale)
+    return scales
+
+
+@settings(deadline=None)
+@given(INTERVALS, OVERFLOWS, st.sampled_from([2.0, 4.0]), st.sampled_from([0.5, 0.25]))
+def test_the_scale_follows_torchs(interval, overflows, growth, backoff):
+    # Powers of two within fp32's range, which torch keeps the scale in; torch has no bounds.
+    config = LossScaleConfig(
+        initial_scale=1024.0,
+        growth_interval=interval,
+        growth_factor=growth,
+        backoff_factor=backoff,
+        min_scale=2.0**-100,
+        max_scale=2.0**100,
+    )
+    assert scales_of_ours(DynamicLossScaler(config), overflows) == scales_of_torch(config, overflows)
+
+
+def test_the_defaults_are_torchs():
+    config, scaler = LossScaleConfig(), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    assert config.initial_scale == scaler.get_scale()
+    assert config.growth_factor == scaler.get_growth_factor()
+    assert config.backoff_factor == scaler.get_backoff_factor()
+    assert config.growth_interval == scaler.get_growth_interval()
+    assert DynamicLossScaler().config == config
+    assert (config.min_scale, config.max_scale) == (1.0, 4294967296.0)
+
+
+@given(INTERVALS, OVERFLOWS)
+def test_the_scale_stays_between_its_bounds(interval, overflows):
+    config = LossScaleConfig(initial_scale=8.0, growth_interval=interval, min_scale=3.0, max_scale=20.0)
+    scale, good = 8.0, 0
+    expected = []
+    for overflow in overflows:
+        good = 0 if overflow else good + 1
+        if overflow:
+            scale = max(scale * 0.5, 3.0)
+        elif good == interval:
+            scale, good = min(scale * 2.0, 20.0), 0
+        expected.append(scale)
+    assert scales_of_ours(DynamicLossScaler(config), overflows) == expected
+
+
+@given(INTERVALS, OVERFLOWS, OVERFLOWS)
+def test_a_restored_scaler_continues(interval, before, after):
+    config = LossScaleConfig(initial_scale=64.0, growth_interval=interval)
+    scaler, restored = DynamicLossScaler(config), DynamicLossScaler(config)
+    scales_of_ours(scaler, before)
+    restored.load_state_dict(scaler.state_dict())
+    assert scales_of_ours(restored, after) == scales_of_ours(scaler, after)
+
+
+def test_the_state_has_numbers_of_their_kind():
+    scaler = DynamicLossScaler()
+    scaler.load_state_dict({"scale": 8, "num_good_steps": 3.0})
+    assert scaler.state_dict() == {"scale": 8.0, "num_good_steps": 3}
+    assert [type(value) for value in scaler.state_dict().values()] == [float, int]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_scale": 0.0}, r"0 < min_scale .* got min_scale=0\.0, initial_scale=65536\.0, max_scale=4294967296\.0"),
+        ({"min_scale": -1.0}, "0 < min_scale"),
+        ({"initial_scale": 0.5}, "min_scale <= initial_scale"),
+        ({"initial_scale": 2.0**33}, "initial_scale <= max_scale"),
+        ({"growth_factor": 0.99}, r"`growth_factor=0\.99` would shrink"),
+        ({"backoff_factor": 0.0}, r"`backoff_factor=0\.0` must be between 0 and 1"),
+        ({"backoff_factor": 1.0}, r"`backoff_factor=1\.0` must be between 0 and 1"),
+        ({"growth_interval": 0}, "`growth_interval=0` counts steps"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LossScaleConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_scale": 1.0, "initial_scale": 1.0, "max_scale": 1.0},
+        {"min_scale": 0.25, "initial_scale": 0.5},
+        {"growth_factor": 1.0},
+        {"growth_interval": 1},
+        {"backoff_factor": 0.999},
+    ],
+)
+def test_settings_at_the_ends_of_their_ranges_are_taken(options):
+    LossScaleConfig(**options)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_nonfinite_values_are_found(bad):
+    good = [torch.ones(3), torch.zeros(0), torch.full((2,), 3e38)]
+    assert not any_nonfinite(good)
+    assert not any_nonfinite([])
+    assert any_nonfinite([*good, torch.tensor([1.0, bad])])
+    assert any_nonfinite([torch.tensor([bad, 1.0]), *good])
+    assert any_nonfinite([torch.full((2,), bad, dtype=torch.bfloat16), torch.ones(1)])
+    assert any_nonfinite([torch.tensor(bad)])
+
+
+def test_tensors_without_elements_are_finite():
+    assert any_nonfinite([torch.zeros(0), torch.zeros(2, 0)]) is False
+    assert any_nonfinite([]) is False

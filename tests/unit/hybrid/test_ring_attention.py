@@ -1,0 +1,215 @@
+"""Partial results of ring attention, put together, are attention over the whole sequence: forward and backward."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thread_ranks import on_threads
+
+from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.mask import Visibility
+from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_runtime import collectives
+
+SIZE, VALUE_SIZE = 4, 3
+CASES = st.fixed_dictionaries(
+    {
+        "num_ranks": st.integers(1, 4),
+        "length": st.integers(1, 9),
+        "key_length": st.none() | st.integers(1, 9),
+        "zigzag": st.booleans(),
+        "heads": st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+        "batch": st.integers(1, 2),
+        "mask": st.sampled_from(["none", "causal", "bool", "added"]),
+        "bias": st.none() | st.tuples(st.booleans(), st.booleans()),
+        "sinks": st.booleans(),
+        "softcap": st.none() | st.just(0.5),
+        "scaling": st.none() | st.just(0.3),
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def exchange_between_threads(monkeypatch):
+    """Send slices between threads. They arrive when the receiver waits, and not before."""
+
+    def all_to_all(source, sent, out, received, group):
+        everything = group.exchange((source.detach().clone(), list(sent)))
+        out.fill_(math.nan)
+
+        def arrive():
+            for sender, (values, bounds) in enumerate(everything):
+                part = values[bounds[group.rank] : bounds[group.rank + 1]]
+                out[received[sender] : received[sender + 1]].copy_(part)
+
+        assert out.numel() == received[-1]
+        assert source.numel() == sent[-1]
+        return collectives.Pending(finish=arrive)
+
+    monkeypatch.setattr(collectives, "all_to_all", all_to_all)
+
+
+def make(case):
+    """Return the whole query, key, value, bias and sinks, what weighs the outputs, and the mask."""
+    generator = torch.Generator().manual_seed(case["length"])
+    heads, key_heads = case["heads"]
+    batch, length, key_length = case["batch"], case["length"], case["key_length"] or case["length"]
+
+    def draw(*shape):
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    query, key = draw(batch, heads, length, SIZE), draw(batch, key_heads, key_length, SIZE)
+    value, weights = draw(batch, key_heads, key_length, VALUE_SIZE), draw(batch, heads, length, VALUE_SIZE)
+    bias = None
+    if case["bias"] is not None:
+        bias = draw(batch if case["bias"][0] else 1, heads if case["bias"][1] else 1, length, key_length)
+    mask = None
+    if case["mask"] == "bool":  # some queries see nothing at all
+        mask = draw(batch, 1, length, key_length) > 0.3
+    if case["mask"] == "added":
+        mask = draw(batch, 1, length, key_length)
+    return query, key, value, bias, draw(heads) if case["sinks"] else None, weights, mask
+
+
+def plainly(query, key, value, bias, sinks, case, mask):
+    """Attention as it is defined, with the whole matrix of scores."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-1, -2) * (case["scaling"] or 1 / math.sqrt(SIZE))
+    if case["softcap"]:
+        scores = case["softcap"] * torch.tanh(scores / case["softcap"])
+    if bias is not None:
+        scores = scores + bias
+    if case["mask"] == "causal":
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return weights[..., : key.shape[2]] @ value
+
+
+@settings(max_examples=60, deadline=None)
+@given(CASES)
+def test_parts_put_together_are_attention_over_the_whole(case):
+    if case["mask"] == "causal":
+        case = {**case, "key_length": None}
+    *whole, weights, mask = make(case)
+    whole = [None if each is None else each.requires_grad_() for each in whole]
+    expected = plainly(*whole, case, mask)
+    (expected * weights).sum().backward()
+    size, key_length = case["num_ranks"], case["key_length"]
+    layout = SequenceLayout(case["length"], size, zigzag=case["zigzag"])
+    key_layout = layout if key_length is None else SequenceLayout(key_length, size, zigzag=case["zigzag"])
+    layouts = [layout, key_layout, key_layout, layout]
+    visibility = Visibility(mask, is_causal=case["mask"] == "causal")
+
+    def attend(group):
+        local = [
+            None if each is None else place.take(each.detach(), 2, group.rank).clone().requires_grad_()
+            for each, place in zip(whole[:4], layouts, strict=True)
+        ]
+        sinks = None if whole[4] is None else whole[4].detach().clone().requires_grad_()
+        found = ring_attention(
+            *local[:3],
+            visibility,
+            layout,
+            TensorGroup(group, group.rank, group.size),
+            key_layout=None if key_length is None else key_layout,
+            bias=local[3],
+            sinks=sinks,
+            softcap=case["softcap"],
+            scaling=case["scaling"],
+        )
+        (found * layout.take(weights, 2, group.rank)).sum().backward()
+        return [found.detach(), *(None if each is None else each.grad for each in [*local, sinks])]
+
+    found, *gradients = zip(*on_threads(size, attend), strict=True)
+    torch.testing.assert_close(layout.put_together(found, 2), expected.detach())
+    for ours, theirs, place in zip(gradients[:4], whole[:4], layouts, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(place.put_together(ours, 2), theirs.grad)
+    if whole[4] is not None:
+        torch.testing.assert_close(sum(gradients[4]), whole[4].grad)
+
+
+def test_scores_of_any_size_do_not_overflow():
+    """The largest score may come first, last or in between: each correction is by a power that is at most one."""
+    length, size = 6, 3
+    layout = SequenceLayout(length, size)
+    value = torch.randn(1, 1, length, VALUE_SIZE, generator=torch.Generator().manual_seed(0))
+    for peak in range(length):
+        key = torch.zeros(1, 1, length, 1)
+        key[0, 0, peak] = 1.0
+
+        def attend(group, key=key):
+            place = TensorGroup(group, group.rank, group.size)
+            query = torch.full((1, 1, layout.lengths[group.rank], 1), 1e30)
+            local = [layout.take(each, 2, group.rank) for each in (key, value)]
+            return ring_attention(query, *local, Visibility(None, is_causal=False), layout, place, scaling=1.0)
+
+        for found in on_threads(size, attend):
+            assert torch.equal(found, value[:, :, peak : peak + 1].expand_as(found))
+
+
+def test_narrow_inputs_are_computed_in_fp32_and_rounded_once():
+    length, size = 8, 2
+    layout = SequenceLayout(length, size)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 2, length, SIZE, generator=generator).bfloat16() for _ in range(3)]
+    wide = [each.float().requires_grad_() for each in whole]
+    expected = torch.nn.functional.scaled_dot_product_attention(*wide)
+    weights = torch.randn(expected.shape, generator=generator).bfloat16()
+    (expected * weights.float()).sum().backward()
+
+    def attend(group):
+        local = [layout.take(each, 2, group.rank).clone().requires_grad_() for each in whole]
+        place = TensorGroup(group, group.rank, group.size)
+        found = ring_attention(*local, Visibility(None, is_causal=False), layout, place)
+        (found * layout.take(weights, 2, group.rank)).sum().backward()
+        return [found.detach(), *(each.grad for each in local)]
+
+    rounding = {"rtol": 2**-8, "atol": 1e-6}  # half of bf16's last bit, and fp32's own
+    found = [layout.put_together(parts, 2) for parts in zip(*on_threads(size, attend), strict=True)]
+    assert all(each.dtype == torch.bfloat16 for each in found)
+    torch.testing.assert_close(found[0].float(), expected.detach(), **rounding)
+    for ours, theirs in zip(found[1:], wide, strict=True):
+        # The outputs that backward starts from are rounded already.
+        torch.testing.assert_close(ours.float(), theirs.grad, rtol=2**-6, atol=1e-2)
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_dropped_weights_are_the_same_in_backward_and_differ_between_blocks(zigzag):
+    """With an identity for values, outputs are the weights: dropped ones are zero, the others grow."""
+    length, size, dropout = 64, 2, 0.25
+    layout = SequenceLayout(length, size, zigzag=zigzag)
+    key = torch.zeros(1, 2, length, SIZE)
+    value = torch.eye(length).expand(1, 2, -1, -1)
+    torch.manual_seed(0)
+
+    def attend(group):
+        local = [layout.take(each, 2, group.rank).clone().requires_grad_() for each in (key, key, value)]
+        place = TensorGroup(group, group.rank, group.size)
+        weights = ring_attention(*local, Visibility(None, is_causal=False), layout, place, dropout=dropout) * length
+        weights.sum().backward()
+        return weights.detach(), local[2].grad
+
+    found, gradients = zip(*on_threads(size, attend), strict=True)
+    weights = layout.put_together(found, 2)
+    kept = weights != 0
+    assert float(kept.float().mean()) == pytest.approx(1 - dropout, abs=0.02)
+    torch.testing.assert_close(weights[kept], torch.full_like(weights[kept], 1 / (1 - dropout)))
+    # The gradient of a value is what its column's weights sum up to, over all queries.
+    columns = weights.sum(2).unsqueeze(-1).expand(-1, -1, -1, length)
+    torch.testing.assert_close(layout.put_together(gradients, 2), columns)
+    half = length // 4
+    blocks = [kept[:, :, a : a + half, b : b + half] for a in range(0, length, half) for b in range(0, length, half)]
+    alike = [(i, j) for i in range(len(blocks)) for j in range(i) if torch.equal(blocks[i], blocks[j])]
+    assert not alike, "each block drops other weights"

@@ -1,0 +1,80 @@
+"""A box of a tensor in a file, read and written where its elements are, whatever is around it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from booster_core.errors import CheckpointError
+from booster_core.state import box_numel, box_shape
+from booster_runtime.checkpoint.files import reading
+from booster_runtime.checkpoint.save import strided
+from booster_runtime.state.regions import as_bytes, slices_of
+
+DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+OFFSETS = st.sampled_from([0, 7, 4096, 4099])
+WINDOWS = st.sampled_from([1, 40, 4 << 20])
+
+
+@st.composite
+def boxes(draw):
+    """A shape of at least one dimension, and a box in it that is not empty."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
+    starts = [draw(st.integers(0, size - 1)) for size in shape]
+    return shape, tuple((start, draw(st.integers(start + 1, size))) for start, size in zip(starts, shape, strict=True))
+
+
+def filled(shape, dtype):
+    return torch.arange(1, math.prod(shape) + 1).to(dtype).view(shape)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("boxes") / "file"
+
+
+@settings(deadline=None)
+@given(case=boxes(), dtype=DTYPES, offset=OFFSETS, window_bytes=WINDOWS)
+def test_a_box_is_read_from_a_file_or_memory(path, case, dtype, offset, window_bytes):
+    shape, box = case
+    whole = filled(shape, dtype)
+    content = b"\xff" * offset + bytes(as_bytes(whole)) + b"\xff" * 3
+    path.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch, path.open("rb") as file:
+        patch.setattr(reading, "_WINDOW_BYTES", window_bytes)
+        for source in (file.fileno(), memoryview(content)):
+            out = torch.zeros(box_numel(box), dtype=dtype)
+            reading.read_strided(source, offset, shape, dtype.itemsize, box, out)
+            assert torch.equal(out.view(box_shape(box)), whole[slices_of(box)])
+
+
+@settings(deadline=None)
+@given(case=boxes(), dtype=DTYPES, offset=OFFSETS, window_bytes=WINDOWS, reserves=st.booleans())
+def test_a_box_is_written_into_a_file_and_nothing_else(path, case, dtype, offset, window_bytes, reserves):
+    shape, box = case
+    before, whole = torch.zeros(shape, dtype=dtype), filled(shape, dtype)
+    path.write_bytes(b"\xff" * offset + bytes(as_bytes(before)) + b"\xff" * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strided, "_WINDOW_BYTES", window_bytes)
+        if not reserves:
+            patch.setattr(strided, "_reserve", lambda *_: False)
+        values = whole[slices_of(box)].contiguous()
+        strided.write_strided(path, offset, shape, dtype.itemsize, box, as_bytes(values))
+    before[slices_of(box)] = whole[slices_of(box)]
+    assert path.read_bytes() == b"\xff" * offset + bytes(as_bytes(before)) + b"\xff" * 3
+
+
+@pytest.mark.parametrize("most", [1, 3, 1 << 30])
+def test_a_range_is_read_in_calls_of_any_length(path, monkeypatch, most):
+    monkeypatch.setattr(reading, "_MAX_CALL_BYTES", most)
+    path.write_bytes(bytes(range(20)))
+    target = bytearray(8)
+    with path.open("rb") as file:
+        reading.pread_into(file.fileno(), memoryview(target), 5, path)
+        assert target == bytes(range(5, 13))
+        with pytest.raises(CheckpointError, match=r"file' ended at byte 20 while it was being read"):
+            reading.pread_into(file.fileno(), memoryview(target), 15, path)
