@@ -138,6 +138,7 @@ def _main() -> None:
 
 def _become(job: dict[str, Any], number: int, screen: int) -> None:
     """Set up a fork as a shell sets up a process."""
+    os.register_at_fork(after_in_child=gc.unfreeze)  # torch hangs at the end of a fork of a frozen process
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     nothing = os.open(os.devnull, os.O_RDONLY)
     for ours, theirs in ((nothing, 0), (screen, 1), (screen, 2)):
