@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from folder_storage import FolderStorage, StorageHooks
 
-from booster_core import hookimpl
 from booster_core.errors import CheckpointError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_runtime.checkpoint.run import steps
@@ -129,48 +129,22 @@ def test_immutable_file_in_an_old_step(tmp_path):
     assert names_in(tmp_path) == ["latest", "lease.json", "step-00000004"]
 
 
-class StubbornStorage:
-    """Keeps files below a folder, and refuses to remove some of them."""
+class StubbornStorage(FolderStorage):
+    """Refuses to remove some files."""
 
-    def __init__(self, base):
-        self.base = Path(base)
-        self.refused = ()
-
-    def _path(self, url):
-        return self.base / url.partition("://")[2]
-
-    def list(self, url):
-        path = self._path(url)
-        return {p.relative_to(path).as_posix(): p.stat().st_size for p in path.rglob("*") if p.is_file()}
-
-    def upload(self, path, url):
-        self._path(url).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, self._path(url))
-
-    def download(self, url, path):
-        shutil.copyfile(self._path(url), path)
+    refused = ()
 
     def remove(self, url):
         if url.endswith(self.refused):
             msg = f"no right to delete {url}"
             raise PermissionError(errno.EACCES, msg)
-        path = self._path(url)
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-class Hooks:
-    def __init__(self, storage):
-        self.kept = storage
-
-    @hookimpl
-    def storage(self, scheme):
-        return self.kept if scheme == "stubborn" else None
+        super().remove(url)
 
 
 @pytest.fixture
 def stubborn(tmp_path):
     storage = StubbornStorage(tmp_path / "stubborn")
-    hooks = Hooks(storage)
+    hooks = StorageHooks(storage, "stubborn")
     register_hooks(hooks)
     yield storage
     unregister_hooks(hooks)

@@ -1,17 +1,15 @@
 """Checkpoints at URLs: in a store of one process' own memory, on the local disk, and in a third party's store."""
 
 import json
-import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from folder_storage import FolderStorage, StorageHooks
 
-from booster_core import hookimpl
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
@@ -25,75 +23,10 @@ from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
 
 
-class FolderStream:
-    """Writes next to a file, and renames."""
-
-    def __init__(self, path):
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.part = path.with_name(f"{path.name}.part{os.getpid()}")
-        self.file = self.part.open("wb")
-
-    def write(self, values):
-        self.file.write(values)
-
-    def finish(self):
-        self.file.close()
-
-    def close(self):
-        self.file.close()
-        self.part.replace(self.path)
-
-    def discard(self):
-        self.file.close()
-        self.part.unlink(missing_ok=True)
-
-
-class FolderStorage:
-    """A storage of a scheme of our own: URLs are folders below one."""
-
-    def __init__(self, base):
-        self.base = Path(base)
-        self.written = []
-        self.ranges = []
-
-    def _path(self, url):
-        return self.base / url.partition("://")[2]
-
-    def list(self, url):
-        path = self._path(url)
-        if path.is_file():
-            return {"": path.stat().st_size}
-        return {p.relative_to(path).as_posix(): p.stat().st_size for p in path.rglob("*") if p.is_file()}
-
-    def read(self, url, start, target):
-        self.ranges.append((url, start, len(target)))
-        with self._path(url).open("rb") as file:
-            file.seek(start)
-            assert file.readinto(target) == len(target)
-
-    def open_write(self, url, nbytes):
-        self.written.append(url)
-        return FolderStream(self._path(url))
-
-    def remove(self, url):
-        path = self._path(url)
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-class Hooks:
-    def __init__(self, storage):
-        self.kept = storage
-
-    @hookimpl
-    def storage(self, scheme):
-        return self.kept if scheme == "ours" else None
-
-
 @pytest.fixture
 def ours(tmp_path):
     storage = FolderStorage(tmp_path / "ours")
-    hooks = Hooks(storage)
+    hooks = StorageHooks(storage)
     register_hooks(hooks)
     yield storage
     unregister_hooks(hooks)
@@ -106,7 +39,7 @@ def same(first, second):
 def train_save_resume(root, use_async, base=None):
     """In one function, because the store may be of this process alone."""
     if base is not None:
-        register_hooks(Hooks(FolderStorage(base)))
+        register_hooks(StorageHooks(FolderStorage(base)))
     run = Run()
     expected = run.train(8)
     run = Run()
@@ -151,7 +84,7 @@ def test_a_training_state_at_a_file_url(world_size, tmp_path):
 
 def save_and_load_model(base, folder=None, use_async=False):
     if folder is not None:
-        register_hooks(Hooks(FolderStorage(folder)))
+        register_hooks(StorageHooks(FolderStorage(folder)))
     run, other = Run(), Run(seed=1)
     run.train(2)
     run.booster.save_model(run.model, f"{base}/folder", shard=True, use_async=use_async)
@@ -270,7 +203,7 @@ def test_a_scheme_without_its_driver_names_it(monkeypatch):
 
 
 def test_a_hook_that_returns_no_storage_is_named():
-    hooks = Hooks(object())
+    hooks = StorageHooks(object())
     register_hooks(hooks)
     try:
         with pytest.raises(CheckpointError, match="returned a `object` for 'ours://', which lacks"):
@@ -315,7 +248,7 @@ class ExtraKey(FolderStorage):
 @pytest.fixture
 def extra_key(tmp_path):
     storage = ExtraKey(tmp_path / "ours")
-    hooks = Hooks(storage)
+    hooks = StorageHooks(storage)
     register_hooks(hooks)
     yield storage
     unregister_hooks(hooks)
