@@ -93,7 +93,14 @@ def save_and_load_every_form(base, layout, use_async):
     return wrong
 
 
-@pytest.mark.parametrize(("layout", "use_async"), [(layout, n % 2 == 0) for n, layout in enumerate(LAYOUTS)])
+def some(cases, chosen):
+    """Return cases of a test; the default run takes the chosen ones, as each takes seconds of requests."""
+    return [pytest.param(*case, marks=[] if case[0] in chosen else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("layout", "use_async"), some([(layout, n % 2 == 0) for n, layout in enumerate(LAYOUTS)], {"flat", "chunks"})
+)
 def test_state_in_any_layout(layout, use_async, s3):
     args = (f"{BUCKET}/{layout}", layout, use_async)
     assert run_on_s3(s3, 2, save_and_load_every_form, *args) == [[], []]
@@ -197,7 +204,7 @@ PASSING = {
 }
 
 
-@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("use_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_faults_that_pass_are_not_seen(use_async, s3):
     s3.latency = 0.05
     s3.faults = [Fault(fault.method, fault.text, fault.kind) for fault in PASSING.values()]
@@ -224,7 +231,10 @@ LASTING = {
 }
 
 
-@pytest.mark.parametrize(("kind", "use_async"), [(kind, n % 2 == 1) for n, kind in enumerate(LASTING)])
+@pytest.mark.parametrize(
+    ("kind", "use_async"),
+    some([(kind, n % 2 == 1) for n, kind in enumerate(LASTING)], {"uploads are cut", "no manifest"}),
+)
 def test_faults_that_last_leave_the_step_before(kind, use_async, s3):
     root = f"{BUCKET}/lasting-{kind.replace(' ', '-')}-{use_async}"
     run_on_s3(s3, 2, save_step, root, 1, False)
@@ -236,11 +246,11 @@ def test_faults_that_last_leave_the_step_before(kind, use_async, s3):
     run_on_s3(s3, 2, save_step, root, 3, False)
     left = {key.partition("/")[0] for key in path_at(root).files()}
     whole = ["step-00000002"] if kind == "no latest" else []
-    assert left == {"latest", "step-00000001", *whole, "step-00000003"}
+    assert left == {"latest", "lease.json", "step-00000001", *whole, "step-00000003"}
     assert run_on_s3(s3, 2, load_step, root) == [3, 3]
 
 
-@pytest.mark.parametrize("kind", ["500", "cut answer"])
+@pytest.mark.parametrize("kind", ["500", pytest.param("cut answer", marks=pytest.mark.slow)])
 def test_a_load_that_fails_is_an_error_on_every_rank(kind, s3):
     root = f"{BUCKET}/unreadable-{kind.replace(' ', '-')}"
     run_on_s3(s3, 2, save_step, root, 1, False)
