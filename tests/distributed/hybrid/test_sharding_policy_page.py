@@ -21,8 +21,8 @@ STEPS = 3
 
 
 def source():
-    (text,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return text
+    first, *_ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return first
 
 
 def example():
