@@ -1,4 +1,4 @@
-"""Our reader of safetensors files beside the library's, on files that are whole, odd and damaged.
+"""Compare our reader of safetensors files with the library's, on files that are whole, odd and damaged.
 
 Disagreements, all of them on purpose:
 
