@@ -19,6 +19,7 @@ from typing_extensions import Self, override
 from booster_core.errors import BoosterError, CheckpointError
 from booster_runtime.storage.interface import leaves_folder, storage_for
 from booster_runtime.storage.location import local_path, scheme_of
+from booster_runtime.storage.range_stream import RangeStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -277,7 +278,8 @@ class RemotePath(_PathMethods):
     @override
     def open(self, mode: str = "r", *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]
         assert mode == "rb", "written by `open_write` alone"
-        return io.BufferedReader(_RawFile(self.open_ranges()), HEAD_BYTES)
+        file = self.open_ranges()
+        return io.BufferedReader(RangeStream(file, 0, file.size, file.close), HEAD_BYTES)
 
     @override
     def read_bytes(self) -> bytes:
@@ -423,44 +425,3 @@ def read_heads(paths: Iterable[Path]) -> None:
         files = [path.open_ranges() for path in remote]
         list(files[0].pool.map(RemoteFile.read_head, files))
         files[0].close()
-
-
-class _RawFile(io.RawIOBase):
-    """A file at a URL as Python's own streams have it."""
-
-    def __init__(self, file: RemoteFile) -> None:
-        super().__init__()
-        self._file = file
-        self._position = 0
-
-    @override
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def seekable(self) -> bool:
-        return True
-
-    @override
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
-        self._position = base + offset
-        return self._position
-
-    @override
-    def tell(self) -> int:
-        return self._position
-
-    @override
-    def readinto(self, buffer: Any, /) -> int:
-        target = memoryview(buffer).cast("B")
-        target = target[: max(self._file.size - self._position, 0)]
-        if target:
-            self._file.read_into(target, self._position)
-        self._position += len(target)
-        return len(target)

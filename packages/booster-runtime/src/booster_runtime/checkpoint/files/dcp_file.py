@@ -22,6 +22,7 @@ from booster_runtime.checkpoint.files.layout import MODEL, OPTIMIZER
 from booster_runtime.checkpoint.files.reading import ByteFile, TensorFile
 from booster_runtime.state.jsonable import encode_json
 from booster_runtime.state.regions import intersect, regions_of, slices_of
+from booster_runtime.storage.range_stream import RangeStream
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,7 +155,7 @@ class DCPFile(TensorFile):
 
     def _read_value(self, fqn: str) -> Any:
         file, info = self._slice_of(fqn, None)
-        content = io.BytesIO(_FileSlice(file, info.offset, info.length).read())
+        content = io.BytesIO(RangeStream(file, info.offset, info.length).read())
         try:
             return torch.load(content, map_location="cpu", weights_only=True)
         except _UNREADABLE as error:
@@ -171,7 +172,7 @@ class DCPFile(TensorFile):
             if known is not None:
                 return known
             file, info = self._slice_of(fqn, offset)
-            stream = _FileSlice(file, info.offset, info.length)
+            stream = RangeStream(file, info.offset, info.length)
             try:
                 with FakeTensorMode():
                     chunk = torch.load(cast("IO[bytes]", stream), weights_only=True)
@@ -191,40 +192,6 @@ class DCPFile(TensorFile):
                 raise CheckpointError(msg)
             self._chunks[fqn, offset] = file, start
             return file, start
-
-
-class _FileSlice(io.RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, file: ByteFile, start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length = file, start, length
-        self._position = 0
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def seekable(self) -> bool:
-        return True
-
-    @override
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = base + offset
-        return self._position
-
-    @override
-    def tell(self) -> int:
-        return self._position
-
-    @override
-    def readinto(self, buffer: Any, /) -> int:
-        count = max(min(len(buffer), self._length - self._position), 0)
-        self._file.read_into(memoryview(buffer)[:count], self._start + self._position)
-        self._position += count
-        return count
 
 
 def _paths_of(table: Table, kind: str) -> dict[str, tuple[str | int, ...]]:
