@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
 from booster_core.state import TensorMeta, box_numel, box_shape, full_box
+from booster_runtime.checkpoint.files.reading import read_whole
 from booster_runtime.state.jsonable import decode_json, tensor_references
 from booster_runtime.state.regions import intersect, slices_of
 
@@ -198,13 +199,7 @@ class ComposedTensors:
 
     def read_whole(self, key: str) -> torch.Tensor:
         """Return all of a tensor."""
-        import torch
-
-        meta = self.tensors[key]
-        tensor = torch.empty(meta.shape, dtype=meta.dtype)
-        if tensor.numel():
-            self.read(key, full_box(meta.shape), tensor.view(-1))
-        return tensor
+        return read_whole(self.tensors[key], lambda box, out: self.read(key, box, out))
 
     def extra_values(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the extra state of modules, decoded, as far as it is there; see `Source.extra_values`."""

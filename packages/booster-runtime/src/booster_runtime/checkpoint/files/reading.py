@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from booster_core.errors import CheckpointError
-from booster_core.state import box_shape
+from booster_core.state import box_shape, full_box
 from booster_runtime.checkpoint.files.ranges import read_box
 from booster_runtime.state.regions import as_bytes, is_contiguous, slices_of, span_of
 from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     import torch
@@ -277,3 +277,18 @@ def as_array(memory: memoryview, offset: int, shape: tuple[int, ...], itemsize: 
     """Return memory as an array of opaque elements; unaligned memory is fine."""
     kind = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(itemsize, f"V{itemsize}")
     return np.ndarray(shape, dtype=kind, buffer=memory, offset=offset)
+
+
+def read_whole(meta: TensorMeta, read: Callable[[Box, torch.Tensor], None]) -> torch.Tensor:
+    """Return all of a tensor.
+
+    Args:
+        meta: Its shape and dtype.
+        read: Fills a contiguous tensor with the values of a box.
+    """
+    import torch
+
+    tensor = torch.empty(meta.shape, dtype=meta.dtype)
+    if tensor.numel():
+        read(full_box(meta.shape), tensor.view(-1))
+    return tensor

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, shorten
-from booster_core.state import full_box
 from booster_runtime.checkpoint.files.index import read_index
 from booster_runtime.checkpoint.files.layout import (
     INTERRUPTED,
@@ -28,6 +27,7 @@ from booster_runtime.checkpoint.files.layout import (
     mark_of,
 )
 from booster_runtime.checkpoint.files.opening import open_tensor_file
+from booster_runtime.checkpoint.files.reading import read_whole
 from booster_runtime.state.jsonable import decode_json, tensor_references
 from booster_runtime.storage import RemotePath, read_heads
 
@@ -267,13 +267,7 @@ class Source:
 
     def read_whole(self, key: str) -> torch.Tensor:
         """Return all of a (small) tensor."""
-        import torch
-
-        meta = self.tensors[key]
-        tensor = torch.empty(meta.shape, dtype=meta.dtype)
-        if tensor.numel():
-            self.read(key, full_box(meta.shape), tensor.view(-1))
-        return tensor
+        return read_whole(self.tensors[key], lambda box, out: self.read(key, box, out))
 
     def extra_values(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the extra state of modules, decoded, as far as it is there.
