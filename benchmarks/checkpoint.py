@@ -7,8 +7,10 @@ round. The comparisons:
 - save: each rank writes an equal part of the same bytes into one file, with the same sync, from one buffer;
 - load: each rank reads the same bytes from the same files into allocated memory;
 - DCP: ``torch.distributed.checkpoint`` saves and loads the same model and optimizer state;
-- async: a copy of the bytes that the rank writes, into allocated memory;
-- training states: `save_checkpoint` and `load_checkpoint`, with checksums, against DCP.
+- async: a copy of the bytes that the rank writes, into allocated memory, and DCP's ``async_save``: the time until the
+  call returns, while nothing is written;
+- training states: `save_checkpoint` and `load_checkpoint`, with checksums, against DCP, and against DeepSpeed's where
+  that is installed.
 
 Files are read from the page cache on both sides, except where it says "cold": the page cache is emptied of them before
 each load, and ``mincore`` confirms it.
@@ -26,12 +28,14 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from _deepspeed import deepspeed_calls
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from booster_core import Booster
@@ -209,6 +213,9 @@ class Bench:
         self.first = sum(coordinator.all_gather_object(mine)[: self.rank])
         self.buffer = torch.zeros(mine, dtype=torch.uint8)
         self.files = folder / "model.safetensors", folder / "optimizer.safetensors"
+        self.pending: Any = None
+        self.size = size
+        self.between: Callable[[], object] = dist.barrier
         if self.rank == 0:
             print(
                 f"{self.total / _MIB:.0f} MiB of state on {coordinator.world_size} ranks, {rounds} rounds", flush=True
@@ -271,6 +278,18 @@ class Bench:
         ]
         self.io.write_folder("save", self.folder / "background", parts, use_async=True)
 
+    def save_dcp_in_background(self) -> None:
+        """Save with torch in the background."""
+        self.pending = dcp_async_save(self.dcp_state(), checkpoint_id=self.folder / "dcp-background")
+
+    def wait(self) -> None:
+        """Wait until nothing is written any more."""
+        self.io.wait()
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+        dist.barrier()
+
     def run(self) -> None:
         """Run all comparisons."""
         ours, raw, theirs = in_turns([self.save, self.write_raw, self.save_dcp], self.rounds, self.clean)
@@ -290,8 +309,11 @@ class Bench:
             for target, data in zip(copies, self.owned, strict=True):
                 target.copy_(data)
 
-        blocked, copied = in_turns([self.save_in_background, copy], self.rounds, self.io.wait)
+        actions = [self.save_in_background, copy, self.save_dcp_in_background]
+        blocked, copied, theirs = in_turns(actions, self.rounds, self.wait)
+        self.wait()
         report("time blocked by a save in the background / of a copy", blocked, copied, "<= 1.2")
+        report("time blocked by a save in the background / of DCP's", blocked, theirs, "<= 0.5")
         self.io.close()
 
     def drop(self) -> None:
@@ -316,15 +338,26 @@ class Bench:
         def load() -> None:
             booster.load_checkpoint(root, model=model, optimizer=optimizer)
 
-        ours, theirs = in_turns([save, self.save_dcp], self.rounds, self.clean)
-        report("time of save_checkpoint / of DCP", ours, theirs, "<= 0.7")
+        others = {"DCP": (self.save_dcp, self.load_dcp)}
+        deepspeed = deepspeed_calls(lambda: build(self.size), self.folder / "deepspeed")
+        if deepspeed is not None:
+            others["DeepSpeed"] = deepspeed
+        elif self.rank == 0:
+            print("DeepSpeed is not installed: no column of it", flush=True)
+        saves, loads = zip(*others.values(), strict=True)
+
+        def compare(what: str, ours: Callable[[], object], theirs: Sequence[Callable[[], object]], bar: str) -> None:
+            own, *rest = in_turns([ours, *theirs], self.rounds, self.clean if ours is save else self.between)
+            for name, times in zip(others, rest, strict=True):
+                report(f"time of {what} / of {name}", own, times, bar if name == "DCP" else "-")
+
+        compare("save_checkpoint", save, saves, "<= 0.7")
         self.clean()
-        save()
-        self.save_dcp()
-        ours, theirs = in_turns([load, self.load_dcp], self.rounds)
-        report("time of load_checkpoint, warm / of DCP", ours, theirs, "<= 0.5")
-        ours, theirs = in_turns([load, self.load_dcp], self.rounds, self.drop)
-        report("time of load_checkpoint, cold / of DCP", ours, theirs, "<= 0.9")
+        for each in (save, *saves):
+            each()
+        compare("load_checkpoint, warm", load, loads, "<= 0.5")
+        self.between = self.drop
+        compare("load_checkpoint, cold", load, loads, "<= 0.9")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.shared.s3_server import Fault, Proxy, environment, running_s3_server
 
+from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles
@@ -353,6 +354,33 @@ def test_ranks_of_a_host_fetch_what_they_all_hold_once(s3):
     expect_on_s3(s3, CheckpointError, "could not be read", load_replicated, url, 1, torch.float32)
     s3.faults = []
     assert run_on_s3(s3, 2, load_step, root) == [1, 1]
+
+
+def load_bf16(url):
+    """Load fp32 values into a bf16 run with masters; return whether masters have all digits."""
+    values = torch.arange(4 << 20).view(4096, 1024).div(7)
+    if url.endswith("bf16"):
+        booster = Booster("cpu", "bf16", "zero")
+        model = torch.nn.Linear(1024, 4096, bias=False)
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+        booster.load_model(model, url.removesuffix("-bf16"))
+        shards = booster.state_adapter(model, optimizer).optimizer_shards()
+        (master,) = [shard for shard in shards if shard.state == "master"]
+        return torch.equal(master.data.view(-1), values.view(-1)[slice(*master.flat_range)])
+    model = torch.nn.Linear(1024, 4096, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(values)
+    Booster("cpu").save_model(model, url)
+    return True
+
+
+def test_masters_and_their_rounded_copy_take_one_fetch(s3):
+    """A matrix of 16 MiB, which takes two requests."""
+    url = f"{BUCKET}/masters.safetensors"
+    run_on_s3(s3, 1, load_bf16, url)
+    s3.requests.clear()
+    assert run_on_s3(s3, 1, load_bf16, f"{url}-bf16") == [True]
+    assert s3.bytes_read() <= 1.1 * 16 * MIB
 
 
 def test_few_requests_of_a_save_wait_for_each_other(s3):
