@@ -220,12 +220,12 @@ def transposed_files():
     entries = [
         WeightConverter(f"mlp.w{name}.weight", f"mlp.{name}_proj.weight", [Transpose(0, 1)]) for name in ("up", "down")
     ]
-    conversion_mapping.register_checkpoint_conversion_mapping("LlamaForCausalLM", entries)
+    conversion_mapping.register_checkpoint_conversion_mapping("llama", entries, overwrite=True)
     try:
         yield
     finally:
         conversion_mapping._checkpoint_conversion_mapping_cache = None
-        conversion_mapping.USER_REGISTERED_MAPPINGS.discard("LlamaForCausalLM")
+        conversion_mapping.USER_REGISTERED_MAPPINGS.discard("llama")
 
 
 def test_files_hold_tensors_transposed_where_a_registered_conversion_says_so(tmp_path):

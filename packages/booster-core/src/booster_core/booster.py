@@ -122,7 +122,7 @@ class Booster(Batches, Remedies):
         return self._device
 
     @cached_property
-    def context(self) -> BoostContext:
+    def context(self) -> BoostContext:  # type: ignore[override] # made at the first use, and replaced in copies
         """Device, ranks, precision and hooks of this run, fixed at the first use."""
         if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
             ensure_process_group()
