@@ -214,6 +214,7 @@ class Bench:
         self.buffer = torch.zeros(mine, dtype=torch.uint8)
         self.files = folder / "model.safetensors", folder / "optimizer.safetensors"
         self.pending: Any = None
+        self.group = dist.new_group(backend="gloo")  # DCP communicates in the background
         self.size = size
         self.between: Callable[[], object] = dist.barrier
         if self.rank == 0:
@@ -280,14 +281,15 @@ class Bench:
 
     def save_dcp_in_background(self) -> None:
         """Save with torch in the background."""
-        self.pending = dcp_async_save(self.dcp_state(), checkpoint_id=self.folder / "dcp-background")
+        folder = self.folder / "dcp-background"
+        self.pending = dcp_async_save(self.dcp_state(), checkpoint_id=folder, process_group=self.group)
 
     def wait(self) -> None:
         """Wait until nothing is written any more."""
-        self.io.wait()
         if self.pending is not None:
             self.pending.result()
             self.pending = None
+        self.io.wait()
         dist.barrier()
 
     def run(self) -> None:
