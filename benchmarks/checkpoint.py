@@ -9,8 +9,7 @@ round. The comparisons:
 - DCP: ``torch.distributed.checkpoint`` saves and loads the same model and optimizer state;
 - async: a copy of the bytes that the rank writes, into allocated memory, and DCP's ``async_save``: the time until the
   call returns, while nothing is written;
-- training states: `save_checkpoint` and `load_checkpoint`, with checksums, against DCP, and against DeepSpeed's where
-  that is installed.
+- training states: `save_checkpoint` and `load_checkpoint`, with checksums, against DCP.
 
 Files are read from the page cache on both sides, except where it says "cold": the page cache is emptied of them before
 each load, and ``mincore`` confirms it.
@@ -32,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from _deepspeed import deepspeed_calls
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
@@ -215,8 +213,6 @@ class Bench:
         self.files = folder / "model.safetensors", folder / "optimizer.safetensors"
         self.pending: Any = None
         self.group = dist.new_group(backend="gloo")  # DCP communicates in the background
-        self.size = size
-        self.between: Callable[[], object] = dist.barrier
         if self.rank == 0:
             print(
                 f"{self.total / _MIB:.0f} MiB of state on {coordinator.world_size} ranks, {rounds} rounds", flush=True
@@ -340,26 +336,15 @@ class Bench:
         def load() -> None:
             booster.load_checkpoint(root, model=model, optimizer=optimizer)
 
-        others = {"DCP": (self.save_dcp, self.load_dcp)}
-        deepspeed = deepspeed_calls(lambda: build(self.size), self.folder / "deepspeed")
-        if deepspeed is not None:
-            others["DeepSpeed"] = deepspeed
-        elif self.rank == 0:
-            print("DeepSpeed is not installed: no column of it", flush=True)
-        saves, loads = zip(*others.values(), strict=True)
-
-        def compare(what: str, ours: Callable[[], object], theirs: Sequence[Callable[[], object]], bar: str) -> None:
-            own, *rest = in_turns([ours, *theirs], self.rounds, self.clean if ours is save else self.between)
-            for name, times in zip(others, rest, strict=True):
-                report(f"time of {what} / of {name}", own, times, bar if name == "DCP" else "-")
-
-        compare("save_checkpoint", save, saves, "<= 0.7")
+        ours, theirs = in_turns([save, self.save_dcp], self.rounds, self.clean)
+        report("time of save_checkpoint / of DCP", ours, theirs, "<= 0.7")
         self.clean()
-        for each in (save, *saves):
-            each()
-        compare("load_checkpoint, warm", load, loads, "<= 0.5")
-        self.between = self.drop
-        compare("load_checkpoint, cold", load, loads, "<= 0.9")
+        save()
+        self.save_dcp()
+        ours, theirs = in_turns([load, self.load_dcp], self.rounds)
+        report("time of load_checkpoint, warm / of DCP", ours, theirs, "<= 0.5")
+        ours, theirs = in_turns([load, self.load_dcp], self.rounds, self.drop)
+        report("time of load_checkpoint, cold / of DCP", ours, theirs, "<= 0.9")
 
 
 if __name__ == "__main__":
