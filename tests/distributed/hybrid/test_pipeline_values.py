@@ -359,20 +359,6 @@ class InModelOutput(InDict):
         return self.exit(x)
 
 
-class InRegistered(InDict):
-    class Block(Block):
-        def forward(self, x, mask=None):
-            return Registered(super().forward(x, mask), [])
-
-    block = Block
-
-    def forward(self, x):
-        x = self.entry(x)
-        for layer in self.layers:
-            x = layer(x).out
-        return self.exit(x)
-
-
 class InNamedTuple(Base):
     class Block(Block):
         def forward(self, x, mask=None):
@@ -497,7 +483,6 @@ def test_values_of_earlier_stages_that_are_not_sent_are_refused(kind, message):
         (InModelOutput, "BaseModelOutput"),
         (InNamedTuple, "Pair"),
         (InDataclass, "State"),
-        (InRegistered, "Registered"),
         (InTuple, "tuple"),
     ],
 )
