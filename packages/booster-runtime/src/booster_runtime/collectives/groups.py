@@ -23,4 +23,5 @@ def new_group(ranks: Sequence[int]) -> ProcessGroup:
 
     Collective: every rank of the world, members or not, in the same order among calls.
     """
-    return dist.new_group(ranks, timeout=timedelta(seconds=current_world().timeout_seconds))
+    group: ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=current_world().timeout_seconds))
+    return group
