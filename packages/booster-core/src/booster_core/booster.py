@@ -366,7 +366,9 @@ class Booster(Batches, Remedies):
         Collective: every rank of the plugin's mesh, in step.
         """
         boosted = self._the_model(model, "full_gradient")
-        paths = self.plugin.parameter_paths(boosted)
+        paths: dict[str, str] = boosted.__dict__.setdefault("_parameter_paths", {})
+        if name not in paths:  # adapters that were added since have names of their own
+            paths.update(self.plugin.parameter_paths(boosted))
         if name not in paths:
             close = difflib.get_close_matches(name, paths, n=1)
             msg = f"The model has no parameter named '{name}'." + (f" Did you mean '{close[0]}'?" if close else "")
