@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from booster_hybrid.sequence_parallel.blocks import Block
+from booster_hybrid.sequence_parallel.explicit_scores import ExplicitScores
+from booster_hybrid.sequence_parallel.merging import MergedOutputs
+from booster_hybrid.sequence_parallel.primitives import primitive_for
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from booster_hybrid.sequence_parallel.blocks import Block
-
-_aten: Any = torch.ops.aten
-_EFFICIENT_ALIGNMENT = 8
-"""Elements to which rows of masks are aligned for the memory-efficient kernel."""
-_EFFICIENT_ROWS = 32
-"""Queries to which the memory-efficient kernel pads its logarithms."""
+_ALIGNMENT = 8
+"""Elements to a multiple of which CUDA's kernels need sizes, and the rows of what is added."""
 
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """Attention of one block by torch's flash attention, or where that can't, memory-efficient attention.
+    """Attention of one block by one of torch's fused operations.
 
     Args:
         scaling: Multiplies the products.
@@ -59,8 +60,9 @@ class FusedKernel:
         query, key, value = _of_one_size(query, key, value)
         bias = None if mask is None else _added(mask, query)
         is_causal = block.kind == "causal" and mask is None  # a mask knows
-        call = _flash_cpu if query.device.type == "cpu" else _cuda_kernel(query, key, value, bias, is_causal)
-        outputs, logarithms = call(query, key, value, bias, is_causal, self.scaling)
+        outputs, logarithms = primitive_for(query, bias).forward(
+            query, key, value, bias, is_causal=is_causal, scaling=self.scaling
+        )
         if bias is not None:
             # Kernels differ in what they return for a query that sees nothing.
             is_blind = (bias == -math.inf).all(-1)
@@ -97,13 +99,13 @@ class FusedKernel:
         query, key, value, outputs, gradient = _of_one_size(query, key, value, outputs, gradient)
         bias = None if mask is None else _added(mask, query)
         is_causal = block.kind == "causal" and mask is None  # a mask knows
-        saved = (gradient, query, key, value, outputs, logarithms, bias, is_causal, self.scaling)
-        if query.device.type == "cpu":
-            found = _flash_cpu_backward(*saved)
-        elif _cuda_kernel(query, key, value, bias, is_causal) is _flash_cuda:
-            found = _flash_cuda_backward(*saved)
-        else:
-            found = _efficient_backward(*saved)
+        found = primitive_for(query, bias).backward(
+            gradient,
+            (query, key, value, outputs, logarithms),
+            bias,
+            is_causal=is_causal,
+            scaling=self.scaling,
+        )
         of_query, of_key, of_value = (each[..., :size] for each, size in zip(found, sizes, strict=True))
         return of_query, of_key, of_value, None
 
@@ -113,19 +115,65 @@ def can_fuse(query: Tensor, *, dropout: float, softcap: float | None, needs_bias
 
     Args:
         query: The queries.
-        dropout: Probability of dropping a weight: kernels for the CPU drop none.
+        dropout: Probability of dropping a weight: the CPU's kernel drops none.
         softcap: Bound of the scores, which they don't know.
         needs_bias_gradient: Whether something added to the scores is trained.
+
+    Collective: none.
     """
     if dropout or softcap is not None or needs_bias_gradient:
         return False
+    if query.device.type == "cpu":
+        return query.is_floating_point()
     is_known = query.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return query.device.type in ("cpu", "cuda") and (is_known or query.device.type == "cpu")
+    return query.device.type == "cuda" and is_known and agrees_with_definition(query.device, query.dtype)
+
+
+@lru_cache
+def agrees_with_definition(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether kernels, merged over two blocks of keys, give what explicit scores give; asked once.
+
+    The operations are no public functions of torch, so that conventions may differ between versions and devices.
+
+    Args:
+        device: Where the kernels run.
+        dtype: Format of the inputs.
+
+    Collective: none.
+    """
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, gradient = (torch.randn(1, 2, 48, 16, generator=generator).to(device, dtype) for _ in range(4))
+    hidden = torch.ones(24, 24, dtype=torch.bool, device=device).triu_(1).expand(1, 1, 24, 24)
+    results = []
+    for kernel in (FusedKernel(0.25), ExplicitScores(0.25)):
+        rows, keys = query[:, :, 24:], (slice(0, 24), slice(24, 48))
+        parts = [
+            (each, Block(slice(None), slice(0, 24), each, kind, (0, 0), (0, 0), 0), mask)
+            for each, kind, mask in zip(keys, ("all", "some"), (None, ~hidden), strict=True)
+        ]
+        merged = MergedOutputs(rows, 16)
+        for span, block, mask in parts:
+            found = kernel.forward(rows, key[:, :, span], value[:, :, span], mask, block)
+            merged.add((slice(None), slice(None), slice(None)), *found)
+        outputs, logarithms = merged.result(None)
+        gradients = [
+            kernel.backward(
+                gradient[:, :, 24:], rows, key[:, :, span], value[:, :, span], outputs, logarithms, mask, block
+            )[:3]
+            for span, block, mask in parts
+        ]
+        results.append([outputs, *(each for found in gradients for each in found)])
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    return all(
+        bool((ours.float() - theirs.float()).abs().max() <= tolerance * theirs.float().abs().max())
+        for ours, theirs in zip(*results, strict=True)
+    )
 
 
 def _of_one_size(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Fill up with zeros what is smaller: these add nothing to products, and zeros to outputs."""
     size = max(each.shape[-1] for each in tensors)
+    size += 0 if tensors[0].device.type == "cpu" else -size % _ALIGNMENT
     return tuple(
         # Kernels need the last dimension to be dense.
         (each if each.stride(-1) == 1 else each.contiguous())
@@ -144,32 +192,6 @@ def _added(mask: Tensor, query: Tensor) -> Tensor:
         bias = mask if is_wide else mask.to(query.dtype)
     if query.device.type == "cpu":
         return bias
-    excess = -bias.shape[-1] % _EFFICIENT_ALIGNMENT
+    excess = -bias.shape[-1] % _ALIGNMENT
     padded = nn.functional.pad(bias, (0, excess))[..., : bias.shape[-1]] if excess else bias
     return padded.expand(query.shape[0], query.shape[1], query.shape[2], -1)
-
-
-def _flash_cpu(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scaling: float
-) -> tuple[Tensor, Tensor]:
-    outputs, logarithms = _aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=bias, scale=scaling
-    )
-    return outputs, logarithms
-
-
-def _flash_cpu_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    outputs: Tensor,
-    logarithms: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, outputs, logarithms, 0.0, is_causal, attn_mask=bias, scale=scaling
-    )
-    return found

@@ -44,6 +44,9 @@ class SequenceMask:
     _whole: tuple[Tensor | None] | None = field(default=None, repr=False)
     _kinds: dict[tuple[_Range, _Range], list[tuple[slice, list[str]]]] = field(default_factory=dict, repr=False)
 
+    ndim = 0
+    """Models that add biases to masks of four dimensions pass them to their layers instead."""
+
     def __post_init__(self) -> None:
         from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -125,7 +128,9 @@ class Visibility:
         if isinstance(mask, SequenceMask):
             self.is_causal, self.is_plain = mask.is_causal, mask.is_plain
 
-    def kinds(self, queries: _Range, keys: _Range, tiles: Sequence[_Range]) -> list[tuple[slice, list[tuple[_Range, str]]]]:
+    def kinds(
+        self, queries: _Range, keys: _Range, tiles: Sequence[_Range]
+    ) -> list[tuple[slice, list[tuple[_Range, str]]]]:
         """Return for samples that see the same what a range of queries sees of tiles of keys; see `SequenceMask.kinds`.
 
         Args:
@@ -156,7 +161,7 @@ class Visibility:
         return "causal" if queries == keys else "some"
 
     def mask(self, queries: _Range, keys: _Range, device: torch.device) -> Tensor:
-        """Return who may see whom, or what is added, in a shape that broadcasts to ``(batch, heads, queries, keys)``."""
+        """Return who may see whom, or what is added; broadcasts to ``(batch, heads, queries, keys)``."""
         if self.is_plain:
             rows = torch.arange(*queries, device=device).unsqueeze(-1)
             columns = torch.arange(*keys, device=device)
@@ -168,9 +173,7 @@ class Visibility:
         return self._mask[..., slice(*queries), slice(*keys)]
 
 
-def kinds_of(
-    part: Tensor, queries: _Range, keys: _Range, tiles: Sequence[_Range]
-) -> list[tuple[slice, list[str]]]:
+def kinds_of(part: Tensor, queries: _Range, keys: _Range, tiles: Sequence[_Range]) -> list[tuple[slice, list[str]]]:
     """Return what a range of queries sees of tiles of keys, for samples that see the same.
 
     Args:

@@ -1,4 +1,4 @@
-"""Sums over the blocks of an attention, in fp32: of what was found, weighted by its logarithms, and of gradients."""
+"""The outputs of an attention, merged in fp32 from those of its blocks by the logarithms of their sums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MergedOutputs:
 
     def __init__(self, query: Tensor, value_size: int) -> None:
         self._query, self._value_size = query, value_size
-        self._format = torch.promote_types(query.dtype, torch.float32)
+        self._format = sum_format(query)
         self._found: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: _Place, outputs: Tensor, logarithms: Tensor) -> None:
@@ -73,38 +73,9 @@ class MergedOutputs:
         return self._found
 
 
-class GradientSum:
-    """Sum over blocks of the gradients of a tensor.
-
-    Args:
-        tensor: The tensor, shape ``(batch, heads, positions, size)``.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self._device = tensor.shape, tensor.device
-        self.format = torch.promote_types(tensor.dtype, torch.float32)
-        self._sum: Tensor | None = None
-
-    def add(self, place: _Place, gradient: Tensor) -> None:
-        """Add the gradient of a part; may take the tensor over.
-
-        Collective: none.
-        """
-        if self._sum is None and gradient.shape == self.shape:
-            self._sum = gradient.to(self.format)
-            return
-        self.value()[place].add_(gradient)
-
-    def value(self) -> Tensor:
-        """Return the sum so far, in fp32 or more."""
-        if self._sum is None:
-            self._sum = torch.zeros(self.shape, dtype=self.format, device=self._device)
-        return self._sum
-
-    def release(self) -> Tensor:
-        """Return the sum, and keep it no longer."""
-        value, self._sum = self.value(), None
-        return value
+def sum_format(tensor: Tensor) -> torch.dtype:
+    """Return the format in which what is added up of a tensor is kept: fp32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def sink_gradient(sinks: Tensor, gradient: Tensor, outputs: Tensor, logarithms: Tensor) -> Tensor:

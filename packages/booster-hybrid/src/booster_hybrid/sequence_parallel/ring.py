@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from booster_hybrid.sequence_parallel.merging import sum_format
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
-    from booster_hybrid.sequence_parallel.merging import GradientSum
     from booster_hybrid.tensor_parallel.group import TensorGroup
     from booster_runtime.collectives import Pending
 
@@ -69,26 +69,31 @@ class Homeward:
 
     def __init__(self, key: Tensor, value: Tensor, layout: SequenceLayout, group: TensorGroup) -> None:
         self._key, self._value, self._layout, self._group = key, value, layout, group
-        self._own: tuple[GradientSum, GradientSum] | None = None
+        self._own: Tensor | None = None
+        self._flat: Tensor | None = None
         self._pending: tuple[Pending, Tensor] | None = None
 
-    def send(self, owner: int, of_keys: GradientSum, of_values: GradientSum) -> None:
+    def sums(self, owner: int) -> tuple[Tensor, Tensor]:
+        """Return zeros to which this rank's share of the gradients of a rank's keys and values is added.
+
+        Collective: none.
+        """
+        self._flat = torch.zeros(self._numel(owner), dtype=sum_format(self._key), device=self._key.device)
+        return _unpacked(self._flat, self._key, self._value, self._layout.lengths[owner])
+
+    def send(self, owner: int) -> None:
         """Add what came from the rank before to this rank's share, and send it on; keep the share of its own.
 
         Args:
-            owner: The rank whose keys they are.
-            of_keys: This rank's share of their gradients.
-            of_values: Likewise.
+            owner: The rank whose keys they are, as given to `sums`.
 
         Collective: the group, for owners other than this rank.
         """
+        flat, self._flat = self._flat, None
+        assert flat is not None, "what is sent has been summed"
         if owner == self._group.rank:
-            self._own = of_keys, of_values
+            self._own = flat
             return
-        length = self._layout.lengths[owner]
-        flat = torch.empty(self._numel(owner), dtype=of_keys.format, device=self._key.device)
-        for part, found in zip(_unpacked(flat, self._key, self._value, length), (of_keys, of_values), strict=True):
-            part.copy_(found.release())
         if self._pending is not None:
             pending, collected = self._pending
             pending.wait()
@@ -101,13 +106,11 @@ class Homeward:
         Collective: none.
         """
         assert self._own is not None, "each rank attends to its own keys"
-        of_key, of_value = (each.value() for each in self._own)
         if self._pending is not None:
             pending, flat = self._pending
             pending.wait()
-            parts = _unpacked(flat, self._key, self._value, self._key.shape[2])
-            of_key, of_value = of_key.add_(parts[0]), of_value.add_(parts[1])
-        return of_key, of_value
+            self._own += flat
+        return _unpacked(self._own, self._key, self._value, self._key.shape[2])
 
     def _numel(self, owner: int) -> int:
         sizes = self._key.shape[-1] + self._value.shape[-1]

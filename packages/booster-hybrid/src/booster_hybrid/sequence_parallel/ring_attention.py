@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from booster_hybrid.sequence_parallel.blocks import find_blocks
 from booster_hybrid.sequence_parallel.explicit_scores import ExplicitScores
 from booster_hybrid.sequence_parallel.kernels import FusedKernel, can_fuse
-from booster_hybrid.sequence_parallel.merging import GradientSum, MergedOutputs, sink_gradient
+from booster_hybrid.sequence_parallel.merging import MergedOutputs, sink_gradient, sum_format
 from booster_hybrid.sequence_parallel.ring import Homeward, visits
 
 if TYPE_CHECKING:
@@ -154,34 +154,55 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias, sinks, outputs, logarithms = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        of_query = GradientSum(query)
-        of_bias = torch.zeros_like(bias, dtype=of_query.format) if ctx.needs_input_grad[3] else None
+        of_query = torch.zeros_like(query, dtype=sum_format(query))
+        of_bias = torch.zeros_like(bias, dtype=sum_format(query)) if ctx.needs_input_grad[3] else None
         home = Homeward(key, value, settings.key_layout, settings.group)
         for sender, keys, values in visits(key, value, settings.key_layout, settings.group):
-            of_keys, of_values = GradientSum(keys), GradientSum(values)
+            of_keys, of_values = home.sums(sender)
             for block in settings.blocks(sender, bias):
-                rows, columns = (block.samples, slice(None), block.queries), (block.samples, slice(None), block.keys)
-                of_parts = settings.kernel.backward(
-                    gradient[rows],
-                    query[rows],
-                    keys[columns],
-                    values[columns],
-                    outputs[rows],
-                    logarithms[rows],
-                    settings.mask(block, bias, query.device),
-                    block,
-                )
-                of_query.add(rows, of_parts[0])
-                of_keys.add(columns, of_parts[1])
-                of_values.add(columns, of_parts[2])
-                if of_bias is not None and of_parts[3] is not None:
-                    samples = block.samples if of_bias.shape[0] > 1 else slice(None)
-                    where = (samples, slice(None), block.queries, slice(*block.key_range))
-                    of_bias[where] += of_parts[3].sum_to_size(of_bias[where].shape)
-                del of_parts
-            del keys, values
-            home.send(sender, of_keys, of_values)
+                mask = settings.mask(block, bias, query.device)
+                for heads, key_heads in _head_groups(settings.kernel, query, key, mask):
+                    rows, columns = (block.samples, heads, block.queries), (block.samples, key_heads, block.keys)
+                    of_parts = settings.kernel.backward(
+                        gradient[rows],
+                        query[rows],
+                        keys[columns],
+                        values[columns],
+                        outputs[rows],
+                        logarithms[rows],
+                        mask,
+                        block,
+                    )
+                    of_query[rows] += of_parts[0]
+                    of_keys[columns] += of_parts[1]
+                    of_values[columns] += of_parts[2]
+                    if of_bias is not None and of_parts[3] is not None:
+                        samples = block.samples if of_bias.shape[0] > 1 else slice(None)
+                        where = (samples, slice(None), block.queries, slice(*block.key_range))
+                        of_bias[where] += of_parts[3].sum_to_size(of_bias[where].shape)
+                    del of_parts
+            del keys, values, of_keys, of_values
+            home.send(sender)
         of_key, of_value = home.collected()
         of_sinks = None if sinks is None else sink_gradient(sinks, gradient, outputs, logarithms)
         of_bias = None if of_bias is None else of_bias.to(bias.dtype)
-        return of_query.release().to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_bias, of_sinks, None
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_bias, of_sinks, None
+
+
+def _head_groups(
+    kernel: FusedKernel | ExplicitScores, query: Tensor, key: Tensor, mask: Tensor | None
+) -> Iterator[tuple[slice, slice]]:
+    """Yield the query heads and the key/value heads that one call of a kernel computes.
+
+    A call returns gradients of its own. On the CPU, whose kernel gives each thread some heads, these need not be of
+    more heads than there are threads; what is cut into tiles has little of them.
+    """
+    batch, heads, key_heads = query.shape[0], query.shape[1], key.shape[1]
+    if query.device.type != "cpu" or kernel.is_cut or mask is not None:
+        yield slice(None), slice(None)
+        return
+    share = heads // key_heads
+    step = -(-torch.get_num_threads() // (batch * share))
+    for first in range(0, key_heads, step):
+        last = min(first + step, key_heads)
+        yield slice(first * share, last * share), slice(first, last)
