@@ -38,7 +38,12 @@ MESHES = {
 WITHOUT_SEQUENCES = ("transformers/sam",)
 SPLITTABLE = [name for name in NAMES if name not in WITHOUT_SEQUENCES]
 DEFAULT = {
-    "all_to_all": ("transformers/t5_generation", "transformers/deepseek_v3", "transformers/vit_classification", "transformers/bloom"),
+    "all_to_all": (
+        "transformers/t5_generation",
+        "transformers/deepseek_v3",
+        "transformers/vit_classification",
+        "transformers/bloom",
+    ),
     "ring_attn": (
         "transformers/whisper_generation",
         "heads/blip2_t5",

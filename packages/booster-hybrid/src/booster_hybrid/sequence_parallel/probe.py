@@ -7,12 +7,14 @@ sequence, whole and in parts, in fp64: outputs and gradients must be the same.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointError
 
 from booster_core.errors import ConfigError
 
@@ -73,12 +75,14 @@ class SdpaProbe:
             shortened = pytree.tree_map_only(torch.Tensor, lambda each: _short(each, length, short), (args, kwargs))
             whole = self._run(states, weights, shortened, None)
             stack.enter(short)
-            found = self._run(states, weights, shortened, short)
+            try:
+                found = self._run(states, weights, shortened, short)
+            except CheckpointError:  # what is computed again in backward attended otherwise
+                found = [torch.full_like(each, math.nan) for each in self._parts(whole, short)]
         stack.length, stack.key_length, stack.num_attentions = before
-        layout = stack.layout(short)
         worst = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        for ours, theirs in zip(found, whole, strict=True):
-            difference = (ours - layout.take(theirs, 1, stack.group.rank)).abs().max() / theirs.abs().max()
+        for ours, theirs, truth in zip(found, self._parts(whole, short), whole, strict=True):
+            difference = (ours - theirs).abs().max() / truth.abs().max()
             worst = torch.maximum(worst, difference.nan_to_num(nan=1.0))
         worst = (worst > _TOLERANCE).double()
         stack.group.all_reduce(worst).wait()
@@ -91,6 +95,9 @@ class SdpaProbe:
             )
             raise ConfigError(msg)
 
+    def _parts(self, whole: list[Tensor], length: int) -> list[Tensor]:
+        return [self._stack.layout(length).take(each, 1, self._stack.group.rank) for each in whole]
+
     def _run(self, states: Tensor, weights: Tensor, more: tuple[Any, Any], split: int | None) -> list[Tensor]:
         """Return outputs of the layer, and gradients of its hidden states, whole or of this rank's part."""
         stack = self._stack
@@ -100,14 +107,29 @@ class SdpaProbe:
             states, weights = layout.take(states, 1, rank), layout.take(weights, 1, rank)
             args, kwargs = stack.cut((args, kwargs), split)
         states = states.clone().requires_grad_()
-        wide = {name: each.detach().double() for name, each in _floating(self._layer)}
+        wide = {f"layer.{name}": each.detach().double() for name, each in _floating(self._layer)}
         with _WithoutDropout(), torch.autocast(states.device.type, enabled=False):
             stack.is_alone = split is None
             try:
-                output = torch.func.functional_call(self._layer, wide, (states, *args), kwargs)
+                found: list[Tensor] = torch.func.functional_call(
+                    _BothPasses(self._layer), wide, (states, weights, args, kwargs)
+                )
             finally:
                 stack.is_alone = False
-            first = output[0] if isinstance(output, tuple) else output
+        return found
+
+
+class _BothPasses(nn.Module):
+    """Forward and backward of a layer as one function of its parameters, also of what is computed again."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, states: Tensor, weights: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return the outputs, and the gradients of the hidden states."""
+        output = self.layer(states, *args, **kwargs)
+        first = output[0] if isinstance(output, tuple) else output
         (gradient,) = torch.autograd.grad(first, states, weights)
         return [first.detach(), gradient]
 
@@ -117,11 +139,23 @@ def _floating(layer: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, each) for name, each in named if each.dtype.is_floating_point]
 
 
+def position_dims(value: Tensor, length: int) -> list[int]:
+    """Return which dimensions of an argument run over whole sequences: the first of this size, or a mask's last two.
+
+    Args:
+        value: The argument.
+        length: Number of positions.
+
+    Collective: none.
+    """
+    found = [dim for dim, size in enumerate(value.shape) if size == length]
+    return [2, 3] if value.dim() == 4 and {2, 3} <= set(found) else found[:1]
+
+
 def _short(value: Tensor, length: int, short: int) -> Tensor:
     """Return the beginning of what a layer is given for whole sequences, in fp64."""
-    for dim in range(value.dim()):
-        if value.shape[dim] == length:
-            value = value.narrow(dim, 0, short)
+    for dim in position_dims(value, length):
+        value = value.narrow(dim, 0, short)
     return value.double() if value.dtype.is_floating_point else value
 
 

@@ -22,7 +22,7 @@ from booster_hybrid.sequence_parallel.exchange import gather_sequence
 from booster_hybrid.sequence_parallel.layers import check_layer_output
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import SequenceMask
-from booster_hybrid.sequence_parallel.probe import SdpaProbe
+from booster_hybrid.sequence_parallel.probe import SdpaProbe, position_dims
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -87,11 +87,11 @@ class Stack:
 
         Collective: none.
         """
-        layout, find = self.layout(length), _only_dim if self.is_plain else _sequence_dim
+        layout, find = self.layout(length), position_dims if self.is_plain else _sequence_dims
 
         def part(value: Tensor) -> Tensor:
-            dim = find(value, length)
-            return value if dim is None else layout.take(value, dim, self.group.rank)
+            dims = find(value, length)
+            return layout.take(value, dims[0], self.group.rank) if len(dims) == 1 else value
 
         return pytree.tree_map_only(torch.Tensor, part, values)
 
@@ -254,14 +254,8 @@ def _check_batch(hidden: Tensor, named: Mapping[str, Any], stack: Stack) -> None
         raise ConfigError(msg)
 
 
-def _only_dim(value: Tensor, length: int) -> int | None:
-    """Return which dimension of an argument runs over positions: the only one of this size; masks have two."""
-    found = [dim for dim, size in enumerate(value.shape) if size == length]
-    return found[0] if len(found) == 1 else None
-
-
-def _sequence_dim(value: Tensor, length: int) -> int | None:
+def _sequence_dims(value: Tensor, length: int) -> list[int]:
     """Return which dimension of a layer's argument runs over whole sequences, by transformers' conventions."""
     if value.dim() in (2, 3) and value.shape[1] == length:
-        return 1
-    return 0 if value.dim() == 1 and value.shape[0] == length else None
+        return [1]
+    return [0] if value.dim() == 1 and value.shape[0] == length else []
