@@ -160,4 +160,7 @@ def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
 def _over_shared(gradient: Tensor, of: Tensor) -> Tensor:
     """Return the sums over the query heads that share a key/value head."""
     share = gradient.shape[1] // of.shape[1]
-    return gradient if share == 1 else gradient.unflatten(1, (-1, share)).sum(2, dtype=torch.float32)
+    if share == 1:
+        return gradient
+    batch, _, length, size = gradient.shape
+    return gradient.view(batch, -1, share, length, size).sum(2, dtype=torch.float32)
