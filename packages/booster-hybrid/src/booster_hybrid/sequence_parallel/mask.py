@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     _Range = tuple[int, int]
 
 
+_TILES_AT_ONCE = 4
+"""Tiles of which it is found out together what they hide."""
+
+
 @dataclass(eq=False)
 class SequenceMask:
     """Who may attend to whom in a batch of whole sequences.
@@ -88,7 +92,8 @@ class SequenceMask:
         """
         known = self._kinds.get((queries, keys))
         if known is None:
-            known = self._kinds[queries, keys] = kinds_of(self.part(queries, keys), queries, keys, tiles)
+            known = kinds_of(lambda span: self.part(queries, span), queries, tiles)
+            self._kinds[queries, keys] = known
         return known
 
     def _made(self, queries: tuple[int, int], keys: tuple[int, int], asked: Mapping[str, Any]) -> Tensor | None:
@@ -144,7 +149,8 @@ class Visibility:
             found = self._mask.kinds(queries, keys, tiles)
         else:
             assert self._mask is not None, "what has no mask is plain"
-            found = kinds_of(self._mask[..., slice(*queries), slice(*keys)], queries, keys, tiles)
+            rows = self._mask[..., slice(*queries), :]
+            found = kinds_of(lambda span: rows[..., slice(*span)], queries, tiles)
         return [(samples, list(zip(tiles, kinds, strict=True))) for samples, kinds in found]
 
     def of_heads(self, first: int, last: int) -> Visibility:
@@ -173,25 +179,29 @@ class Visibility:
         return self._mask[..., slice(*queries), slice(*keys)]
 
 
-def kinds_of(part: Tensor, queries: _Range, keys: _Range, tiles: Sequence[_Range]) -> list[tuple[slice, list[str]]]:
+def kinds_of(
+    part_of: Callable[[_Range], Tensor], queries: _Range, tiles: Sequence[_Range]
+) -> list[tuple[slice, list[str]]]:
     """Return what a range of queries sees of tiles of keys, for samples that see the same.
 
     Args:
-        part: Who may see whom of the queries and all tiles, or what is added, shape
-            ``(batch or 1, heads or 1, queries, keys)``.
+        part_of: Returns who may see whom of the queries and a range of keys, or what is added, shape
+            ``(batch or 1, heads or 1, queries, keys)``. Asked for a few tiles at a time.
         queries: Range of the queries.
-        keys: Range of all tiles.
         tiles: Consecutive ranges of keys.
     """
-    if part.dtype != torch.bool:
-        return [(slice(None), ["some"] * len(tiles))]
     flags = []
-    for start, stop in tiles:
-        tile = part[..., start - keys[0] : stop - keys[0]]
-        is_diagonal = queries == (start, stop)
-        triangle = torch.ones_like(tile).tril_() if is_diagonal else ~tile  # nothing equals its opposite
-        is_triangle = (tile == triangle).flatten(1).all(1)
-        flags.append(torch.stack([tile.flatten(1).all(1), ~tile.flatten(1).any(1), is_triangle]))
+    for first in range(0, len(tiles), _TILES_AT_ONCE):
+        some = tiles[first : first + _TILES_AT_ONCE]
+        part = part_of((some[0][0], some[-1][1]))
+        if part.dtype != torch.bool:
+            return [(slice(None), ["some"] * len(tiles))]
+        for start, stop in some:
+            tile = part[..., start - some[0][0] : stop - some[0][0]]
+            is_diagonal = queries == (start, stop)
+            triangle = torch.ones_like(tile).tril_() if is_diagonal else ~tile  # nothing equals its opposite
+            is_triangle = (tile == triangle).flatten(1).all(1)
+            flags.append(torch.stack([tile.flatten(1).all(1), ~tile.flatten(1).any(1), is_triangle]))
     names = ("all", "none", "causal")
     # One transfer from the device for all of them. A single query's triangle hides nothing, so the order matters.
     rows = torch.stack(flags).permute(2, 0, 1).tolist()
