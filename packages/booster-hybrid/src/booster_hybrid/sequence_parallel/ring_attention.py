@@ -150,7 +150,7 @@ class _Ring(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias, sinks, outputs, logarithms = ctx.saved_tensors
         settings: _Settings = ctx.settings
