@@ -71,11 +71,8 @@ def attends(mode, heads, key_heads, length, kind):
     )
     (expected * weights).sum().backward()
     local = [layout.take(each.detach(), 2, group.rank).clone().requires_grad_() for each in whole]
-    if mode == "ring_attn":
-        visibility = Visibility(mask, is_causal=is_causal)
-        found = ring_attention(*local[:3], visibility, layout, group, scaling=0.3)
-    else:
-        found = all_to_all_attention(*local[:3], tensor, layout, group, is_causal=is_causal, scaling=0.3)
+    attend = ring_attention if mode == "ring_attn" else all_to_all_attention
+    found = attend(*local[:3], Visibility(mask, is_causal=is_causal), layout, group, scaling=0.3)
     torch.testing.assert_close(found, layout.take(expected, 2, group.rank).detach())
     (found * local[3]).sum().backward()
     for ours, theirs in zip(local, whole, strict=True):
@@ -169,15 +166,13 @@ def attends_across(mode, lengths, what):
     own_sinks = None if sinks is None else sinks.detach().clone().requires_grad_()
     heads = slice(4 // group.size * group.rank, 4 // group.size * (group.rank + 1))
     own_bias = None if bias is None else bias.detach()
+    visibility = Visibility(None, is_causal=False)
     if mode == "ring_attn":
         own_bias = None if bias is None else layout.take(own_bias, 2, group.rank).clone().requires_grad_()
-        visibility = Visibility(None, is_causal=False)
         found = ring_attention(*local, visibility, layout, group, bias=own_bias, sinks=own_sinks, **asked)
     else:
         own_bias = None if bias is None else own_bias[:, heads].clone().requires_grad_()
-        found = all_to_all_attention(
-            *local, None, layout, group, is_causal=False, bias=own_bias, sinks=own_sinks, **asked
-        )
+        found = all_to_all_attention(*local, visibility, layout, group, bias=own_bias, sinks=own_sinks, **asked)
     torch.testing.assert_close(found, layout.take(expected, 2, group.rank).detach())
     (found * layout.take(weights, 2, group.rank)).sum().backward()
     for each, ours, theirs in zip(layouts, local, whole, strict=True):

@@ -36,22 +36,27 @@ MESHES = {
     "ring_attn-tp2": (4, {**RING, "tp_size": 2}),
 }
 WITHOUT_SEQUENCES = ("transformers/sam",)
-OWN_ATTENTION = ("gptj", "bloom", "falcon")
-"""Families whose attention does not go through transformers' interface: only 'split_gather' splits their sequences."""
 SPLITTABLE = [name for name in NAMES if name not in WITHOUT_SEQUENCES]
 DEFAULT = {
-    "all_to_all": ("transformers/t5_generation", "transformers/deepseek_v3", "transformers/vit_classification"),
-    "ring_attn": ("transformers/whisper_generation", "heads/blip2_t5", "heads/qwen3_question_answering"),
+    "all_to_all": (
+        "transformers/t5_generation",
+        "transformers/deepseek_v3",
+        "transformers/vit_classification",
+        "transformers/bloom",
+    ),
+    "ring_attn": (
+        "transformers/whisper_generation",
+        "heads/blip2_t5",
+        "heads/qwen3_question_answering",
+        "transformers/falcon_alibi",
+        "transformers/gptj",
+    ),
     "split_gather": ("transformers/t5_generation", "transformers/blip2", "transformers/falcon_alibi"),
     "ring_attn-tp2": ("transformers/t5_generation",),
     "all_to_all-tp2": ("transformers/bert_pretraining",),
     "split_gather-dp2zero1": ("transformers/whisper_generation",),
 }
 """Some of each family; the others are left to the long run."""
-
-
-def names_for(mesh):
-    return [name for name in SPLITTABLE if "split_gather" in mesh or not any(f in name for f in OWN_ATTENTION)]
 
 
 def compare(name, options):
@@ -82,7 +87,7 @@ def table(meshes, default):
     return [
         pytest.param(mesh, *case.values, marks=case.marks, id=f"{mesh}-{case.values[0]}")
         for mesh in meshes
-        for case in cases(names_for(mesh), default.get(mesh, ()))
+        for case in cases(SPLITTABLE, default.get(mesh, ()))
     ]
 
 
@@ -139,14 +144,6 @@ def test_bf16_with_split_sequences_is_as_near_to_fp32_as_one_process(mode, name)
 def boost(name, options):
     model = find(name).seeded()
     Booster("cpu", plugin=HybridParallelPlugin(**options)).boost(model, make_optimizer(model))
-
-
-@pytest.mark.covering(1)  # every model in one of the modes; the other pairs are slow
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
-@pytest.mark.parametrize("name", ["transformers/bloom", "transformers/falcon_alibi", "transformers/gptj"])
-def test_custom_attention_is_refused(mode, name):
-    message = f"does not call its attention through.*mode='{mode}'.*'split_gather'"
-    expect_on_ranks(ConfigError, message, boost, 2, name, MODES[mode])
 
 
 @pytest.mark.parametrize("mode", MODES)

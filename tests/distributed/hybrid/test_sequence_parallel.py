@@ -299,7 +299,6 @@ def boost_and_run(name, options, **more):
 @pytest.mark.parametrize(
     ("name", "options", "more", "message"),
     [
-        ("gptj", ULYSSES, {}, "GPTJForCausalLM does not call its attention through.*mode='all_to_all'"),
         ("sam", RING, {}, "policy of SamModel names none of the model.s"),
         ("llama", ULYSSES, {"output_hidden_states": True}, "`output_hidden_states=True` asks for what the layers"),
         ("llama", ULYSSES, {"attention_mask": torch.ones(4, 1, 3, 3)}, r"shape \(4, 1, 3, 3\) does not fit a sequence"),

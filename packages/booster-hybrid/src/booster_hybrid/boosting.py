@@ -372,6 +372,7 @@ class HybridSetup:
             self._sequence_group,
             tensor_size=self._config.tensor.size,
             parallel_output=self._options.parallel_output,
+            has_stages=self._config.pipeline.size > 1,
         )
 
     @property

@@ -3,7 +3,7 @@
 The model runs on whole sequences, alike on every rank of the sequence axis, but for its lists of layers, which work on
 this rank's positions. So positions, masks, poolers, heads and losses are the model's own, whatever they are; what grows
 with the number of layers is split. Attention comes in through transformers' registry of attention functions, under a
-name that only models split here are set to.
+name that only models split here are set to; in other models through torch's function, or in place of a method.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from booster_core.state import compiled_module
 from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention, set_attention_context
 from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.mask import make_mask
+from booster_hybrid.sequence_parallel.own_attention import replace_attention
 from booster_hybrid.sequence_parallel.positions import LogitsOfPositions, head_of
 from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
+from booster_hybrid.sequence_parallel.sdpa_entry import enter_through_sdpa
 from booster_hybrid.sequence_parallel.stack import LayerHooks, Stack
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
 
@@ -38,6 +40,7 @@ def split_sequences(
     *,
     tensor_size: int = 1,
     parallel_output: bool = False,
+    has_stages: bool = False,
 ) -> None:
     """Let a model's layers work on this rank's positions, in place.
 
@@ -48,6 +51,7 @@ def split_sequences(
         group: The sequence parallel ranks.
         tensor_size: Tensor parallel ranks, over which attention heads are split as well.
         parallel_output: Leave the logits of causal language models that are given labels split by positions.
+        has_stages: Whether other ranks run some of the layers.
 
     Raises:
         ConfigError: If the model can't be split so.
@@ -56,8 +60,12 @@ def split_sequences(
     """
     model = compiled_module(model) or model
     stacks = [(Stack(mode, group, type(model).__name__), layers) for layers in lists_of_layers(model, lists, mode)]
-    for _, layers in stacks:
+    for stack, layers in stacks:
         _check_layers(model, layers, mode)
+        if not (replace_attention(layers) or _uses_registry(model, layers)):
+            _refuse_stages(model, mode, has_stages=has_stages)
+            stack.is_plain = True
+            enter_through_sdpa(stack, layers)
     if mode == "all_to_all":
         _check_heads(model, [layer for _, layers in stacks for layer in layers], group.size, tensor_size)
     _install_attention(model, stacks)
@@ -82,24 +90,33 @@ def has_causal_loss(model: nn.Module) -> bool:
 
 
 def _check_layers(model: nn.Module, layers: Sequence[nn.Module], mode: str) -> None:
-    """Refuse layers whose parts see other positions, but not through transformers' attention interface."""
+    """Refuse layers with parts that see other positions without attention."""
     modules = [module for layer in layers for module in layer.modules()]
-    calls = getattr(model, "_supports_attention_backend", False) or any(
-        hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS") for module in modules
-    )
-    if not calls:
-        msg = (
-            f"{type(model).__name__} does not call its attention through transformers' attention interface, which is "
-            f"where `sequence_parallelism_mode={mode!r}` comes in. Use 'split_gather' with `tp_size`, or a model that "
-            "does, such as Llama, Mistral, Qwen, Gemma, GPT-2, BERT or T5."
-        )
-        raise ConfigError(msg)
     mixing = [type(module).__name__ for module in modules if _mixes_positions(module)]
     if mixing:
         msg = (
             f"The layers of {type(model).__name__} have a '{mixing[0]}', which sees other positions of a sequence than "
             f"its own: `sequence_parallelism_mode={mode!r}` splits sequences for attention only. Use 'split_gather' "
             "with `tp_size`."
+        )
+        raise ConfigError(msg)
+
+
+def _uses_registry(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
+    """Return whether layers call their attention through transformers' registry of such functions."""
+    return getattr(model, "_supports_attention_backend", False) or any(
+        hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS")
+        for layer in layers
+        for module in layer.modules()
+    )
+
+
+def _refuse_stages(model: nn.Module, mode: str, *, has_stages: bool) -> None:
+    if has_stages:
+        msg = (
+            f"The layers of {type(model).__name__} don't attend through transformers' attention interface. "
+            f"`sequence_parallelism_mode={mode!r}` checks such layers before their first call, which other stages of a "
+            "pipeline don't make. Use `pp_size=1`."
         )
         raise ConfigError(msg)
 
@@ -129,16 +146,19 @@ def _check_heads(model: nn.Module, layers: Sequence[nn.Module], size: int, tenso
 
 def _install_attention(model: nn.Module, stacks: Sequence[tuple[Stack, Sequence[nn.Module]]]) -> None:
     """Let a model use our attention, and no other model that shares its configuration."""
+    stack_of = {module: stack for stack, layers in stacks for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        set_attention_context(module, stack_of.get(module))
+    if all(stack.is_plain for stack, _ in stacks):
+        return
     from transformers import PreTrainedConfig
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, make_mask)
-    stack_of = {module: stack for stack, layers in stacks for layer in layers for module in layer.modules()}
     memo: dict[int, Any] = {}
     for module in model.modules():
-        set_attention_context(module, stack_of.get(module))
         for name, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig):
                 own = copy.deepcopy(value, memo)

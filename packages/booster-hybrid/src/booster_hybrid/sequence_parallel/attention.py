@@ -149,12 +149,9 @@ def attention(
         scaling=scaling,
         dropout=dropout,
     )
-    if stack.mode == "ring_attn":
-        visibility = Visibility(checked(attention_mask, layout.length, key_layout.length), is_causal=causal)
-        outputs = ring_attention(query, key, value, visibility, layout, stack.group, **options)
-    else:
-        mask = whole_mask(attention_mask, layout.length, key_layout.length)
-        outputs = all_to_all_attention(query, key, value, mask, layout, stack.group, is_causal=causal, **options)
+    visibility = Visibility(checked(attention_mask, layout.length, key_layout.length), is_causal=causal)
+    attend = ring_attention if stack.mode == "ring_attn" else all_to_all_attention
+    outputs = attend(query, key, value, visibility, layout, stack.group, **options)
     return outputs.transpose(1, 2).contiguous(), None
 
 

@@ -15,9 +15,15 @@ from booster_core.errors import ConfigError
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
+
+    _Range = tuple[int, int]
+
+
+_TILES_AT_ONCE = 4
+"""Tiles of which it is found out together what they hide."""
 
 
 @dataclass(eq=False)
@@ -40,7 +46,10 @@ class SequenceMask:
     padding: Tensor | None
     arguments: Mapping[str, Any]
     _whole: tuple[Tensor | None] | None = field(default=None, repr=False)
-    _states: dict[tuple[tuple[int, int], tuple[int, int]], str] = field(default_factory=dict, repr=False)
+    _kinds: dict[tuple[_Range, _Range], list[tuple[slice, list[str]]]] = field(default_factory=dict, repr=False)
+
+    ndim = 0
+    """Models that add biases to masks of four dimensions pass them to their layers instead."""
 
     def __post_init__(self) -> None:
         from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
@@ -69,13 +78,22 @@ class SequenceMask:
         assert made is not None, "a mask that may not be left out is there"
         return made
 
-    def state(self, queries: tuple[int, int], keys: tuple[int, int]) -> str:
-        """Return whether ``"all"``, ``"some"`` or ``"none"`` of the keys may be seen; kept for all layers."""
-        known = self._states.get((queries, keys))
+    def kinds(self, queries: _Range, keys: _Range, tiles: Sequence[_Range]) -> list[tuple[slice, list[str]]]:
+        """Return what a range of queries sees of tiles of keys; kept for all layers.
+
+        Args:
+            queries: The range.
+            keys: Where the tiles are.
+            tiles: Consecutive ranges of keys.
+
+        Returns:
+            For samples that see the same, whether they see ``"all"``, ``"some"`` or ``"none"`` of each tile, or by a
+            triangle, ``"causal"``.
+        """
+        known = self._kinds.get((queries, keys))
         if known is None:
-            part = self.part(queries, keys)
-            known = "all" if bool(part.all()) else "some" if bool(part.any()) else "none"
-            self._states[queries, keys] = known
+            known = kinds_of(lambda span: self.part(queries, span), queries, tiles)
+            self._kinds[queries, keys] = known
         return known
 
     def _made(self, queries: tuple[int, int], keys: tuple[int, int], asked: Mapping[str, Any]) -> Tensor | None:
@@ -102,34 +120,103 @@ class Visibility:
     Args:
         mask: What a layer was given: a `SequenceMask`, a tensor of the user's own for the whole sequence, or ``None``.
         is_causal: Whether no query sees a later key, where there is no mask.
+
+    Attributes:
+        is_causal: Whether no query sees a later key; ``False`` may mean that it is not known.
+        is_plain: Whether nothing else masks anything.
     """
 
     def __init__(self, mask: SequenceMask | Tensor | None, *, is_causal: bool) -> None:
         self._mask = mask
-        self._is_causal = is_causal and mask is None
-        self._is_plain = mask is None
+        self.is_causal = is_causal and mask is None
+        self.is_plain = mask is None
         if isinstance(mask, SequenceMask):
-            self._is_causal, self._is_plain = mask.is_causal, mask.is_plain
+            self.is_causal, self.is_plain = mask.is_causal, mask.is_plain
 
-    def is_any(self, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
-        """Return whether any query of a range may see any key of another; may say so where none does."""
-        if self._is_causal and keys[0] >= queries[1]:
-            return False
-        return self._is_plain or not isinstance(self._mask, SequenceMask) or self._mask.state(queries, keys) != "none"
+    def kinds(
+        self, queries: _Range, keys: _Range, tiles: Sequence[_Range]
+    ) -> list[tuple[slice, list[tuple[_Range, str]]]]:
+        """Return for samples that see the same what a range of queries sees of tiles of keys; see `SequenceMask.kinds`.
 
-    def mask(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor | None:
-        """Return who may see whom, in a shape that broadcasts to ``(batch, heads, queries, keys)``.
-
-        ``None`` where every query may see every key.
+        Args:
+            queries: The range.
+            keys: Where the tiles are.
+            tiles: Consecutive ranges of keys.
         """
-        if self._is_plain:
-            if not self._is_causal or keys[1] - 1 <= queries[0]:
-                return None
-            rows = torch.arange(*queries, device=device)
-            return torch.arange(*keys, device=device) <= rows.unsqueeze(-1)
+        if self.is_plain:
+            found = [(slice(None), [self._plain_kind(queries, tile) for tile in tiles])]
+        elif isinstance(self._mask, SequenceMask):
+            found = self._mask.kinds(queries, keys, tiles)
+        else:
+            assert self._mask is not None, "what has no mask is plain"
+            rows = self._mask[..., slice(*queries), :]
+            found = kinds_of(lambda span: rows[..., slice(*span)], queries, tiles)
+        return [(samples, list(zip(tiles, kinds, strict=True))) for samples, kinds in found]
+
+    def of_heads(self, first: int, last: int) -> Visibility:
+        """Return who may attend to whom by some of the heads."""
+        if not isinstance(self._mask, torch.Tensor) or self._mask.shape[1] == 1:
+            return self
+        return Visibility(self._mask[:, first:last], is_causal=False)
+
+    def _plain_kind(self, queries: _Range, keys: _Range) -> str:
+        if not self.is_causal or keys[1] - 1 <= queries[0]:
+            return "all"
+        if keys[0] >= queries[1]:
+            return "none"
+        return "causal" if queries == keys else "some"
+
+    def mask(self, queries: _Range, keys: _Range, device: torch.device) -> Tensor:
+        """Return who may see whom, or what is added; broadcasts to ``(batch, heads, queries, keys)``."""
+        if self.is_plain:
+            rows = torch.arange(*queries, device=device).unsqueeze(-1)
+            columns = torch.arange(*keys, device=device)
+            made = columns <= rows if self.is_causal else torch.ones_like(columns <= rows)
+            return made.expand(1, 1, -1, -1)
         if isinstance(self._mask, SequenceMask):
-            return None if self._mask.state(queries, keys) == "all" else self._mask.part(queries, keys)
-        return None if self._mask is None else self._mask[..., slice(*queries), slice(*keys)]
+            return self._mask.part(queries, keys)
+        assert self._mask is not None, "what has no mask is plain"
+        return self._mask[..., slice(*queries), slice(*keys)]
+
+
+def kinds_of(
+    part_of: Callable[[_Range], Tensor], queries: _Range, tiles: Sequence[_Range]
+) -> list[tuple[slice, list[str]]]:
+    """Return what a range of queries sees of tiles of keys, for samples that see the same.
+
+    Args:
+        part_of: Returns who may see whom of the queries and a range of keys, or what is added, shape
+            ``(batch or 1, heads or 1, queries, keys)``. Asked for a few tiles at a time.
+        queries: Range of the queries.
+        tiles: Consecutive ranges of keys.
+    """
+    flags = []
+    for first in range(0, len(tiles), _TILES_AT_ONCE):
+        some = tiles[first : first + _TILES_AT_ONCE]
+        part = part_of((some[0][0], some[-1][1]))
+        if part.dtype != torch.bool:
+            return [(slice(None), ["some"] * len(tiles))]
+        for start, stop in some:
+            tile = part[..., start - some[0][0] : stop - some[0][0]]
+            is_diagonal = queries == (start, stop)
+            triangle = torch.ones_like(tile).tril_() if is_diagonal else ~tile  # nothing equals its opposite
+            is_triangle = (tile == triangle).flatten(1).all(1)
+            flags.append(torch.stack([tile.flatten(1).all(1), ~tile.flatten(1).any(1), is_triangle]))
+    names = ("all", "none", "causal")
+    # One transfer from the device for all of them. A single query's triangle hides nothing, so the order matters.
+    rows = torch.stack(flags).permute(2, 0, 1).tolist()
+    kinds = [
+        [next((name for name, is_so in zip(names, tile, strict=True) if is_so), "some") for tile in row] for row in rows
+    ]
+    if len(kinds) == 1:
+        return [(slice(None), kinds[0])]
+    found: list[tuple[slice, list[str]]] = []
+    for sample, row in enumerate(kinds):
+        if found and found[-1][1] == row:
+            found[-1] = (slice(found[-1][0].start, sample + 1), row)
+        else:
+            found.append((slice(sample, sample + 1), row))
+    return found
 
 
 @outside_of_graphs

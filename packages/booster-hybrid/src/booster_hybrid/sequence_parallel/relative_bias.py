@@ -90,7 +90,7 @@ def own_bias(bias: Tensor | None, stack: Stack, heads: int, num_here: int, key_l
     """Return the part of a bias that this rank needs.
 
     Args:
-        bias: Made by `RelativeBias`, or for whole sequences by the model; ``None`` for none.
+        bias: Made by `RelativeBias`, or by the model for whole sequences or for all queries alike; ``None`` for none.
         stack: The layers that attend.
         heads: Query heads, before they are exchanged.
         num_here: This rank's queries.
@@ -101,6 +101,8 @@ def own_bias(bias: Tensor | None, stack: Stack, heads: int, num_here: int, key_l
     """
     if bias is None or bias.dim() != 4 or bias.shape[-1] != key_length:
         return None
+    if bias.shape[2] == 1:  # the same for all queries
+        bias = bias.expand(-1, -1, num_here if stack.mode == "ring_attn" else stack.length, -1)
     rows, columns = bias.shape[2], bias.shape[1]
     if stack.mode == "ring_attn":
         if rows == num_here:

@@ -7,6 +7,7 @@ likewise, each by the split of its own sequence.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,11 @@ from booster_hybrid.sequence_parallel.exchange import gather_sequence
 from booster_hybrid.sequence_parallel.layers import check_layer_output
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import SequenceMask
+from booster_hybrid.sequence_parallel.probe import SdpaProbe, position_dims
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -46,10 +48,14 @@ class Stack:
         length: Number of positions of the whole sequences that the layer works on which is running.
         key_length: That of the other sequences which it also attends to, 0 where there are none.
         num_attentions: Calls of attention in the layer which is running.
+        is_plain: Whether the layers attend by torch's function, and know nothing of transformers' conventions.
+        is_probing: Whether a layer is checked, which gets what it is given as it is.
+        is_alone: Whether a layer that is checked attends to what it has itself.
     """
 
     def __init__(self, mode: str, group: TensorGroup, model_name: str) -> None:
         self.mode, self.group, self.model_name = mode, group, model_name
+        self.is_plain = self.is_probing = self.is_alone = False
         self.length, self.key_length = 0, 0
         self.num_attentions = 0
         self.stream = SequenceStream(group.rank)
@@ -62,6 +68,32 @@ class Stack:
         Collective: none.
         """
         return SequenceLayout(length, self.group.size, zigzag=self.mode == "ring_attn")
+
+    @contextlib.contextmanager
+    def probing(self) -> Iterator[None]:
+        """Let layers run on what they are given, in this context."""
+        self.is_probing = True
+        try:
+            yield
+        finally:
+            self.is_probing = False
+
+    def cut(self, values: Any, length: int) -> Any:
+        """Return this rank's part of what layers are given for whole sequences.
+
+        Args:
+            values: Nested tensors and others.
+            length: Number of positions of the sequences.
+
+        Collective: none.
+        """
+        layout, find = self.layout(length), position_dims if self.is_plain else _sequence_dims
+
+        def part(value: Tensor) -> Tensor:
+            dims = find(value, length)
+            return layout.take(value, dims[0], self.group.rank) if len(dims) == 1 else value
+
+        return pytree.tree_map_only(torch.Tensor, part, values)
 
     def enter(self, length: int) -> None:
         """Note that the layers run on sequences of a length now.
@@ -135,6 +167,7 @@ class LayerHooks:
 
     def __init__(self, stack: Stack, layer: nn.Module, *, is_first: bool, is_last: bool) -> None:
         self._stack, self._is_first, self._is_last = stack, is_first, is_last
+        self._probe = SdpaProbe(layer, stack) if stack.is_plain else None
         self._names = argument_names(layer)
 
     @outside_of_graphs
@@ -143,6 +176,8 @@ class LayerHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace what belongs to whole sequences by this rank's part."""
         stack = self._stack
+        if stack.is_probing:
+            return args, kwargs
         names = dict(enumerate(self._names))
         named = {names.get(index, f"/{index}"): value for index, value in enumerate(args)}
         first = next(iter(named)) if args else "hidden_states"
@@ -154,16 +189,14 @@ class LayerHooks:
             stack.resume(hidden.shape[1], named.values())
         stack.key_length = 0
         layout, rank = stack.layout(stack.length), stack.group.rank
-
-        def part(value: Any) -> Any:
-            dim = _sequence_dim(value, layout.length)
-            return value if dim is None else layout.take(value, dim, rank)
-
+        if self._probe is not None:
+            _check_batch(hidden, named, stack)
+            self._probe(hidden, args[1:], kwargs if args else named, stack.length)
         for name, value in named.items():
             if name in OTHER_STATES and isinstance(value, torch.Tensor):
                 named[name] = stack.part_of_other(value)
             else:
-                named[name] = pytree.tree_map_only(torch.Tensor, part, value)
+                named[name] = stack.cut(value, stack.length)
         named[first] = layout.take(hidden, 1, rank) if self._is_first else hidden
         stack.num_attentions = 0
         if module.training:
@@ -175,6 +208,8 @@ class LayerHooks:
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Put the parts together after the last layer."""
         stack = self._stack
+        if stack.is_probing:
+            return output
         stack.stream.leave()
         if output is None:  # the layer has raised
             return None
@@ -184,7 +219,8 @@ class LayerHooks:
         if not stack.num_attentions and not is_passed_through:
             msg = (
                 f"'{type(module).__name__}' of {stack.model_name} does not call its attention through transformers' "
-                f"attention interface, so `sequence_parallelism_mode={stack.mode!r}` would let each part of a "
+                "attention interface, nor `torch.nn.functional.scaled_dot_product_attention`, so "
+                f" `sequence_parallelism_mode={stack.mode!r}` would let each part of a "
                 "sequence see itself only. Use 'split_gather' with `tp_size`, or a model that does."
             )
             raise ConfigError(msg)
@@ -206,8 +242,20 @@ def argument_names(module: nn.Module) -> list[str]:
     return [name for name in inspect.signature(forward).parameters if name != "self"]
 
 
-def _sequence_dim(value: Tensor, length: int) -> int | None:
+def _check_batch(hidden: Tensor, named: Mapping[str, Any], stack: Stack) -> None:
+    """Refuse a batch of as many samples as positions, of which arguments can't be told."""
+    if hidden.shape[0] == stack.length > 1 and any(
+        isinstance(each, torch.Tensor) for each in pytree.tree_leaves(dict(named))
+    ):
+        msg = (
+            f"{stack.model_name} was given {stack.length} samples of {stack.length} positions, and other tensors, of "
+            "which it can't be told along which dimension to split them. Use another number of samples."
+        )
+        raise ConfigError(msg)
+
+
+def _sequence_dims(value: Tensor, length: int) -> list[int]:
     """Return which dimension of a layer's argument runs over whole sequences, by transformers' conventions."""
     if value.dim() in (2, 3) and value.shape[1] == length:
-        return 1
-    return 0 if value.dim() == 1 and value.shape[0] == length else None
+        return [1]
+    return [0] if value.dim() == 1 and value.shape[0] == length else []

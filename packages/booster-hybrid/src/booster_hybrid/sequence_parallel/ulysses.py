@@ -1,7 +1,7 @@
 """Attention by exchanging positions for heads: each rank attends with some heads over the whole sequence.
 
-One all-to-all brings queries, keys and values, another brings the outputs back; in between the kernel is torch's own,
-but for capped scores and sinks, which that does not know.
+One all-to-all brings queries, keys and values, another brings the outputs back. In between, torch's attention computes
+what it can without a mask; the rest is ring attention on one rank, block by block.
 Reference: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
 """
 
@@ -15,12 +15,13 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_hybrid.sequence_parallel.exchange import exchange
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
-from booster_hybrid.sequence_parallel.mask import Visibility
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
 from booster_hybrid.tensor_parallel.group import TensorGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from booster_hybrid.sequence_parallel.mask import Visibility
 
 
 def head_ranges(num_heads: int, num_key_value_heads: int, size: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -55,11 +56,10 @@ def all_to_all_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    visibility: Visibility,
     layout: SequenceLayout,
     group: TensorGroup,
     *,
-    is_causal: bool,
     key_layout: SequenceLayout | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -73,10 +73,9 @@ def all_to_all_attention(
         query: Shape ``(batch, heads, local positions, size)``.
         key: Shape ``(batch, key/value heads, local positions, size)``.
         value: Likewise.
-        mask: For the whole sequence, as torch's attention takes it; ``None`` for a causal one or none.
+        visibility: Who may attend to whom in the whole sequence.
         layout: How the sequence of the queries is split.
         group: The ranks.
-        is_causal: Whether no query sees a later key, where there is no mask.
         key_layout: How the sequence of the keys is split, where that is another one.
         bias: Added to the scores, shape ``(batch or 1, heads of this rank or 1, positions, positions of all keys)``;
             see `head_ranges`.
@@ -114,37 +113,33 @@ def all_to_all_attention(
     found = exchange(parts, [sum(shape.numel() for shape in of_rank) for of_rank in shapes], group)
     pieces = [_unpacked(part, of_rank) for part, of_rank in zip(found, shapes, strict=True)]
     query, key, value = (each.put_together([piece[i] for piece in pieces], 2) for i, each in enumerate(layouts))
-    if mask is not None and mask.shape[1] > 1:
-        mask = mask[:, first:last]
-    is_own_kernel = softcap is not None or sinks is not None
-    needs_pairs = not is_own_kernel and (mask is not None or bias is not None)
-    key, value, shares_keys = _aligned(key, value, heads, num_heads, group.rank, needs_pairs=needs_pairs)
-    if is_own_kernel:
-        here = TensorGroup(None, 0, 1)
+    key, value, shares_keys = _aligned(key, value, heads, num_heads, group.rank)
+    is_plain = visibility.is_plain and bias is None and sinks is None and softcap is None
+    # Where torch has no fused kernel, its attention would have the scores of whole sequences in memory.
+    if is_plain and sizes[0] == sizes[2] and not (dropout and query.device.type == "cpu"):
+        outputs = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            dropout_p=dropout,
+            scale=scaling,
+            is_causal=visibility.is_causal,
+            enable_gqa=shares_keys,
+        )
+    else:
         outputs = ring_attention(
             query,
             key,
             value,
-            Visibility(mask, is_causal=is_causal),
+            visibility.of_heads(first, last),
             SequenceLayout(layout.length, 1),
-            here,
+            TensorGroup(None, 0, 1),
             key_layout=SequenceLayout(key_layout.length, 1),
             bias=bias,
             sinks=None if sinks is None else sinks[first:last],
             softcap=softcap,
             scaling=scaling,
             dropout=dropout,
-        )
-    else:
-        outputs = nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask if bias is None else _additive(mask, bias.to(query.dtype), is_causal=is_causal),
-            dropout_p=dropout,
-            scale=scaling,
-            is_causal=is_causal and mask is None and bias is None,
-            enable_gqa=shares_keys,
         )
     returned = [layout.take(outputs, 2, rank).flatten() for rank in range(group.size)]
     size, length = outputs.shape[-1], layout.lengths[group.rank]
@@ -159,38 +154,21 @@ def _unpacked(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _additive(mask: Tensor | None, bias: Tensor, *, is_causal: bool) -> Tensor:
-    """Return a bias that also hides what is not to be seen."""
-    if mask is None and is_causal:
-        mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril_()
-    if mask is None:
-        return bias
-    if mask.dtype != torch.bool:
-        return bias + mask
-    # A finite number, so that a query that sees nothing gets numbers, as with transformers' own attention.
-    return torch.where(mask, bias, torch.finfo(bias.dtype).min)
-
-
 def _aligned(
     key: Tensor,
     value: Tensor,
     heads: list[tuple[tuple[int, int], tuple[int, int]]],
     num_heads: int,
     rank: int,
-    *,
-    needs_pairs: bool,
 ) -> tuple[Tensor, Tensor, bool]:
-    """Return keys and values as attention takes them, and whether several query heads share one.
-
-    Torch's attention with a mask needs one for each query head.
-    """
+    """Return keys and values as attention takes them, and whether several query heads share one."""
     (first, last), (first_kv, last_kv) = heads[rank]
     share, held = last - first, last_kv - first_kv
     if share == held:
         return key, value, False
     per_head = num_heads // heads[-1][1][1]
     is_even = first % per_head == 0 and last % per_head == 0
-    if (is_even or held == 1) and not needs_pairs:
+    if is_even or held == 1:
         return key, value, True
     index = torch.arange(first, last, device=key.device) // per_head - first_kv
     return key[:, index], value[:, index], False

@@ -1,0 +1,133 @@
+"""Keys and values on their way round a ring of ranks, and their gradients on their way home."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_hybrid.sequence_parallel.merging import sum_format
+from booster_runtime import collectives
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from booster_hybrid.sequence_parallel.layout import SequenceLayout
+    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_runtime.collectives import Pending
+
+
+def visits(
+    key: Tensor, value: Tensor, layout: SequenceLayout, group: TensorGroup
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each rank's keys and values, this rank's own first, while the next ones are on their way.
+
+    Args:
+        key: This rank's keys, shape ``(batch, heads, local positions, size)``.
+        value: Its values.
+        layout: How their sequence is split.
+        group: The ranks.
+
+    Collective: the group.
+    """
+    if group.size == 1:
+        yield 0, key, value
+        return
+    held = [torch.cat([key.flatten(), value.flatten()])]
+    for step in range(group.size):
+        sender, following = (group.rank - step) % group.size, (group.rank - step - 1) % group.size
+        pending = None
+        if step + 1 < group.size:
+            numel = key.shape[0] * key.shape[1] * layout.lengths[following] * (key.shape[-1] + value.shape[-1])
+            pending = _pass_on(held[0], numel, group)
+        if step == 0:
+            yield sender, key, value
+        elif pending is not None:
+            yield sender, *_unpacked(held[0], key, value, layout.lengths[sender])
+        else:  # nothing keeps the last ones but their user
+            yield sender, *_unpacked(held.pop(), key, value, layout.lengths[sender])
+        if pending is not None:
+            pending[0].wait()
+            held[0] = pending[1]
+            pending = None
+
+
+class Homeward:
+    """Gradients of keys and values, which visit the ranks that attend to these and come home with the sum.
+
+    A rank keeps its share of its own. The others' begin at the next rank, and take one hop less than the keys.
+
+    Args:
+        key: This rank's keys.
+        value: Its values.
+        layout: How their sequence is split.
+        group: The ranks.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, layout: SequenceLayout, group: TensorGroup) -> None:
+        self._key, self._value, self._layout, self._group = key, value, layout, group
+        self._own: Tensor | None = None
+        self._flat: Tensor | None = None
+        self._pending: tuple[Pending, Tensor] | None = None
+
+    def sums(self, owner: int) -> tuple[Tensor, Tensor]:
+        """Return zeros to which this rank's share of the gradients of a rank's keys and values is added.
+
+        Collective: none.
+        """
+        self._flat = torch.zeros(self._numel(owner), dtype=sum_format(self._key), device=self._key.device)
+        return _unpacked(self._flat, self._key, self._value, self._layout.lengths[owner])
+
+    def send(self, owner: int) -> None:
+        """Add what came from the rank before to this rank's share, and send it on; keep the share of its own.
+
+        Args:
+            owner: The rank whose keys they are, as given to `sums`.
+
+        Collective: the group, for owners other than this rank.
+        """
+        flat, self._flat = self._flat, None
+        assert flat is not None, "what is sent has been summed"
+        if owner == self._group.rank:
+            self._own = flat
+            return
+        if self._pending is not None:
+            pending, collected = self._pending
+            pending.wait()
+            flat += collected
+        self._pending = _pass_on(flat, self._numel((owner - 1) % self._group.size), self._group)
+
+    def collected(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of this rank's own keys and values.
+
+        Collective: none.
+        """
+        assert self._own is not None, "each rank attends to its own keys"
+        if self._pending is not None:
+            pending, flat = self._pending
+            pending.wait()
+            self._own += flat
+        return _unpacked(self._own, self._key, self._value, self._key.shape[2])
+
+    def _numel(self, owner: int) -> int:
+        sizes = self._key.shape[-1] + self._value.shape[-1]
+        return math.prod(self._key.shape[:2]) * self._layout.lengths[owner] * sizes
+
+
+def _pass_on(flat: Tensor, numel: int, group: TensorGroup) -> tuple[Pending, Tensor]:
+    """Start sending a tensor to the next rank, and receiving another from the one before."""
+    out = flat.new_empty(numel)
+    before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    sent = [0 if rank <= after else flat.numel() for rank in range(group.size + 1)]
+    received = [0 if rank <= before else numel for rank in range(group.size + 1)]
+    return collectives.all_to_all(flat, sent, out, received, group.group), out
+
+
+def _unpacked(flat: Tensor, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values, or their gradients, of a rank with some number of positions."""
+    shapes = [torch.Size((*each.shape[:2], length, each.shape[-1])) for each in (key, value)]
+    numel = shapes[0].numel()
+    return flat[:numel].view(shapes[0]), flat[numel:].view(shapes[1])

@@ -1,0 +1,108 @@
+"""Long sequences, padded, packed or plain: exact, without a tensor of all pairs of positions on any rank."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from isolated_libraries import import_quietly
+
+from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.mask import Visibility, make_mask
+from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
+from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_testing import peak_memory, run_on_ranks
+
+MODES = {"all_to_all": all_to_all_attention, "ring_attn": ring_attention}
+NUM_SEEN = 48
+
+
+def documents(length):
+    """Return for each position of two samples which document it is in; they are cut at different places."""
+    starts = torch.zeros(2, length, dtype=torch.long)
+    for sample, cuts in enumerate(((length // 3, length // 2 + 7), (length // 7,))):
+        starts[sample, list(cuts)] = 1
+    return starts.cumsum(1)
+
+
+def mask_of(kind, length):
+    """Return a mask as transformers' models ask for it, and a function that says the same of some queries."""
+    import_quietly(("transformers",))
+    from transformers.masking_utils import causal_mask_function, packed_sequence_mask_function
+
+    positions = torch.arange(length)
+    padding, rule, apart = None, causal_mask_function, None
+    if kind == "packed":
+        from transformers.masking_utils import and_masks
+
+        apart = documents(length)
+        rule = and_masks(causal_mask_function, packed_sequence_mask_function(apart))
+    if kind == "padded":
+        padding = torch.ones(2, length, dtype=torch.bool)
+        padding[0, : length // 5], padding[1, length - length // 3 :] = False, False
+    made = make_mask(2, length, length, mask_function=rule, attention_mask=padding) if kind != "plain" else None
+
+    def sees(queries):
+        seen = (positions <= queries[:, None]).expand(2, 1, -1, -1)
+        if apart is not None:
+            seen = seen & (apart[:, None, queries, None] == apart[:, None, None, :])
+        return seen if padding is None else seen & padding[:, None, None, :]
+
+    return made, sees
+
+
+def attends(mode, kind, length, size, limit_bytes):
+    """Attend with two samples and four heads, and compare the outputs of some queries, and all gradients of these."""
+    group = TensorGroup.of(None)
+    layout = SequenceLayout(length, group.size, zigzag=mode == "ring_attn")
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, heads, length, size, generator=generator) for heads in (4, 2, 2)]
+    chosen = torch.randperm(length, generator=generator)[:NUM_SEEN].sort().values
+    weights = torch.zeros_like(whole[0])
+    weights[:, :, chosen] = torch.randn(2, 4, NUM_SEEN, size, generator=generator)
+    made, sees = mask_of(kind, length)
+    local = [layout.take(each, 2, group.rank).clone().requires_grad_() for each in whole]
+    local_weights = layout.take(weights, 2, group.rank).clone()
+    with peak_memory() as used:
+        found = MODES[mode](*local, Visibility(made, is_causal=kind == "plain"), layout, group)
+        gradients = torch.autograd.grad(found, local, local_weights)
+    assert used.peak_bytes < limit_bytes, f"{used.peak_bytes / 2**20:.1f} MiB"
+    query, key, value = (each.double().requires_grad_() for each in whole)
+    scores = query[:, :, chosen] @ key.repeat_interleave(2, 1).transpose(-1, -2) / math.sqrt(size)
+    seen = sees(chosen)
+    is_blind = ~seen.any(-1, keepdim=True)
+    shares = scores.masked_fill(~seen, -math.inf).masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)
+    expected = shares @ value.repeat_interleave(2, 1)
+    expected.backward(weights[:, :, chosen].double())
+    here = torch.zeros(length, dtype=torch.bool)
+    here[chosen] = True
+    place = torch.full((length,), -1).scatter(0, chosen, torch.arange(NUM_SEEN))
+    mine, order = layout.take(here, 0, group.rank), layout.take(place, 0, group.rank)
+    torch.testing.assert_close(
+        found[:, :, mine].detach().double(), expected[:, :, order[mine]].detach(), rtol=1e-4, atol=1e-5
+    )
+    for ours, theirs in zip(gradients, (query, key, value), strict=True):
+        part = layout.take(theirs.grad, 2, group.rank)
+        torch.testing.assert_close(ours.double(), part, rtol=1e-4, atol=1e-5)
+
+
+def attends_to_all(kinds, mode, length, size, limit_bytes):
+    for kind in kinds:
+        attends(mode, kind, length, size, limit_bytes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_masks_of_many_positions_take_no_memory_of_their_square(mode):
+    length, size = 4200, 8
+    # All pairs of positions of both samples would be 34 MiB as bools, and 135 MiB as what is added to scores.
+    run_on_ranks(attends_to_all, 2, ("padded", "packed", "plain"), mode, length, size, 24 * 2**20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_32k_tokens_on_4_ranks_stay_within_memory(mode):
+    length, size = 32768, 16
+    # The pairs of positions of one sample would be 1024 MiB as bools.
+    run_on_ranks(attends_to_all, 4, ("plain", "packed"), mode, length, size, 128 * 2**20, timeout_seconds=1500)
