@@ -9,6 +9,7 @@ import threading
 from collections import defaultdict
 from pathlib import Path
 
+import hypothesis
 import pytest
 from covering import covering
 from forked_scripts import forked_scripts
@@ -21,6 +22,10 @@ TESTS = Path(__file__).parent
 
 # The transport of users with GPUs or several hosts. `nox -s direct` tests the other one.
 os.environ.setdefault("BOOSTER_TRANSPORT", "torch")
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("tests", hypothesis.settings.default, deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
