@@ -1,0 +1,156 @@
+"""Collectives of `torch.distributed` in a planned run: counted, and answered as if every rank did what this one does.
+
+`call_collective` gets the operations that torch dispatches, those of its C++ code included, such as DDP's reductions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work  # type: ignore[attr-defined] # torch does not list it as public
+from torch.utils import _pytree as pytree
+
+from booster_runtime.planning.answers import ANSWERED_NUMEL, repeat_into, times
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from booster_runtime.planning.ledger import Ledger
+
+
+class _Done(Work):
+    """A collective that is complete, as torch's C++ code asks for it.
+
+    Args:
+        tensors: The result.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tensors: Sequence[Tensor] = tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return at once."""
+        del timeout
+        self._tensors = ()
+        return True
+
+    def get_future(self) -> Any:
+        """Return a future that has the result."""
+        future: Any = torch.futures.Future()
+        future.set_result(list(self._tensors))
+        self._tensors = ()
+        return future
+
+
+_recent: deque[_Done] = deque(maxlen=64)
+"""Torch's C++ code keeps the operation, but not the Python object that implements it."""
+
+
+def call_collective(func: Any, args: Any, kwargs: Any, ledger: Ledger | None, *, computes: bool) -> Any:
+    """Count an operation of ``c10d``, and run it or leave it out.
+
+    Args:
+        func: The operation.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        ledger: Where it is counted; ``None`` where it is part of something that is counted.
+        computes: Whether to run it.
+
+    Collective: every rank of the group, if it is run; else none.
+    """
+    name = func._schema.name.removeprefix("c10d::")  # noqa: SLF001 - the operation's name
+    if name in ("barrier", "monitored_barrier_", "check_for_nan"):
+        return func(*args, **kwargs)
+    names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    group = dist.ProcessGroup.unbox(given["process_group"])
+    size, rank = group.size(), group.rank()
+    if ledger is not None and size > 1:
+        kind, payload, wire = _size_of(name, given, size, rank)
+        ledger.communicate(kind, payload, wire)
+    if computes:
+        return func(*args, **kwargs)
+    outputs = args[0]
+    _answer(name, given, size, rank)
+    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    done = _Done(tensors)
+    _recent.append(done)
+    boxed = done.boxed()
+    return (outputs, boxed) if len(func._schema.returns) == 2 else boxed  # noqa: SLF001, PLR2004
+
+
+def wire_of_all_reduce(num_bytes: int, size: int) -> int:
+    """Return the bytes that one rank sends in a ring all-reduce.
+
+    Reference: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+    """
+    return 2 * num_bytes * (size - 1) // size
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(tensors) if isinstance(leaf, Tensor))
+
+
+def _size_of(name: str, given: dict[str, Any], size: int, rank: int) -> tuple[str, int, int]:
+    """Return kind, payload and bytes sent of an operation."""
+    short = {"allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "broadcast_": "broadcast"}
+    if name in short:
+        payload = _bytes(given["tensors"])
+        return short[name], payload, wire_of_all_reduce(payload, size) if name != "broadcast_" else payload
+    if name == "send":
+        payload = _bytes(given["tensors"])
+        return "send", payload, payload
+    if name in ("recv_", "recv_any_source_"):
+        return "receive", _bytes(given["tensors"]), 0
+    if "allgather" in name:
+        whole = _bytes(next(iter(given.values())))
+        return "all_gather", whole, whole * (size - 1) // size
+    if "reduce_scatter" in name:
+        key = next(key for key in given if "input" in key)
+        whole = _bytes(given[key])
+        return "reduce_scatter", whole, whole * (size - 1) // size
+    if name == "alltoall_base_":
+        source, sent = given["input"], given["input_split_sizes"]
+        payload = _bytes(source)
+        rows = source.shape[0] if source.dim() else 0
+        own = payload // size if not sent or not rows else payload * sent[rank] // rows
+        return "all_to_all", payload, payload - own
+    if name == "alltoall_":
+        payload = _bytes(given["input_tensors"])
+        return "all_to_all", payload, payload - _bytes(given["input_tensors"][rank])
+    payload = _bytes(next(iter(given.values())))
+    return name.strip("_"), payload, payload
+
+
+def _answer(name: str, given: dict[str, Any], size: int, rank: int) -> None:
+    """Write the result of an operation on small tensors, as if every rank had passed what this one did."""
+    leaves = [leaf for leaf in pytree.tree_leaves(list(given.values())[:2]) if isinstance(leaf, Tensor)]
+    if any(leaf.numel() > ANSWERED_NUMEL for leaf in leaves):
+        return
+    answers: dict[str, Callable[[], object]] = {
+        "allreduce_": lambda: [times(tensor, given["reduce_op"].op(), size) for tensor in given["tensors"]],
+        "allreduce_coalesced_": lambda: [times(tensor, given["reduce_op"].op(), size) for tensor in given["tensors"]],
+        "allgather_": lambda: [
+            out.copy_(source)
+            for outs, source in zip(given["output_tensors"], given["input_tensors"], strict=True)
+            for out in outs
+        ],
+        "_allgather_base_": lambda: repeat_into(given["output_tensor"], given["input_tensor"]),
+        "_reduce_scatter_base_": lambda: times(
+            given["output_tensor"].copy_(given["input_tensor"].chunk(size)[rank]), given["reduce_op"].op(), size
+        ),
+        "alltoall_": lambda: [out.copy_(given["input_tensors"][rank]) for out in given["output_tensors"]],
+        "alltoall_base_": lambda: repeat_into(
+            given["output"],
+            given["input"].chunk(size)[rank]
+            if not given["input_split_sizes"]
+            else given["input"].split(given["input_split_sizes"])[rank],
+        ),
+    }
+    if name in answers:
+        answers[name]()
