@@ -66,7 +66,9 @@ def command(
         sys.exit(2)
     click.echo(str(found))
     if found.code is None:
-        click.echo("No setting fits. Use more devices, a smaller batch, or activation checkpointing.")
+        is_planned = any(each.prediction is not None for each in found.settings)
+        advice = "No setting fits. Use more devices, a smaller batch, or activation checkpointing."
+        click.echo(advice if is_planned else "No setting could be planned, for the reasons above.")
         sys.exit(1)
     click.echo(f"\n{found.code}")
 

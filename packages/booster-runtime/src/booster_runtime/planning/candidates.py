@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Planned(Protocol):
+class ComparesSettings(Protocol):
     """A plugin class that says which of its settings are worth comparing. Others are planned with their defaults."""
 
     def settings_to_plan(self, world_size: int) -> list[dict[str, Any]]:
@@ -77,6 +77,6 @@ def candidates(world_size: int, names: Iterable[str] | None = None) -> list[Cand
             if names is not None:
                 raise
             continue
-        asked = cast("Planned", plugin).settings_to_plan(world_size) if isinstance(plugin, Planned) else [{}]
+        asked = cast("ComparesSettings", plugin).settings_to_plan(world_size) if isinstance(plugin, ComparesSettings) else [{}]
         found += [Candidate(name=name, options=options) for options in asked]
     return found

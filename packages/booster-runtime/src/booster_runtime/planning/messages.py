@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import Work  # type: ignore[attr-defined] # torch does not list it as public
 from torch.utils import _pytree as pytree
 
+from booster_core.errors import ConfigError
 from booster_runtime.planning.answers import ANSWERED_NUMEL, repeat_into, times
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ def call_collective(func: Any, args: Any, kwargs: Any, ledger: Ledger | None, *,
         ledger: Where it is counted; ``None`` where it is part of something that is counted.
         computes: Whether to run it.
 
+    Raises:
+        ConfigError: If it receives a message that no rank sends.
+
     Collective: every rank of the group, if it is run; else none.
     """
     name = func._schema.name.removeprefix("c10d::")  # noqa: SLF001 - the operation's name
@@ -75,6 +79,12 @@ def call_collective(func: Any, args: Any, kwargs: Any, ledger: Ledger | None, *,
         ledger.communicate(kind, payload, wire)
     if computes:
         return func(*args, **kwargs)
+    if name in ("recv_", "recv_any_source_"):
+        msg = (
+            "Stages of a pipeline receive tensors whose shapes only another rank knows, so that settings with a "
+            "pipeline can't be planned. Plan without `pp_size`."
+        )
+        raise ConfigError(msg)
     outputs = args[0]
     _answer(name, given, size, rank)
     tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]

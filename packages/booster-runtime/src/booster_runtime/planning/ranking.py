@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import BoosterError, ConfigError
 from booster_runtime.planning.candidates import Candidate, candidates
 from booster_runtime.planning.prediction import STEPS, Prediction, predict
+from booster_runtime.planning.world import check_no_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -148,6 +149,7 @@ def plan(
 
     Collective: none. Call it in a process that has no process group.
     """
+    check_no_group()
     chosen = list(candidates(devices.number, plugins) if settings is None else settings)
     if not chosen:
         msg = "There is no setting to plan. Install a plugin, such as booster-zero, or name one that is installed."

@@ -59,6 +59,19 @@ def watching(*, computes: bool) -> Iterator[Ledger]:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
+def check_no_group() -> None:
+    """Check that this process has launched no process group.
+
+    Raises:
+        ConfigError: If it has.
+
+    Collective: none.
+    """
+    if current_world().process_group is not None:
+        msg = "A plan opens a process group of its own. Call `plan` in a process that has launched none."
+        raise ConfigError(msg)
+
+
 @contextlib.contextmanager
 def planned_world(world_size: int, rank: int) -> Iterator[None]:
     """Let this process be one rank of a world whose other ranks do what it does.
@@ -68,9 +81,7 @@ def planned_world(world_size: int, rank: int) -> Iterator[None]:
 
     Collective: none.
     """
-    if current_world().process_group is not None:
-        msg = "A plan opens a process group of its own. Call `plan` in a process that has launched none."
-        raise ConfigError(msg)
+    check_no_group()
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     open_world(
