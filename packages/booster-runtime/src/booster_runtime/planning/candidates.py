@@ -77,6 +77,10 @@ def candidates(world_size: int, names: Iterable[str] | None = None) -> list[Cand
             if names is not None:
                 raise
             continue
-        asked = cast("ComparesSettings", plugin).settings_to_plan(world_size) if isinstance(plugin, ComparesSettings) else [{}]
+        asked = (
+            cast("ComparesSettings", plugin).settings_to_plan(world_size)
+            if isinstance(plugin, ComparesSettings)
+            else [{}]
+        )
         found += [Candidate(name=name, options=options) for options in asked]
     return found

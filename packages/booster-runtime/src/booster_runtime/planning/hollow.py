@@ -68,7 +68,7 @@ class Watching(TorchDispatchMode):
         super().__init__()
         self._ledger, self._computes = ledger, computes
         self._is_quiet = False
-        self._plans: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, _Kind] = {}
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -99,31 +99,25 @@ class Watching(TorchDispatchMode):
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._computes:
-            return func(*args, **kwargs)
-        kind = self._plans.get(func)
+        kind = self._kinds.get(func)
         if kind is None:
-            kind = self._plans[func] = _Kind(func)
-        if kind.runs:
-            return func(*args, **kwargs)
+            kind = self._kinds[func] = _Kind(func)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if str(kwargs.get("device")) == "meta" or any(leaf.device.type == "meta" for leaf in leaves):
+        is_meta = str(kwargs.get("device")) == "meta" or any(leaf.device.type == "meta" for leaf in leaves)
+        if self._computes or kind.computes_nothing or is_meta:
             return func(*args, **kwargs)
-        largest = max((leaf.numel() for leaf in leaves), default=0)
-        if kind.written is not None:
-            if largest <= SMALL_NUMEL:
-                return func(*args, **kwargs)
-            return kind.written_of(args, kwargs)
+        is_small = max((leaf.numel() for leaf in leaves), default=0) <= SMALL_NUMEL
+        if is_small and kind.needs_arguments_only:
+            return func(*args, **kwargs)
         if kind.is_question:
-            return True if largest > SMALL_NUMEL else func(*args, **kwargs)
-        if kind.depends_on_values and largest <= SMALL_NUMEL:
-            return func(*args, **kwargs)
+            return True  # whether two tensors are equal
+        if kind.only_writes:
+            return kind.written(args, kwargs)
         shapes = self._shapes(func, args, kwargs)
         outs = [leaf for leaf in pytree.tree_leaves(shapes) if isinstance(leaf, Tensor)]
-        if max((leaf.numel() for leaf in outs), default=0) <= SMALL_NUMEL and largest <= SMALL_NUMEL:
+        if is_small and max((leaf.numel() for leaf in outs), default=0) <= SMALL_NUMEL:
             return func(*args, **kwargs)
-        made = pytree.tree_map_only(Tensor, _memory_like, shapes)
-        return kind.with_written(made, args, kwargs)
+        return kind.with_written(pytree.tree_map_only(Tensor, _memory_like, shapes), args, kwargs)
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what an operation returns, on the meta device."""
@@ -155,9 +149,10 @@ class _Kind:
     """What is known of an operation from its schema.
 
     Attributes:
-        runs: It computes nothing, or only makes views.
-        written: Names of the arguments that it writes into and returns, where it returns nothing else.
+        computes_nothing: It only makes views, reserves memory or changes shapes; or it returns no tensors.
+        only_writes: It writes into arguments, and returns nothing else.
         is_question: It compares whole tensors.
+        needs_arguments_only: Small arguments mean a small result, or one whose shape depends on their values.
     """
 
     def __init__(self, func: Any) -> None:
@@ -188,12 +183,14 @@ class _Kind:
         )
         makes_tensors = any("Tensor" in str(each.type) for each in returns)
         self.is_question = func is _aten.equal.default
-        self.depends_on_values = torch.Tag.dynamic_output_shape in func.tags
-        self.runs = is_view or func in _AS_THEY_ARE or not (makes_tensors or self._written or self.is_question)
-        all_written = bool(self._written) and all(self._aliases)
-        self.written = self._written if all_written else None
+        self.computes_nothing = (
+            is_view or func in _AS_THEY_ARE or not (makes_tensors or self._written or self.is_question)
+        )
+        self.only_writes = bool(self._written) and all(self._aliases)
+        depends_on_values = torch.Tag.dynamic_output_shape in func.tags
+        self.needs_arguments_only = self.only_writes or self.is_question or depends_on_values
 
-    def written_of(self, args: Any, kwargs: Any) -> Any:
+    def written(self, args: Any, kwargs: Any) -> Any:
         """Return the arguments that an operation returns after writing into them."""
         values = [self._argument(name, args, kwargs) for name in self._aliases]
         return None if not values else values[0] if len(values) == 1 else tuple(values)

@@ -48,6 +48,16 @@ class _Done(Work):
         return future
 
 
+_KINDS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "recv": "receive",
+    "broadcast": "broadcast",
+    "send": "send",
+}
+"""Kinds of collectives by a part of the operation's name."""
 _recent: deque[_Done] = deque(maxlen=64)
 """Torch's C++ code keeps the operation, but not the Python object that implements it."""
 
@@ -91,7 +101,7 @@ def call_collective(func: Any, args: Any, kwargs: Any, ledger: Ledger | None, *,
     done = _Done(tensors)
     _recent.append(done)
     boxed = done.boxed()
-    return (outputs, boxed) if len(func._schema.returns) == 2 else boxed  # noqa: SLF001, PLR2004
+    return (outputs, boxed) if len(func._schema.returns) == 2 else boxed  # noqa: SLF001
 
 
 def wire_of_all_reduce(num_bytes: int, size: int) -> int:
@@ -108,33 +118,27 @@ def _bytes(tensors: Any) -> int:
 
 def _size_of(name: str, given: dict[str, Any], size: int, rank: int) -> tuple[str, int, int]:
     """Return kind, payload and bytes sent of an operation."""
-    short = {"allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "broadcast_": "broadcast"}
-    if name in short:
-        payload = _bytes(given["tensors"])
-        return short[name], payload, wire_of_all_reduce(payload, size) if name != "broadcast_" else payload
-    if name == "send":
-        payload = _bytes(given["tensors"])
-        return "send", payload, payload
-    if name in ("recv_", "recv_any_source_"):
-        return "receive", _bytes(given["tensors"]), 0
-    if "allgather" in name:
-        whole = _bytes(next(iter(given.values())))
-        return "all_gather", whole, whole * (size - 1) // size
-    if "reduce_scatter" in name:
-        key = next(key for key in given if "input" in key)
-        whole = _bytes(given[key])
-        return "reduce_scatter", whole, whole * (size - 1) // size
-    if name == "alltoall_base_":
-        source, sent = given["input"], given["input_split_sizes"]
-        payload = _bytes(source)
-        rows = source.shape[0] if source.dim() else 0
-        own = payload // size if not sent or not rows else payload * sent[rank] // rows
-        return "all_to_all", payload, payload - own
+    kind = next((kind for part, kind in _KINDS.items() if part in name), name.strip("_"))
+    source = next((given[key] for key in given if key.startswith("input")), next(iter(given.values())))
+    payload = _bytes(next(iter(given.values())) if kind == "all_gather" else source)
+    if kind == "all_reduce":
+        sent = wire_of_all_reduce(payload, size)
+    elif kind in ("all_gather", "reduce_scatter"):
+        sent = payload * (size - 1) // size
+    elif kind == "all_to_all":
+        sent = payload - _own_of_all_to_all(name, given, payload, size, rank)
+    else:
+        sent = 0 if kind == "receive" else payload
+    return kind, payload, sent
+
+
+def _own_of_all_to_all(name: str, given: dict[str, Any], payload: int, size: int, rank: int) -> int:
+    """Return the bytes that an all-to-all leaves on this rank."""
     if name == "alltoall_":
-        payload = _bytes(given["input_tensors"])
-        return "all_to_all", payload, payload - _bytes(given["input_tensors"][rank])
-    payload = _bytes(next(iter(given.values())))
-    return name.strip("_"), payload, payload
+        return _bytes(given["input_tensors"][rank])
+    source, splits = given["input"], given["input_split_sizes"]
+    rows = source.shape[0] if source.dim() else 0
+    return int(payload * splits[rank] // rows) if splits and rows else payload // size
 
 
 def _answer(name: str, given: dict[str, Any], size: int, rank: int) -> None:

@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, unwrap_model
-from booster_runtime.planning.ledger import Traffic
 from booster_runtime.planning.world import planned_world, watching
 from booster_runtime.sharding import local_of
 from booster_runtime.verification.reference import share_of
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import Plugin
     from booster_core.precision import PrecisionPolicy
-    from booster_runtime.planning.ledger import Ledger
+    from booster_runtime.planning.ledger import Ledger, Traffic
 
 STEPS = 3
 """Steps that are taken; the last one is counted. Plugins lay out buckets and build DDP after the first."""
@@ -205,7 +204,7 @@ def built(build: Callable[[], tuple[Any, ...]]) -> tuple[torch.nn.Module, torch.
         got = ", ".join(type(each).__name__ for each in made) if isinstance(made, tuple) else type(made).__name__
         msg = f"`build` returns (model, optimizer) or (model, optimizer, criterion); got `{got}`."
         raise ConfigError(msg)
-    return made[0], made[1], made[2] if len(made) == 3 else None  # noqa: PLR2004
+    return made[0], made[1], made[2] if len(made) == 3 else None
 
 
 class _Phases:

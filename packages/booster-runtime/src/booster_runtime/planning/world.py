@@ -84,11 +84,9 @@ def planned_world(world_size: int, rank: int) -> Iterator[None]:
     check_no_group()
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    open_world(
-        FakeStore(), rank=rank, world_size=world_size, local_rank=rank, backend="fake", timeout_seconds=60.0
-    )
+    open_world(FakeStore(), rank=rank, world_size=world_size, local_rank=rank, backend="fake", timeout_seconds=60.0)
     world = current_world()
-    world.rendezvous_of = lambda ranks: _Attended(rank)  # type: ignore[method-assign,assignment,return-value]
+    world.rendezvous_of = lambda _: _Attended(rank)  # type: ignore[method-assign,assignment,return-value]
     gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
     dist.all_gather_object = _gather_object
     dist.broadcast_object_list = _broadcast_objects
