@@ -96,7 +96,7 @@ class Plan:
         return None if self.best is None else self.best.candidate.code(self.mixed_precision)
 
     def __str__(self) -> str:
-        columns = ("fits", "peak", "params", "grads", "optim", "activ.", "sent/step", "step")
+        columns = ("fits", "peak", "params", "grads", "optim", "transient", "sent/step", "step")
         lines = [" ".join(f"{name:>9}" for name in columns) + "  setting"]
         problems = []
         for each in self.settings:
