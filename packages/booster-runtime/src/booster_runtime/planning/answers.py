@@ -13,13 +13,14 @@ ANSWERED_NUMEL = 1 << 16
 """Larger buffers get no values: nothing that a plan reads is so large."""
 
 
-def times(tensor: Tensor, op: Any, size: int) -> None:
-    """Multiply a tensor by the number of ranks, where the operation is a sum.
+def times(tensor: Tensor, op: Any, size: int) -> Tensor:
+    """Multiply a tensor by the number of ranks, where the operation is a sum, and return it.
 
     Collective: none.
     """
     if op == dist.ReduceOp.SUM:
         tensor.mul_(size)
+    return tensor
 
 
 def repeat_into(out: Tensor, source: Tensor) -> None:

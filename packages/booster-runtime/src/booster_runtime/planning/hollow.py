@@ -56,7 +56,7 @@ _AS_THEY_ARE = {
 """Operations that compute nothing."""
 
 
-class Watching(TorchDispatchMode):
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts memory, collectives and floating point operations of what runs inside.
 
     Args:
@@ -65,9 +65,10 @@ class Watching(TorchDispatchMode):
     """
 
     def __init__(self, ledger: Ledger, *, computes: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._ledger, self._computes = ledger, computes
         self._is_quiet = False
+        self._makes_unknown = False
         self._kinds: dict[Any, _Kind] = {}
 
     @contextlib.contextmanager
@@ -90,12 +91,15 @@ class Watching(TorchDispatchMode):
             return call_collective(
                 func, args, kwargs, None if self._is_quiet else self._ledger, computes=self._computes
             )
+        self._makes_unknown = False
         out = self._call(func, args, kwargs)
         if func._overloadpacket in flop_registry and not _is_meta(args):  # noqa: SLF001 - as torch's counter looks it up
             self._ledger.flops += int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))  # noqa: SLF001
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta" and leaf.layout == torch.strided:
                 self._ledger.note(leaf)
+                if self._makes_unknown:
+                    self._ledger.mark_unknown(leaf)
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -107,6 +111,10 @@ class Watching(TorchDispatchMode):
         if self._computes or kind.computes_nothing or is_meta:
             return func(*args, **kwargs)
         is_small = max((leaf.numel() for leaf in leaves), default=0) <= SMALL_NUMEL
+        unknown = [leaf for leaf in leaves if self._ledger.is_unknown(leaf)]
+        self._makes_unknown = bool(unknown) or not is_small
+        if kind.depends_on_values and any(kind.reads(leaf) for leaf in unknown):
+            raise _unplanned(func, "its argument has no values in a plan")
         if is_small and kind.needs_arguments_only:
             return func(*args, **kwargs)
         if kind.is_question:
@@ -117,6 +125,7 @@ class Watching(TorchDispatchMode):
         outs = [leaf for leaf in pytree.tree_leaves(shapes) if isinstance(leaf, Tensor)]
         if is_small and max((leaf.numel() for leaf in outs), default=0) <= SMALL_NUMEL:
             return func(*args, **kwargs)
+        self._makes_unknown = True
         return kind.with_written(pytree.tree_map_only(Tensor, _memory_like, shapes), args, kwargs)
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -137,18 +146,22 @@ class Watching(TorchDispatchMode):
         try:
             return func(*meta_args, **meta_kwargs)
         except Exception as error:
-            msg = (
-                f"The shape of what `{func}` returns can't be known without computing it "
-                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}), so that this model "
-                "can't be planned. Plan with a variant of it that has no such operation."
-            )
-            raise ConfigError(msg) from error
+            first_line = next(iter(str(error).splitlines()), "")
+            raise _unplanned(func, f"{type(error).__name__}: {first_line}") from error
+
+
+def _unplanned(func: Any, reason: str) -> ConfigError:
+    return ConfigError(
+        f"The shape of what `{func}` returns can't be known without computing it ({reason}), so that this model can't "
+        "be planned. Plan with a variant of it that has no such operation."
+    )
 
 
 class _Kind:
     """What is known of an operation from its schema.
 
     Attributes:
+        depends_on_values: The shape of its result does.
         computes_nothing: It only makes views, reserves memory or changes shapes; or it returns no tensors.
         only_writes: It writes into arguments, and returns nothing else.
         is_question: It compares whole tensors.
@@ -187,8 +200,13 @@ class _Kind:
             is_view or func in _AS_THEY_ARE or not (makes_tensors or self._written or self.is_question)
         )
         self.only_writes = bool(self._written) and all(self._aliases)
-        depends_on_values = torch.Tag.dynamic_output_shape in func.tags
-        self.needs_arguments_only = self.only_writes or self.is_question or depends_on_values
+        self.depends_on_values = torch.Tag.dynamic_output_shape in func.tags
+        self.needs_arguments_only = self.only_writes or self.is_question or self.depends_on_values
+        self._is_index = func in (_aten.index.Tensor, _aten.index_put_.default)
+
+    def reads(self, tensor: Tensor) -> bool:
+        """Return whether the shape of a result that depends on values depends on those of a tensor."""
+        return tensor.dtype in (torch.bool, torch.uint8) if self._is_index else True
 
     def written(self, args: Any, kwargs: Any) -> Any:
         """Return the arguments that an operation returns after writing into them."""

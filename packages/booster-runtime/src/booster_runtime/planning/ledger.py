@@ -6,6 +6,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
@@ -44,6 +46,18 @@ class Ledger:
     traffic: dict[str, Traffic] = field(default_factory=dict)
     _storages: dict[int, tuple[weakref.ref[UntypedStorage], int, str]] = field(default_factory=dict, repr=False)
 
+    _unknown: set[int] = field(default_factory=set, repr=False)
+
+    def mark_unknown(self, tensor: Tensor) -> None:
+        """Note that a tensor's values were not computed."""
+        self._unknown.add(tensor.untyped_storage()._cdata)  # noqa: SLF001 - as in `note_storage`
+
+    def is_unknown(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's values, or those of others in its memory, were not computed."""
+        if not self._unknown or tensor.layout != torch.strided:
+            return False
+        return tensor.untyped_storage()._cdata in self._unknown  # noqa: SLF001
+
     def start_step(self) -> None:
         """Begin to count a step."""
         self.peak_bytes = self.live_bytes
@@ -68,6 +82,7 @@ class Ledger:
         def forget(reference: weakref.ref[UntypedStorage]) -> None:
             del reference
             gone = self._storages.pop(key, None)
+            self._unknown.discard(key)
             if gone is not None:
                 self._change(-gone[1])
 

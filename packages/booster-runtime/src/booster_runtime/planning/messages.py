@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work  # type: ignore[attr-defined] # torch does not list it as public
+from torch.distributed import Work
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
