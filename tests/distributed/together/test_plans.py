@@ -92,9 +92,7 @@ def compare(settings, size, world_size):
         assert predicted.flops == measured.flops, setting
         assert predicted.state_bytes == pytest.approx(measured.state_bytes, rel=0.05), setting
         assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1), setting
-        # Only torch's C++ code holds DDP's buckets.
-        others = 0 if name == "ddp" else predicted.other_bytes
-        assert predicted.state_bytes + others == pytest.approx(held, rel=0.05), setting
+        assert predicted.state_bytes + predicted.other_bytes == pytest.approx(held, rel=0.05), setting
 
 
 def test_predicted_bytes_are_those_of_ranks():
