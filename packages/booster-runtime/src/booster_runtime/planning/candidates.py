@@ -77,10 +77,8 @@ def candidates(world_size: int, names: Iterable[str] | None = None) -> list[Cand
             if names is not None:
                 raise
             continue
-        asked = (
-            cast("ComparesSettings", plugin).settings_to_plan(world_size)
-            if isinstance(plugin, ComparesSettings)
-            else [{}]
-        )
+        asked: list[dict[str, Any]] = [{}]
+        if isinstance(plugin, ComparesSettings):
+            asked = cast("ComparesSettings", plugin).settings_to_plan(world_size)
         found += [Candidate(name=name, options=options) for options in asked]
     return found

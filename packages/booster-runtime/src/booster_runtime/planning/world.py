@@ -46,7 +46,7 @@ def watching(*, computes: bool) -> Iterator[Ledger]:
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        found = resize(storage, size)
+        found: torch.UntypedStorage = resize(storage, size)
         if storage.device.type != "meta":
             ledger.note_storage(storage)
         return found
