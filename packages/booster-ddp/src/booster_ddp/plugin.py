@@ -100,6 +100,12 @@ class TorchDDPPlugin(Plugin):
         )
         self.precision = precision
 
+    @classmethod
+    def settings_to_plan(cls, world_size: int) -> list[dict[str, Any]]:
+        """Return the settings that ``booster plan`` compares."""
+        del world_size
+        return [{}, {"gradient_as_bucket_view": True}]
+
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the policy; a ``reduce_dtype`` narrower than fp32 is implemented by a compression hook.
 

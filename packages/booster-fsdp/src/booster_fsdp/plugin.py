@@ -125,6 +125,12 @@ class TorchFSDPPlugin(Plugin):
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
         self._mesh: tuple[Any, DeviceMesh] | None = None
 
+    @classmethod
+    def settings_to_plan(cls, world_size: int) -> list[dict[str, Any]]:
+        """Return the settings that ``booster plan`` compares."""
+        del world_size
+        return [{}, {"reshard_after_forward": False}]
+
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
         """Shard the model, and let the optimizer update this rank's shards.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from booster_core.plugin import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin, place_model, unwrap_model
 from booster_core.precision import PrecisionPolicy
@@ -114,6 +114,12 @@ class GeminiPlugin(Plugin):
         )
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
         self._ranks = RanksOfWorld(replica_size)
+
+    @classmethod
+    def settings_to_plan(cls, world_size: int) -> list[dict[str, Any]]:
+        """Return the settings that ``booster plan`` compares; on the CPU it can't tell host and device memory apart."""
+        del world_size
+        return [{}, {"shard_param_frac": 0.0}]
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the policy with working parameters in the compute format, and masters of them where it is narrow.

@@ -186,6 +186,14 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             **{each.name: getattr(options, each.name) for each in fields(options)}, precision=self.precision
         )
 
+    @classmethod
+    def settings_to_plan(cls, world_size: int) -> list[dict[str, Any]]:
+        """Return the settings that ``booster plan`` compares: ZeRO over what tensor parallelism leaves."""
+        sizes = [size for size in (2, 4, 8) if world_size % size == 0]
+        return [{"tp_size": size, "zero_stage": stage} for size in sizes for stage in (1, 2) if size < world_size] + [
+            {"tp_size": size} for size in sizes if size == world_size
+        ]
+
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the policy with working parameters in the compute format, and fp32 masters where that is narrow.
 

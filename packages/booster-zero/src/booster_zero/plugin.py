@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -113,6 +113,12 @@ class LowLevelZeroPlugin(Plugin):
         )
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
         self._ranks = RanksOfWorld(replica_size)
+
+    @classmethod
+    def settings_to_plan(cls, world_size: int) -> list[dict[str, Any]]:
+        """Return the settings that ``booster plan`` compares."""
+        del world_size
+        return [{"stage": 1}, {"stage": 2}]
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the policy with working parameters in the compute format, and masters of them where it is narrow.

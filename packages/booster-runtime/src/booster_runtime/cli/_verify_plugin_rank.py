@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from booster_core import launch_from_torch
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.plugin import load
+from booster_runtime.cli._script import function_of, module_of
 from booster_runtime.verification import verify
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def main(build: str, batch: str, plugin: str, steps: str, precision: str, *options: str) -> int:
@@ -27,12 +24,12 @@ def main(build: str, batch: str, plugin: str, steps: str, precision: str, *optio
     coordinator = launch_from_torch()
     try:
         file, _, function = build.partition(":")
-        module = _module(Path(file))
-        made = _function(module, function or "build", file)
+        module = module_of(Path(file))
+        made = function_of(module, function or "build", file)
         report = verify(
             made,
             load(plugin)(**dict(map(_option, options))),
-            _function(module, batch, file)(),
+            function_of(module, batch, file)(),
             int(steps),
             mixed_precision=precision or None,
         )
@@ -43,30 +40,6 @@ def main(build: str, batch: str, plugin: str, steps: str, precision: str, *optio
     if coordinator.is_master():
         click.echo(str(report))
     return 1 if report.unexplained else 0
-
-
-def _module(path: Path) -> Any:
-    if not path.is_file():
-        msg = f"No file '{path}'."
-        raise ConfigError(msg)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        msg = f"'{path}' is not a Python file."
-        raise ConfigError(msg)
-    sys.path.insert(0, str(path.resolve().parent))  # as for a script
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _function(module: Any, name: str, file: str) -> Callable[[], Any]:
-    found = getattr(module, name, None)
-    if not callable(found):
-        msg = f"'{file}' has no function '{name}'."
-        raise ConfigError(msg)
-    function: Callable[[], Any] = found
-    return function
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -16,7 +16,7 @@ from booster_runtime.collectives.transports.direct import DirectTransport, conne
 from booster_runtime.collectives.transports.torch import TorchTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _transports: weakref.WeakKeyDictionary[ProcessGroup, Transport] = weakref.WeakKeyDictionary()
 _overridden: dict[str, weakref.WeakKeyDictionary[ProcessGroup, Transport]] = {}
 _override: list[str] = []
+_factories: list[Callable[[ProcessGroup], Transport]] = []
 
 
 def transport_of(group: ProcessGroup | None) -> Transport:
@@ -41,7 +42,7 @@ def transport_of(group: ProcessGroup | None) -> Transport:
         raise RuntimeError(msg)
     transport = _transports.get(key)
     if transport is None:
-        transport = _transports[key] = _choose(key)
+        transport = _transports[key] = (_factories[-1] if _factories else choose)(key)
     return transport
 
 
@@ -64,7 +65,33 @@ def override(name: str) -> Iterator[None]:
         _transports = outside
 
 
-def _choose(group: ProcessGroup) -> Transport:
+@contextlib.contextmanager
+def made_by(factory: Callable[[ProcessGroup], Transport]) -> Iterator[None]:
+    """Let a function make the transport of every group inside the block, as planning does to count.
+
+    Args:
+        factory: Called at a group's first collective.
+
+    Collective: every rank.
+    """
+    global _transports  # noqa: PLW0603 - as in `override`
+    outside, _transports = _transports, weakref.WeakKeyDictionary()
+    _factories.append(factory)
+    try:
+        yield
+    finally:
+        _factories.pop()
+        _transports = outside
+
+
+def choose(group: ProcessGroup) -> Transport:
+    """Return a transport for a group, agreed on by its ranks.
+
+    Raises:
+        ConfigError: As `transport_of`.
+
+    Collective: every rank of the group.
+    """
     if dist.get_world_size(group) == 1:
         return AloneTransport()
     portable = TorchTransport(group)

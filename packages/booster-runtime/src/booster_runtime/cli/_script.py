@@ -1,0 +1,51 @@
+"""A user's script and its functions, as commands name them: ``train.py:build``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+from booster_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def module_of(path: Path) -> Any:
+    """Import a script.
+
+    Raises:
+        ConfigError: If it is no file, or no Python file.
+
+    Collective: none.
+    """
+    if not path.is_file():
+        msg = f"No file '{path}'."
+        raise ConfigError(msg)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        msg = f"'{path}' is not a Python file."
+        raise ConfigError(msg)
+    sys.path.insert(0, str(path.resolve().parent))  # as for a script
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def function_of(module: Any, name: str, file: str) -> Callable[[], Any]:
+    """Return a function of a script.
+
+    Raises:
+        ConfigError: If it has none of that name.
+
+    Collective: none.
+    """
+    found = getattr(module, name, None)
+    if not callable(found):
+        msg = f"'{file}' has no function '{name}'."
+        raise ConfigError(msg)
+    function: Callable[[], Any] = found
+    return function

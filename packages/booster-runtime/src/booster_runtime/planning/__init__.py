@@ -1,0 +1,14 @@
+"""Predicting memory and communication of a training before there are devices to run it on.
+
+`plan` runs the plugins' own code in one process: `boost`, forward, backward and step, on tensors without values, as one
+rank of a world of any size. It has no formulas for what a plugin does.
+"""
+
+from __future__ import annotations
+
+from booster_runtime.planning.candidates import Candidate
+from booster_runtime.planning.ledger import Traffic
+from booster_runtime.planning.prediction import Prediction, measure, predict
+from booster_runtime.planning.ranking import Devices, Plan, Planned, plan
+
+__all__ = ["Candidate", "Devices", "Plan", "Planned", "Prediction", "Traffic", "measure", "plan", "predict"]

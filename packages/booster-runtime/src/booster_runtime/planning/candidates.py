@@ -1,0 +1,84 @@
+"""Which settings of which plugins a plan compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+from booster_core.errors import PluginError
+from booster_core.plugin import installed, load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from booster_core.plugin import Plugin
+
+
+@runtime_checkable
+class ComparesSettings(Protocol):
+    """A plugin class that says which of its settings are worth comparing. Others are planned with their defaults."""
+
+    def settings_to_plan(self, world_size: int) -> list[dict[str, Any]]:
+        """Return arguments of the constructor, most usual first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plugin with some of its options.
+
+    Args:
+        name: Name of an installed plugin.
+        options: Arguments of its constructor.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self) -> Plugin:
+        """Return the plugin.
+
+        Raises:
+            PluginError: If it can't be loaded.
+            ConfigError: If it refuses the options.
+
+        Collective: none.
+        """
+        return load(self.name)(**self.options)
+
+    def code(self, mixed_precision: str | None = None) -> str:
+        """Return the line of a script that makes the Booster, and the import that it needs."""
+        plugin = load(self.name)
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        precision = "" if mixed_precision is None else f", mixed_precision={mixed_precision!r}"
+        if not arguments:
+            return f'booster = Booster(plugin="{self.name}"{precision})'
+        package = plugin.__module__.partition(".")[0]
+        made = f"booster = Booster(plugin={plugin.__name__}({arguments}){precision})"
+        return f"from {package} import {plugin.__name__}\n{made}"
+
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self.name}({arguments})"
+
+
+def candidates(world_size: int, names: Iterable[str] | None = None) -> list[Candidate]:
+    """Return the settings to compare, of all installed plugins or of some.
+
+    Raises:
+        PluginError: If a plugin that is named can't be loaded; of all installed ones, those are left out.
+
+    Collective: none.
+    """
+    found = []
+    for name in sorted(listing.name for listing in installed()) if names is None else list(names):
+        try:
+            plugin = load(name)
+        except PluginError:
+            if names is not None:
+                raise
+            continue
+        asked: list[dict[str, Any]] = [{}]
+        if isinstance(plugin, ComparesSettings):
+            asked = cast("ComparesSettings", plugin).settings_to_plan(world_size)
+        found += [Candidate(name=name, options=options) for options in asked]
+    return found

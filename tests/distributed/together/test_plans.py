@@ -1,0 +1,131 @@
+"""What a plan predicts in one process is what ranks hold and send."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from booster_core.plugin import load
+from booster_runtime.planning import measure, predict
+from booster_testing import run_on_ranks
+
+SETTINGS = {
+    "ddp": ("ddp", {}),
+    "ddp, views": ("ddp", {"gradient_as_bucket_view": True}),
+    "zero 1": ("zero", {"stage": 1}),
+    "zero 2": ("zero", {"stage": 2}),
+    "fsdp": ("fsdp", {}),
+    "fsdp, kept": ("fsdp", {"reshard_after_forward": False}),
+    "gemini": ("gemini", {"min_chunk_bytes": 2**20}),
+    "hybrid": ("hybrid", {}),
+    "hybrid, tensors": ("hybrid", {"tp_size": 2}),
+    "hybrid, tensors, zero": ("hybrid", {"tp_size": 2, "zero_stage": 1}),
+}
+SIZES = {
+    "1M": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 2000},
+    "25M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 6000},
+    "110M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 16000},
+}
+
+
+def llama(size):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES[size], **heads))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def tokens():
+    ids = torch.arange(4 * 32).reshape(4, 32) % 1000
+    return {"input_ids": ids, "labels": ids}
+
+
+def trained(settings, size):
+    """Return what this rank holds and sends under each setting, and the size of all tensors that Python can see."""
+    return [_trained(*SETTINGS[setting], size) for setting in settings]
+
+
+def _trained(name, options, size):
+    gc.collect()
+    before = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+    held = []
+    step = torch.optim.AdamW.step
+
+    def step_and_count(self, *args, **kwargs):
+        result = step(self, *args, **kwargs)
+        held.append(_held(before))
+        return result
+
+    torch.optim.AdamW.step = step_and_count
+    try:
+        measured = measure(lambda: llama(size), tokens, load(name)(**options))
+    finally:
+        torch.optim.AdamW.step = step
+    return measured, held[-1]
+
+
+def _held(before):
+    """Return the bytes of tensors that were not there before."""
+    known = {id(each) for each in before}
+    gc.collect()
+    sizes = {}
+    for each in gc.get_objects():
+        if isinstance(each, Tensor) and id(each) not in known and each.device.type == "cpu":
+            storage = each.untyped_storage()
+            with contextlib.suppress(RuntimeError):  # wrappers of other tensors, and stand-ins, have no memory
+                if storage.data_ptr():
+                    sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def compare(settings, size, world_size):
+    """Compare plans with runs; the size of tensors is counted without any of the plan's code."""
+    found = run_on_ranks(trained, world_size, settings, size)[0]
+    for setting, (measured, held) in zip(settings, found, strict=True):
+        name, options = SETTINGS[setting]
+        predicted = predict(lambda: llama(size), tokens, load(name)(**options), world_size)
+        assert predicted.traffic == measured.traffic, setting
+        assert predicted.traffic, setting
+        assert predicted.flops == measured.flops, setting
+        assert predicted.state_bytes == pytest.approx(measured.state_bytes, rel=0.05), setting
+        assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1), setting
+        assert predicted.state_bytes + predicted.other_bytes == pytest.approx(held, rel=0.05), setting
+
+
+def test_predicted_bytes_are_those_of_ranks():
+    compare(["zero 1", "hybrid, tensors"], "1M", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", list(SETTINGS))
+@pytest.mark.parametrize(("size", "world_size"), [("1M", 2), ("25M", 2), ("25M", 4), ("110M", 2), ("110M", 4)])
+def test_predicted_bytes_of_every_plugin_are_those_of_ranks(size, world_size, setting):
+    compare([setting], size, world_size)
+
+
+@pytest.mark.slow
+def test_a_model_of_70_billion_parameters_is_planned_in_little_memory_and_time():
+    import resource
+    import time
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def build():
+        sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=64, num_key_value_heads=8))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def batch():
+        ids = torch.zeros(1024, 2048, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    started = time.process_time()  # of this process, whatever else the machine does
+    found = predict(build, batch, load("fsdp")(), 1024, mixed_precision="bf16")
+    assert time.process_time() - started < 120
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 * 2**20  # KiB
+    parameters = 70.55e9
+    assert found.state_bytes == pytest.approx(16 * parameters / 1024, rel=0.05)
+    assert found.sent_bytes == pytest.approx((2 + 2 + 4) * parameters, rel=0.1)
