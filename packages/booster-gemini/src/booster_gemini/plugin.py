@@ -176,6 +176,7 @@ class GeminiPlugin(Plugin):
                 held=held,
                 config=self.config,
                 format_of=format_of,
+                device=context.device,
                 precision=context.precision,
                 after_step=context.after_step,
             )

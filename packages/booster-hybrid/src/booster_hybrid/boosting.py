@@ -290,11 +290,13 @@ class HybridSetup:
         up, device = self._axes["pp",], self._context.device
         down = make_axes(self._shape, [("pp",)])["pp",]
         cut.staged.forward = model.run_stage
+        link = Link(plan.sent_names, up.ranks, up.index, up.group, down.group, device)
+        link.connect((rank, (rank + 1) % up.size) for rank in range(up.size))
         return PipelineEngine(
             cut.staged,
             self._config.pipeline,
             up.index,
-            Link(plan.sent_names, up.ranks, up.index, up.group, down.group, device),
+            link,
             replica=self._axes["pp", "sp", "tp"],
             data=self._axes["dp",],
             coordinator=self._context.coordinator,

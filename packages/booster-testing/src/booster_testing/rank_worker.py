@@ -47,7 +47,7 @@ class Call:
         module: Name of the function's module in the parent.
         file: The file of that module.
         qualname: The function's name within the module.
-        arguments: Pickled ``(args, kwargs)``.
+        arguments: Pickled ``(args, kwargs, prepare)``.
         modules: Names and files of the modules with the classes and functions among the arguments.
         rank: The rank of the worker.
         world_size: Number of ranks.
@@ -144,11 +144,13 @@ def _serve(connection: Connection, call: Call) -> None:
         function = _load(call.module, call.file, call.qualname)
         for name, file in call.modules:
             _load_module(name, file)
-        args, kwargs = pickle.loads(call.arguments)  # noqa: S301 - from our own parent
+        args, kwargs, prepare = pickle.loads(call.arguments)  # noqa: S301 - from our own parent
         connection.send_bytes(pickle.dumps(("loaded", None)))
         if connection.recv_bytes() != b"open":
             msg = "another rank could not load the function"
             raise RuntimeError(msg)
+        if prepare is not None:
+            prepare()
         _seed()
         _open_group(call)
         with _as_in_parent(call):
