@@ -17,5 +17,5 @@ DEFAULT = {("ddp", "fp32"), ("fsdp", "fp32"), ("zero 2", "bf16"), ("gemini, offl
 )
 def test_training_on_devices_equals_one_device(name, precision, simulated_device, tmp_path):
     case = CASES[name]
-    settings = {"timeout_seconds": 240.0}
+    settings = {"timeout_seconds": 240.0, "group_timeout_seconds": 120.0}
     run_on_devices(train, case.world_size, simulated_device, case, "simulated", precision, str(tmp_path), **settings)

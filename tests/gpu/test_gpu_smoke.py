@@ -12,5 +12,5 @@ from booster_testing import run_on_ranks
 )
 def test_training_on_gpus_equals_one_gpu(name, precision, tmp_path):
     case = CASES[name]
-    settings = {"backend": "cpu:gloo,cuda:nccl", "timeout_seconds": 240.0, "group_timeout_seconds": 60.0}
+    settings = {"backend": "cpu:gloo,cuda:nccl", "timeout_seconds": 240.0, "group_timeout_seconds": 120.0}
     run_on_ranks(train, case.world_size, case, "cuda", precision, str(tmp_path), **settings)

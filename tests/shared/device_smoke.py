@@ -81,7 +81,7 @@ def make_model() -> nn.Module:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer whose epsilon exceeds rounding errors of gradients, so that these stay small in parameters."""
+    """Return an optimizer whose epsilon exceeds rounding errors of gradients."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
 
 

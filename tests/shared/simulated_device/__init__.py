@@ -107,7 +107,8 @@ def load(library: str) -> None:
     if torch._C._get_privateuse1_backend_name() == NAME:
         return
     spec = importlib.util.spec_from_file_location(_MODULE, library)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
     torch.utils.rename_privateuse1_backend(NAME)

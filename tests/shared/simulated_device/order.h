@@ -36,11 +36,19 @@ struct Access {
   const char* name;
 };
 
+// The last work of each stream that uses memory which was freed meanwhile.
+struct Ghost {
+  int64_t time;
+  const char* name;
+};
+using Ghosts = std::map<StreamId, Ghost>;
+
 // What has been done to a block of device memory, or of pinned host memory.
 struct History {
   StreamId home = 0;  // the stream for which the memory was allocated: freed memory is used again on it
   std::vector<Access> accesses;
   std::set<StreamId> recorded;  // streams that `record_stream` named
+  Ghosts ghosts;                // what was done to memory that was freed before, which this may be
 };
 
 struct Event {
@@ -64,7 +72,6 @@ class Order {
   // Start work on a stream: it comes after all earlier work of the stream, and what the host has waited for.
   int64_t begin(StreamId stream) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    raise_late_error();
     auto& clock = clocks_[stream];
     join(clock, host_);
     return ++clock[stream];
@@ -73,6 +80,9 @@ class Order {
     if (first >= last) return;
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     auto& clock = clocks_[stream];
+    for (const auto& [other, ghost] : history.ghosts)
+      if (other != stream && time_of(clock, other) < ghost.time) raise_ghost(ghost, other, stream, name);
+    if (stream == history.home) history.ghosts.clear();  // others come after this
     auto& accesses = history.accesses;
     for (const Access& other : accesses) {
       if (other.stream == stream || other.end <= first || last <= other.begin) continue;
@@ -88,18 +98,26 @@ class Order {
         accesses.end());
     accesses.push_back({first, last, stream, clock[stream], is_write, name});
   }
-  // Memory is freed on the host. Work on its home stream may use it again at once, so all other work must come before.
-  void release(const History& history) {
+  // Memory is allocated for the current stream, which may get what was freed there: see `release`.
+  void allocate(History& history) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
+    auto& ghosts = ghosts_[history.home];
     auto clock = clocks_[history.home];
     join(clock, host_);
+    for (auto each = ghosts.begin(); each != ghosts.end();)
+      each = time_of(clock, each->first) >= each->second.time ? ghosts.erase(each) : std::next(each);
+    history.ghosts = ghosts;
+  }
+  // Memory is freed on the host. An allocator gives it to the next that its home stream allocates, whatever other
+  // streams still do with it, but for those that `record_stream` named. Works of communicators keep their tensors.
+  void release(const History& history) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    auto& ghosts = ghosts_[history.home];
     for (const Access& access : history.accesses) {
-      if (access.stream == history.home || access.stream >= kFirstCommunicator) continue;  // works keep their tensors
-      if (history.recorded.count(access.stream) || time_of(clock, access.stream) >= access.time) continue;
-      if (late_error_.empty())
-        late_error_ = std::string("race on the simulated device: memory that ") + access.name + " uses on stream " +
-                      std::to_string(access.stream) + " was freed, and stream " + std::to_string(history.home) +
-                      ", which may get it next, does not wait for that. Let it wait, or call `record_stream`.";
+      if (access.stream == history.home || access.stream >= kFirstCommunicator) continue;
+      if (history.recorded.count(access.stream)) continue;
+      auto& ghost = ghosts[access.stream];
+      if (ghost.time < access.time) ghost = {access.time, access.name};
     }
   }
   Clock clock_of(StreamId stream) {
@@ -113,12 +131,10 @@ class Order {
   void host_waits(const Clock& clock) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     join(host_, clock);
-    raise_late_error();
   }
   void host_waits_for_all() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     for (const auto& [stream, clock] : clocks_) join(host_, clock);
-    raise_late_error();
   }
   bool host_knows(StreamId stream, int64_t time) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -140,17 +156,17 @@ class Order {
         (other.is_write ? " writes" : " reads") + ", and does not wait for it. Record an event after the one, and let "
         "the other's stream wait for it.");
   }
-  void raise_late_error() {
-    if (late_error_.empty()) return;
-    std::string error;
-    error.swap(late_error_);
-    throw std::runtime_error(error);
+  void raise_ghost(const Ghost& ghost, StreamId other, StreamId stream, const char* name) {
+    throw std::runtime_error(
+        std::string("race on the simulated device: ") + name + " on " + name_of(stream) + " may get memory that " +
+        ghost.name + " on " + name_of(other) + " used, which was freed before the one waits for the other. Let it wait, "
+        "or call `record_stream`.");
   }
   std::recursive_mutex mutex_;
   std::map<StreamId, Clock> clocks_;
   Clock host_;
   StreamId last_stream_ = 0, last_communicator_ = kFirstCommunicator;
-  std::string late_error_;  // of freed memory: a destructor can't raise
+  std::map<StreamId, Ghosts> ghosts_;  // by the stream that may get the memory
 };
 
 Order& order();             // never destroyed

@@ -179,9 +179,7 @@ class HybridOptimizer(ZeroOptimizer):
                 gradient.copy_(summed)
         for bucket, copies in buckets:
             indices = [slot.index for slot in bucket.plan.slots]
-            flags = torch.tensor(
-                [used.get(index, False) for index in indices], dtype=torch.uint8, device=self.device
-            )
+            flags = torch.tensor([used.get(index, False) for index in indices], dtype=torch.uint8, device=self.device)
             collectives.all_reduce(flags, dist.ReduceOp.MAX, local.copy_groups[copies]).wait()
             used.update(zip(indices, flags.bool().tolist(), strict=True))
         self._joined = True

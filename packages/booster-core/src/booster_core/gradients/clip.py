@@ -56,8 +56,8 @@ def clip_by_norm(
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)
-    for device, held in by_device.items():
-        torch._foreach_mul_(held, factor.to(device))
+    for place, held in by_device.items():
+        torch._foreach_mul_(held, factor.to(place))
     return norm
 
 
