@@ -36,7 +36,7 @@ BACKEND = f"cpu:gloo,{NAME}:simccl"
 """The backends of a process group, as ``cpu:gloo,cuda:nccl``."""
 _FOLDER = Path(__file__).parent
 _SOURCES = sorted(_FOLDER.glob("*.cpp"))
-_BUILD_SECONDS = 600
+_BUILD_SECONDS = 1800
 _MODULE = "simulated_device_native"
 
 
@@ -92,7 +92,11 @@ def _run(commands: list[list[str]]) -> None:
         NotBuiltError: If one fails.
     """
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    errors = [process.communicate(timeout=_BUILD_SECONDS)[1] for process in running]
+    try:
+        errors = [process.communicate(timeout=_BUILD_SECONDS)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
     for process, command, error in zip(running, commands, errors, strict=True):
         if process.returncode:
             msg = f"{command[0]} could not build the simulated device:\n{error[-3000:]}"

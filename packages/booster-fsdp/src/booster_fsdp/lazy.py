@@ -37,9 +37,16 @@ def hollow_model(
     recording = take_values(model)
     if optimizer is not None:
         rebind(optimizer, recording.replaced)
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():  # noqa: SLF001 - as `Module.to` does
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))  # noqa: SLF001
+    for parameter in model.parameters():
+        if parameter.device.type != "meta":
+            parameter.data = parameter.data.to(device)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type != "meta":
-            tensor.data = tensor.data.to(device)
             send_first(tensor.data)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(_dtype(parameter, policy))

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
+import io
 import os
 import pickle
 import random
@@ -310,9 +311,23 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+class _HostPickler(pickle.Pickler):
+    """Pickles tensors of accelerators as tensors of the CPU: the test's process may know no such device."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to make a tensor again, as `pickle.Pickler.reducer_override`."""
+        import torch
+
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return value.detach().cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
 def _pickle_result(value: Any) -> bytes:
     try:
-        return pickle.dumps(value)
+        file = io.BytesIO()
+        _HostPickler(file).dump(value)
+        return file.getvalue()
     except Exception as error:
         msg = f"the function's result, a {type(value).__name__}, cannot be sent to the test: {error}"
         raise TypeError(msg) from error
