@@ -6,7 +6,7 @@
 // and work that is not ordered raises: see order.h. Copies between the device and pinned memory that don't block are
 // made as late as their order allows. Collectives are in collectives.cpp.
 
-#include <ATen/Functions.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -18,13 +18,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <string>
-#include <vector>
-
 #include "copies.h"
-#include "device.h"
-#include "memory.h"
 
 namespace simulated {
 
@@ -135,6 +129,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* pointer) const override { return PinnedAllocator::find(pointer) != nullptr; }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   at::Device getDeviceFromPtr(void*) const override { return kDevice; }
+  // Kernels run on the CPU, and draw from its generators.
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t num_bytes) const override {
     resize_storage(storage, num_bytes);
   }
