@@ -113,7 +113,7 @@ def direct(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Run every plugin on CUDA devices, in about five minutes on two; docs/testing-on-devices.md says what to report."""
+    """Run every plugin on CUDA devices, in about five minutes on two; see docs/testing-on-devices.md."""
     _pytest(session, _checkout(session), "tests", "-m", "gpu", *session.posargs)
 
 

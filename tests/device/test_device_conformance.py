@@ -15,9 +15,7 @@ from booster_testing.conformance import PluginConformance
 from booster_testing.pipeline_conformance import EXAMPLE_BATCH, PipelineConformance
 from booster_zero import LowLevelZeroPlugin
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
-a_few_by_default = pytest.mark.by_default("test_equals_one_process[adamw]", "test_clips_by_the_global_norm[0.05-2.0]")
+pytestmark = [pytest.mark.usefixtures("on_device"), pytest.mark.slow]
 
 
 class OnDevice:
@@ -25,35 +23,29 @@ class OnDevice:
     backend = BACKEND
 
 
-@pytest.mark.slow
 class TestDDP(OnDevice, PluginConformance):
     plugin_class = TorchDDPPlugin
 
 
-@pytest.mark.slow
 class TestFSDP(OnDevice, PluginConformance):
     plugin_class = TorchFSDPPlugin
 
 
-@pytest.mark.slow
 class TestZero1(OnDevice, PluginConformance):
     plugin_class = LowLevelZeroPlugin
 
 
-@pytest.mark.slow
 class TestZero2InSmallBucketsOffloaded(OnDevice, PluginConformance):
     plugin_class = LowLevelZeroPlugin
     options: ClassVar[Mapping[str, Any]] = {"stage": 2, "offload": "cpu", "bucket_bytes": 1024}
     reduces_under_no_sync = True
 
 
-@pytest.mark.slow
 class TestGemini(OnDevice, PluginConformance):
     plugin_class = GeminiPlugin
     options: ClassVar[Mapping[str, Any]] = {"min_chunk_bytes": 256, "max_prefetch": 2}
 
 
-@pytest.mark.slow
 class TestGeminiOffloaded(OnDevice, PluginConformance):
     plugin_class = GeminiPlugin
     options: ClassVar[Mapping[str, Any]] = {
@@ -63,7 +55,6 @@ class TestGeminiOffloaded(OnDevice, PluginConformance):
     }
 
 
-@pytest.mark.slow
 class TestHybrid(OnDevice, PluginConformance):
     plugin_class = HybridParallelPlugin
     options: ClassVar[Mapping[str, Any]] = {"zero_stage": 1}
@@ -76,19 +67,16 @@ _PIPELINE: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
 class TestPipeline(OnDevice, PipelineConformance):
     plugin_class = HybridParallelPlugin
     options: ClassVar[Mapping[str, Any]] = _PIPELINE
 
 
-@pytest.mark.slow
 class TestInterleavedPipeline(OnDevice, PipelineConformance):
     plugin_class = HybridParallelPlugin
     options: ClassVar[Mapping[str, Any]] = {**_PIPELINE, "pp_style": "interleaved"}
 
 
-@pytest.mark.slow
 class TestZeroBubblePipelinesWithZero2(OnDevice, PipelineConformance):
     plugin_class = HybridParallelPlugin
     options: ClassVar[Mapping[str, Any]] = {**_PIPELINE, "pp_style": "zbv", "zero_stage": 2}

@@ -4,7 +4,7 @@ import pytest
 from device_smoke import CASES, train
 from simulated_device import run_on_devices
 
-DEFAULT = {("ddp", "fp32"), ("fsdp", "fp32"), ("zero 2", "bf16"), ("gemini, offload", "bf16"), ("pipeline", "fp32")}
+DEFAULT = {("fsdp", "fp32"), ("pipeline", "fp32")}
 
 
 @pytest.mark.parametrize(
