@@ -118,6 +118,8 @@ def load(library: str) -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
+    # As on CUDA, `Module.to` keeps the parameters, and so which of them are tied.
+    torch.__future__.set_swap_module_params_on_conversion(True)
 
     def make_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return native.SimulatedBackend(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))

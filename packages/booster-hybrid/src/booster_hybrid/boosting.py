@@ -28,7 +28,7 @@ from booster_hybrid.tensor_parallel.apply import TensorParallelModel, paralleliz
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime.data import to_device
-from booster_runtime.lazy import hollow_objects, is_lazy
+from booster_runtime.lazy import Recording, hollow_objects, is_lazy
 from booster_runtime.sharding import (
     ShardingRanks,
     agree_on_values,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from booster_hybrid.model import HybridModel
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.policy.base import ShardingPolicy
-    from booster_runtime.lazy import Recording
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,9 @@ class HybridSetup:
         check_distinct_memory(self._model)
         unchanged = replace(self._context.precision, param_dtype=None)
         if is_lazy(self._model):
-            return hollow_objects(self._model, self._objects.optimizer, self._context.device, unchanged)
+            recording = hollow_objects(self._model, self._objects.optimizer, self._context.device, unchanged)
+            assert isinstance(recording, Recording), "the model is lazy"
+            return recording
         place_model(self._model, self._objects.optimizer, self._context.device, unchanged)
         agree_on_values(self._model)
         return None

@@ -319,7 +319,8 @@ class _HostPickler(pickle.Pickler):
         import torch
 
         if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
-            return value.detach().cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+            on_host: Any = value.detach().cpu()
+            return on_host.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return NotImplemented
 
 
