@@ -113,8 +113,16 @@ def direct(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Run the tests that need CUDA devices; skips say how many are missing."""
+    """Run every plugin on CUDA devices, in about five minutes on two; see docs/testing-on-devices.md."""
     _pytest(session, _checkout(session), "tests", "-m", "gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def device(session: nox.Session) -> None:
+    """Run the conformance kit and the tests of tests/gpu on the simulated accelerator, with NCCL's rules."""
+    simulated = sorted(map(str, ROOT.glob("tests/distributed/*/test_*simulated*.py")))
+    offload = "tests/distributed/zero/test_zero_offload_device.py"
+    _pytest(session, _checkout(session), "tests/device", *simulated, offload, *session.posargs)
 
 
 @nox.session

@@ -6,13 +6,13 @@ import pytest
 import simulated_device as sim
 import torch
 import torch.distributed as dist
+from simulated_device import run_on_devices
 from torch import nn
 
 from booster_core import Booster, Plugin
 from booster_core.errors import ConfigError
 from booster_core.plugin import Capability
 from booster_runtime import collectives
-from booster_testing import run_on_ranks
 
 DEVICE = "simulated"
 
@@ -38,8 +38,7 @@ def _train(model, device, precision, steps=3):
     return losses, [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def _same_bits(library, precision):
-    sim.load(library)
+def _same_bits(precision):
     host = _train(_model(), "cpu", precision)
     device = _train(_model().to(DEVICE), DEVICE, precision)
     return host[0] == device[0] and all(map(torch.equal, host[1], device[1]))
@@ -47,11 +46,10 @@ def _same_bits(library, precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_has_the_bits_of_the_cpu(simulated_device, precision):
-    assert run_on_ranks(_same_bits, 1, simulated_device, precision) == [True]
+    assert run_on_devices(_same_bits, 1, simulated_device, precision) == [True]
 
 
-def _counts(library):
-    sim.load(library)
+def _counts():
     before = torch.simulated.memory_allocated(), sim.bytes_moved()
     torch.simulated.reset_peak_memory_stats()
     values = torch.ones(1000).to(DEVICE)
@@ -65,11 +63,10 @@ def _counts(library):
 
 
 def test_memory_and_copies_are_counted(simulated_device):
-    assert run_on_ranks(_counts, 1, simulated_device) == [(4000, 8000, 2000.0, [4000, 4], 0)]
+    assert run_on_devices(_counts, 1, simulated_device) == [(4000, 8000, 2000.0, [4000, 4], 0)]
 
 
-def _beyond_the_limit(library):
-    sim.load(library)
+def _beyond_the_limit():
     with sim.memory_limit(torch.simulated.memory_allocated() + 1000):
         held = torch.ones(200, device=DEVICE)
         with pytest.raises(torch.OutOfMemoryError, match=r"tried to allocate 400 bytes.*the limit is"):
@@ -80,11 +77,10 @@ def _beyond_the_limit(library):
 
 
 def test_a_limit_raises_as_out_of_memory(simulated_device):
-    assert run_on_ranks(_beyond_the_limit, 1, simulated_device) == [200]
+    assert run_on_devices(_beyond_the_limit, 1, simulated_device) == [200]
 
 
-def _mixed(library):
-    sim.load(library)
+def _mixed():
     matrix = torch.ones(2, 2, device=DEVICE)
     with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
         torch.mm(matrix, torch.ones(2, 2))
@@ -92,11 +88,10 @@ def _mixed(library):
 
 
 def test_host_and_device_tensors_do_not_mix_but_for_indices(simulated_device):
-    assert run_on_ranks(_mixed, 1, simulated_device) == [[[1.0, 1.0]]]
+    assert run_on_devices(_mixed, 1, simulated_device) == [[[1.0, 1.0]]]
 
 
-def _aliases(library):
-    sim.load(library)
+def _aliases():
     row = torch.arange(6.0, device=DEVICE)
     row.unfold(0, 2, 2)[1, 0] = 9
     storage = row.untyped_storage()
@@ -107,11 +102,10 @@ def _aliases(library):
 
 
 def test_views_storages_and_pinned_memory(simulated_device):
-    assert run_on_ranks(_aliases, 1, simulated_device) == [([0.0, 1.0, 9.0, 3.0, 4.0, 5.0], 0, True, False)]
+    assert run_on_devices(_aliases, 1, simulated_device) == [([0.0, 1.0, 9.0, 3.0, 4.0, 5.0], 0, True, False)]
 
 
-def _collectives(library, bounds):
-    sim.load(library)
+def _collectives(bounds):
     rank, size = dist.get_rank(), dist.get_world_size()
     source = torch.arange(12.0, device=DEVICE) * (rank + 1)
     own = torch.zeros(bounds[rank + 1] - bounds[rank], device=DEVICE)
@@ -130,14 +124,13 @@ def _collectives(library, bounds):
 
 @pytest.mark.parametrize("bounds", [(0, 4, 8, 12), (0, 2, 7, 12), (0, 0, 7, 12)], ids=["even", "uneven", "empty"])
 def test_collectives_between_devices(simulated_device, bounds):
-    for rank, (whole, total, first, exchanged) in enumerate(run_on_ranks(_collectives, 3, simulated_device, bounds)):
+    for rank, (whole, total, first, exchanged) in enumerate(run_on_devices(_collectives, 3, simulated_device, bounds)):
         assert whole == [6.0 * index for index in range(12)]
         assert (total, first) == ([6.0, 6.0], [1.0, 1.0])
         assert exchanged == [10.0 * other + rank for other in range(3)]
 
 
-def _boosted_losses(library, device):
-    sim.load(library)
+def _boosted_losses(device):
     booster = Booster(device=device)
     model = _model()
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
@@ -153,8 +146,8 @@ def _boosted_losses(library, device):
 
 
 def test_booster_trains_on_the_device(simulated_device):
-    [(expected, _)] = run_on_ranks(_boosted_losses, 1, simulated_device, "cpu")
-    assert run_on_ranks(_boosted_losses, 1, simulated_device, DEVICE) == [(expected, DEVICE)]
+    [(expected, _)] = run_on_devices(_boosted_losses, 1, simulated_device, "cpu")
+    assert run_on_devices(_boosted_losses, 1, simulated_device, DEVICE) == [(expected, DEVICE)]
 
 
 class _OnlyCpu(Plugin):
@@ -170,12 +163,11 @@ class _AlsoCuda(_OnlyCpu):
     capabilities = _OnlyCpu.capabilities | {Capability.CUDA}
 
 
-def _accepts(library):
-    sim.load(library)
+def _accepts():
     with pytest.raises(ConfigError, match="'only-cpu' does not run on device type 'simulated'"):
         Booster(device=DEVICE, plugin=_OnlyCpu())
     return Booster(device=DEVICE, plugin=_AlsoCuda()).device.type
 
 
 def test_plugins_for_cuda_take_it_and_others_refuse(simulated_device):
-    assert run_on_ranks(_accepts, 1, simulated_device) == [DEVICE]
+    assert run_on_devices(_accepts, 1, simulated_device) == [DEVICE]

@@ -4,11 +4,11 @@ import pytest
 import simulated_device as sim
 import torch
 import torch.distributed as dist
+from simulated_device import run_on_devices
 from torch import nn
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
-from booster_testing import run_on_ranks
 
 WIDTH, DEPTH = 64, 8
 NUMEL = DEPTH * WIDTH * WIDTH
@@ -56,8 +56,7 @@ def with_folder(options, folder):
     return {**options, "offload_dir": str(folder)} if options.get("offload_dir") else options
 
 
-def trained(library, options, precision):
-    sim.load(library)
+def trained(options, precision):
     booster, model, optimizer = boost(options, precision)
     norms = [step(booster, model, optimizer, number, micro_batches=2) for number in range(4)]
     state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
@@ -70,16 +69,15 @@ def trained(library, options, precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", PLACES)
 def test_bits_do_not_depend_on_the_placement(place, precision, size, simulated_device, tmp_path):
-    expected = run_on_ranks(trained, size, simulated_device, {}, precision)
-    actual = run_on_ranks(trained, size, simulated_device, with_folder(PLACES[place], tmp_path), precision)
+    expected = run_on_devices(trained, size, simulated_device, {}, precision)
+    actual = run_on_devices(trained, size, simulated_device, with_folder(PLACES[place], tmp_path), precision)
     for (norms, state), (plain_norms, plain) in zip(actual, expected, strict=True):
         assert norms == plain_norms
         assert all(torch.equal(state[key], value) for key, value in plain.items())
 
 
-def peak(library, options, limit):
+def peak(options, limit):
     """Return what the device holds at most in later steps, beyond what was there before, under a limit or without."""
-    sim.load(library)
     before = torch.simulated.memory_allocated()
     most = torch.iinfo(torch.int64).max // 2 if limit is None else before + limit
     with sim.memory_limit(most):
@@ -100,8 +98,7 @@ def two_steps():
         step(*run, number)
 
 
-def out_of_memory(library, limit):
-    sim.load(library)
+def out_of_memory(limit):
     with sim.memory_limit(torch.simulated.memory_allocated() + limit):  # noqa: SIM117 - the limit ends after the check
         with pytest.raises(torch.OutOfMemoryError, match="tried to allocate"):
             two_steps()
@@ -110,17 +107,16 @@ def out_of_memory(library, limit):
 def test_a_budget_trains_where_the_device_has_no_room_for_everything(simulated_device):
     budget = 12 * LAYER_BYTES
     limit = budget + 8 * LAYER_BYTES  # and activations, gradients before they are reduced, copies of optimizer kernels
-    run_on_ranks(out_of_memory, 1, simulated_device, limit)
+    run_on_devices(out_of_memory, 1, simulated_device, limit)
     options = {"placement_policy": "auto", "memory_budget_bytes": budget}
-    (found,) = run_on_ranks(peak, 1, simulated_device, options, limit)
+    (found,) = run_on_devices(peak, 1, simulated_device, options, limit)
     assert found <= limit
-    (everything,) = run_on_ranks(peak, 1, simulated_device, {}, None)
+    (everything,) = run_on_devices(peak, 1, simulated_device, {}, None)
     assert everything >= 4 * DEPTH * LAYER_BYTES
 
 
-def moved(library, options):
+def moved(options):
     """Return what is where between steps, and the bytes that one step moves to the device and to the host."""
-    sim.load(library)
     booster, model, optimizer = boost(options)
     for number in range(3):
         step(booster, model, optimizer, number)
@@ -134,14 +130,14 @@ def moved(library, options):
 
 def test_optimizer_state_on_the_host_is_stepped_there(simulated_device):
     """Gradients go down and new values come up, once; the states of Adam never move."""
-    (places, (to_device, to_host)) = run_on_ranks(moved, 1, simulated_device, {"offload_optim_frac": 1.0})[0]
+    (places, (to_device, to_host)) = run_on_devices(moved, 1, simulated_device, {"offload_optim_frac": 1.0})[0]
     assert places == {"simulated": 4 * NUMEL, "cpu": 8 * NUMEL}
     assert to_device == pytest.approx(4 * NUMEL, abs=4096)
     assert to_host == pytest.approx(8 * NUMEL, abs=4096), "gradients, and values before the step"
 
 
 def test_parameters_on_the_host_come_for_each_use(simulated_device):
-    (places, (to_device, to_host)) = run_on_ranks(moved, 1, simulated_device, {"offload_param_frac": 1.0})[0]
+    (places, (to_device, to_host)) = run_on_devices(moved, 1, simulated_device, {"offload_param_frac": 1.0})[0]
     assert places["cpu"] >= 4 * (NUMEL - 3 * WIDTH * WIDTH)
     assert 4 * NUMEL <= to_device <= 3 * 4 * NUMEL + 4096, "for forward, backward, and the step"
     assert 4 * (NUMEL - 3 * WIDTH * WIDTH) <= to_host <= 4 * NUMEL + 4096, "only what the step has changed"

@@ -4,12 +4,12 @@ import pytest
 import simulated_device as sim
 import torch
 import torch.distributed as dist
+from simulated_device import run_on_devices
 from torch import nn
 
 from booster_core import Booster
 from booster_runtime import collectives
 from booster_runtime.memory.mapped import mapped_bytes
-from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 WIDTH, DEPTH = 64, 8
@@ -39,8 +39,7 @@ def step(booster, model, optimizer, number=0, micro_batches=1):
     optimizer.zero_grad()
 
 
-def trained(library, options, precision, name):
-    sim.load(library)
+def trained(options, precision, name):
     run = boost("simulated", options, precision, name)
     for number in range(4):
         step(*run, number, micro_batches=2)
@@ -52,21 +51,20 @@ def trained(library, options, precision, name):
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_offload_from_a_device_changes_no_bit(where, precision, simulated_device, tmp_path):
     options = {"offload": where, "stage": 2, **({"offload_dir": str(tmp_path)} if where == "disk" else {})}
-    plain = run_on_ranks(trained, 2, simulated_device, {"stage": 2}, precision, "fused")[0]
-    for parameters in run_on_ranks(trained, 2, simulated_device, options, precision, "fused"):
+    plain = run_on_devices(trained, 2, simulated_device, {"stage": 2}, precision, "fused")[0]
+    for parameters in run_on_devices(trained, 2, simulated_device, options, precision, "fused"):
         assert all(torch.equal(plain[key], value) for key, value in parameters.items())
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_whole_parameters_are_offloaded_too(name, simulated_device):
-    plain = run_on_ranks(trained, 2, simulated_device, {}, "bf16", name)[0]
-    for parameters in run_on_ranks(trained, 2, simulated_device, {"offload": "cpu"}, "bf16", name):
+    plain = run_on_devices(trained, 2, simulated_device, {}, "bf16", name)[0]
+    for parameters in run_on_devices(trained, 2, simulated_device, {"offload": "cpu"}, "bf16", name):
         assert all(torch.equal(plain[key], value) for key, value in parameters.items())
 
 
-def costs(library, options, precision):
+def costs(options, precision):
     """Return the bytes that a device keeps after a step, holds at most in one, and moves in one; and bytes in files."""
-    sim.load(library)
     before = torch.simulated.memory_allocated()
     run = boost("simulated", options, precision)
     for number in range(2):
@@ -87,19 +85,18 @@ def test_the_device_keeps_working_values_alone(where, precision, working, simula
     options = {"offload": where, **({"offload_dir": str(tmp_path)} if where == "disk" else {})}
     share, masters = NUMEL // 2, 4 if precision == "bf16" else 0
     bucket = 2 * WIDTH * WIDTH * 4
-    for kept, peak, (to_device, to_host), files in run_on_ranks(costs, 2, simulated_device, options, precision):
+    for kept, peak, (to_device, to_host), files in run_on_devices(costs, 2, simulated_device, options, precision):
         assert kept == pytest.approx(NUMEL * working, abs=2000)
         # Underway: gradients of three buckets, joined and summed, and activations.
         assert peak < kept + 3 * 3 * bucket
         assert to_device == pytest.approx(share * working, abs=8 * WIDTH * 4), "values, in the format of forward"
         assert to_host == pytest.approx(share * 4, abs=1000), "sums of gradients, once"
         assert files == (share * (8 + max(masters, 4)) if where == "disk" else 0)
-    for kept, *_ in run_on_ranks(costs, 2, simulated_device, {}, precision):
+    for kept, *_ in run_on_devices(costs, 2, simulated_device, {}, precision):
         assert kept >= NUMEL * working + share * (8 + 4 + masters)
 
 
-def order_of_events(library, options):
-    sim.load(library)
+def order_of_events(options):
     run = boost("simulated", options)
     step(*run)
     events = []
@@ -114,8 +111,8 @@ def order_of_events(library, options):
 
 
 def test_a_bucket_goes_back_while_the_next_one_is_stepped(simulated_device):
-    for events, num_buckets in run_on_ranks(order_of_events, 2, simulated_device, {"offload": "cpu"}):
+    for events, num_buckets in run_on_devices(order_of_events, 2, simulated_device, {"offload": "cpu"}):
         assert num_buckets > 2
         assert events == ["step", "gather"] * num_buckets
-    for events, num_buckets in run_on_ranks(order_of_events, 2, simulated_device, {}):
+    for events, num_buckets in run_on_devices(order_of_events, 2, simulated_device, {}):
         assert events == ["step"] + ["gather"] * num_buckets

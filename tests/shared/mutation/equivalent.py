@@ -26,7 +26,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
     "core/norm": {
         (
             "global_norm",
-            "device = present[0].device if present else _group_device(groups)",
+            'device = present[0].device if present else torch.device("cpu")',
             "0 -> -1",
         ): "gradients are on one device, except for those that a home has moved to the CPU: either can have the sum",
         (

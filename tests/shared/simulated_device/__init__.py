@@ -1,11 +1,11 @@
-"""A simulated accelerator for tests: device type ``"simulated"``, compiled from ``device.cpp`` by the test run.
+"""A simulated accelerator for tests: device type ``"simulated"``, compiled from the C++ files here by the test run.
 
-Its memory is counted and can be limited; operators and collectives run on the CPU, see ``device.cpp``. It registers as
-torch's private-use backend until the process ends, so tests use it in rank workers, which the
-fixture ``simulated_device`` ends afterwards:
+Its memory is counted and can be limited, its streams order work, and its collectives follow NCCL's rules; see
+``device.cpp``, ``order.h`` and ``collectives.cpp``. It registers as torch's private-use backend until the process ends,
+so tests use it in rank workers, which the fixture ``simulated_device`` ends afterwards:
 
-    def on_rank(library): simulated_device.load(library); model.to("simulated"); ...
-    def test_it(simulated_device): run_on_ranks(on_rank, 2, simulated_device)
+    def on_rank(): model.to("simulated"); ...
+    def test_it(simulated_device): run_on_devices(on_rank, 2, simulated_device)
 """
 
 from __future__ import annotations
@@ -13,20 +13,31 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import shutil
 import subprocess
+import sys
 import types
+from functools import partial
 from pathlib import Path
+from sysconfig import get_path
 from typing import TYPE_CHECKING, Any
 
+from booster_testing import run_on_ranks
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
+    from datetime import timedelta
 
     from torch import Tensor
 
 NAME = "simulated"
-_SOURCE = Path(__file__).with_name("device.cpp")
-_BUILD_SECONDS = 600
+BACKEND = f"cpu:gloo,{NAME}:simccl"
+"""The backends of a process group, as ``cpu:gloo,cuda:nccl``."""
+_FOLDER = Path(__file__).parent
+_SOURCES = sorted(_FOLDER.glob("*.cpp"))
+_BUILD_SECONDS = 1800
+_MODULE = "simulated_device_native"
 
 
 class NotBuiltError(Exception):
@@ -47,37 +58,78 @@ def build(folder: Path) -> str:
         msg = "neither g++ nor clang++ was found to build the simulated device"
         raise NotBuiltError(msg)
     abi = int(torch.compiled_with_cxx11_abi())
-    command = [compiler, "-O1", "-std=c++20", "-w", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
-    command += [argument for path in include_paths() for argument in ("-isystem", path)]
-    command += [str(_SOURCE)]
-    command += [argument for path in library_paths() for argument in ("-L", path)] + ["-lc10", "-ltorch_cpu", "-ltorch"]
-    key = hashlib.sha256("\0".join([torch.__version__, *command]).encode() + _SOURCE.read_bytes()).hexdigest()[:16]
-    library = folder / f"simulated_device_{key}.so"
+    flags = ["-O1", "-std=c++20", "-w", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-DTORCH_EXTENSION_NAME={_MODULE}"]
+    flags += [argument for path in (*include_paths(), get_path("include")) for argument in ("-isystem", path)]
+    libraries = [argument for path in library_paths() for argument in ("-L", path)]
+    libraries += [f"-l{name}" for name in ("c10", "torch_cpu", "torch", "torch_python")]
+    headers = sorted(_FOLDER.glob("*.h"))
+    settings = "\0".join([torch.__version__, sys.version, compiler, *flags, *libraries])
+    library = folder / f"simulated_device_{_digest(headers, settings, *_SOURCES)}.so"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test sessions may share the folder
         if not library.exists():
             fresh = library.with_suffix(".new")
-            done = subprocess.run(
-                [*command, "-o", str(fresh)], capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False
-            )
-            if done.returncode:
-                msg = f"{compiler} could not build the simulated device:\n{done.stderr[-3000:]}"
-                raise NotBuiltError(msg)
+            objects = {path: folder / f"{path.stem}_{_digest(headers, settings, path)}.o" for path in _SOURCES}
+            missing = {path: file for path, file in objects.items() if not file.exists()}
+            _run([[compiler, *flags, "-c", str(path), "-o", f"{file}.new"] for path, file in missing.items()])
+            for file in missing.values():
+                Path(f"{file}.new").rename(file)
+            _run([[compiler, "-shared", *map(str, objects.values()), *libraries, "-o", str(fresh)]])
             fresh.rename(library)
     return str(library)
 
 
+def _digest(headers: Iterable[Path], settings: str, *sources: Path) -> str:
+    texts = b"".join(path.read_bytes() for path in (*sources, *headers))
+    return hashlib.sha256(settings.encode() + texts).hexdigest()[:16]
+
+
+def _run(commands: list[list[str]]) -> None:
+    """Run commands side by side.
+
+    Raises:
+        NotBuiltError: If one fails.
+    """
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        errors = [process.communicate(timeout=_BUILD_SECONDS)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, command, error in zip(running, commands, errors, strict=True):
+        if process.returncode:
+            msg = f"{command[0]} could not build the simulated device:\n{error[-3000:]}"
+            raise NotBuiltError(msg)
+
+
 def load(library: str) -> None:
-    """Register the device with torch in this process; later calls do nothing."""
+    """Register the device and its collective backend with torch in this process; later calls do nothing."""
     import torch
+    import torch.distributed as dist
 
     if torch._C._get_privateuse1_backend_name() == NAME:
         return
-    torch.ops.load_library(library)
+    spec = importlib.util.spec_from_file_location(_MODULE, library)
+    assert spec is not None
+    assert spec.loader is not None
+    native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
+    # As on CUDA, `Module.to` keeps the parameters, and so which of them are tied.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+
+    def make_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return native.SimulatedBackend(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+
+    dist.Backend.register_backend("simccl", make_backend, devices=[NAME])
+
+
+def run_on_devices(function: Callable[..., Any], world_size: int, library: str, *args: Any, **kwargs: Any) -> list[Any]:
+    """Call `booster_testing.run_on_ranks` for ranks with a device each."""
+    return run_on_ranks(function, world_size, *args, backend=BACKEND, prepare=partial(load, library), **kwargs)
 
 
 def _module() -> types.ModuleType:
@@ -91,8 +143,12 @@ def _module() -> types.ModuleType:
     module.device_count = lambda: 1
     module.current_device = lambda: 0
     module.set_device = lambda device: None
-    module.device = module.stream = contextlib.nullcontext
-    module.synchronize = lambda device=None: None
+    module.device = contextlib.nullcontext
+    module.Stream = lambda device=None, priority=0: torch.Stream(NAME, priority=priority)
+    module.Event = lambda enable_timing=False, **_: torch.Event(NAME, enable_timing=enable_timing)
+    module.current_stream = lambda device=None: torch.accelerator.current_stream()
+    module.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
+    module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.empty_cache = lambda: None
     module._is_in_bad_fork = lambda: False
     # Kernels run on the CPU and use its generator.

@@ -2,10 +2,11 @@
 //
 // It uses host memory, but every allocation is counted, and allocations above a limit raise OutOfMemoryError as on
 // CUDA. Operators run on the CPU: a fallback passes the same memory as CPU tensors to the CPU's kernel, and adopts its
-// allocations, so nothing is copied and results are bitwise those of the CPU. Collectives use the group's CPU backend in
-// the same way. Streams and events do nothing, because nothing runs asynchronously.
+// allocations, so nothing is copied and results are bitwise those of the CPU. Streams and events order work as on CUDA,
+// and work that is not ordered raises: see order.h. Copies between the device and pinned memory that don't block are
+// made as late as their order allows. Collectives are in collectives.cpp.
 
-#include <ATen/Functions.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -14,149 +15,42 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/set_cpu_dispatch.h>
-#include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/core/impl/alloc_cpu.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <mutex>
-#include <string>
-#include <unordered_map>
-#include <unordered_set>
-#include <vector>
+#include "copies.h"
+
+namespace simulated {
+
+Order& order() {
+  static Order* one = new Order;
+  return *one;
+}
+
+StreamId& current_stream() {
+  thread_local StreamId current = 0;
+  return current;
+}
+
+Clock*& recorded_clock() {
+  thread_local Clock* clock = nullptr;
+  return clock;
+}
+
+}  // namespace simulated
 
 namespace {
 
 using at::Tensor;
 using torch::jit::Stack;
+using namespace simulated;
 
-const c10::Device kDevice(c10::DeviceType::PrivateUse1, 0);
-const c10::Device kHost(c10::DeviceType::CPU);
-
-// ---- memory: allocated bytes, their peak, the limit, and bytes copied between host and device
-
-class Accounts {
- public:
-  void take(int64_t num_bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, limit_ < 0 || allocated_ + num_bytes <= limit_,
-        "the simulated device is out of memory: tried to allocate ", num_bytes, " bytes, ", allocated_,
-        " bytes are in use, the limit is ", limit_, " bytes");
-    allocated_ += num_bytes;
-    peak_ = std::max(peak_, allocated_);
-  }
-  void give_back(int64_t num_bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    allocated_ -= num_bytes;
-  }
-  void count_copy(const Tensor& from, const Tensor& to) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (from.is_cpu()) to_device_ += from.nbytes();
-    else if (to.is_cpu()) to_host_ += from.nbytes();
-  }
-  void count_read(int64_t num_bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    to_host_ += num_bytes;
-  }
-  void reset_peak() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    peak_ = allocated_;
-  }
-  void set_limit(int64_t num_bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    limit_ = num_bytes;
-  }
-  int64_t allocated() { return read(allocated_); }
-  int64_t peak() { return read(peak_); }
-  int64_t limit() { return read(limit_); }
-  int64_t to_device() { return read(to_device_); }
-  int64_t to_host() { return read(to_host_); }
-
- private:
-  int64_t read(const int64_t& value) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return value;
-  }
-  std::mutex mutex_;
-  int64_t allocated_ = 0, peak_ = 0, limit_ = -1, to_device_ = 0, to_host_ = 0;
-};
-
-Accounts& accounts() {
-  static Accounts* one = new Accounts;  // never destroyed: tensors may outlive everything static
-  return *one;
+void host_waits(const Clock& clock) {
+  order().host_waits(clock);
+  pending_copies().settle_known();
 }
 
-// The memory of a device pointer: allocated for it, or a CPU storage that an operator's kernel allocated.
-struct Block {
-  void* own = nullptr;
-  c10::Storage adopted;
-  int64_t num_bytes = 0;
-};
-
-void release(void* context) {
-  auto* block = static_cast<Block*>(context);
-  accounts().give_back(block->num_bytes);
-  if (block->own != nullptr) c10::free_cpu(block->own);
-  delete block;
-}
-
-struct DeviceAllocator final : at::Allocator {
-  at::DataPtr allocate(size_t num_bytes) override {
-    if (num_bytes == 0) return {nullptr, nullptr, &no_release, kDevice};
-    accounts().take(static_cast<int64_t>(num_bytes));
-    auto* block = new Block;
-    block->own = c10::alloc_cpu(num_bytes);
-    block->num_bytes = static_cast<int64_t>(num_bytes);
-    return {block->own, block, &release, kDevice};
-  }
-  // No raw deleter: the context is not the data pointer.
-  at::DeleterFnPtr raw_deleter() const override { return nullptr; }
-  void copy_data(void* to, const void* from, std::size_t num_bytes) const override { std::memcpy(to, from, num_bytes); }
-  static void no_release(void*) {}
-};
-
-DeviceAllocator device_allocator;
-REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &device_allocator)
-
-// Pinned memory is plain memory that is recorded, so that `is_pinned` returns the same as on CUDA.
-struct PinnedAllocator final : at::Allocator {
-  at::DataPtr allocate(size_t num_bytes) override {
-    void* data = c10::alloc_cpu(std::max<size_t>(num_bytes, 1));
-    std::lock_guard<std::mutex> lock(mutex());
-    begins()[data] = num_bytes;
-    return {data, data, &unpin, kHost};
-  }
-  at::DeleterFnPtr raw_deleter() const override { return &unpin; }
-  void copy_data(void* to, const void* from, std::size_t num_bytes) const override { std::memcpy(to, from, num_bytes); }
-  static bool holds(const void* pointer) {
-    std::lock_guard<std::mutex> lock(mutex());
-    for (const auto& [begin, num_bytes] : begins())
-      if (pointer >= begin && pointer < static_cast<const char*>(begin) + num_bytes) return true;
-    return false;
-  }
-  static void unpin(void* data) {
-    {
-      std::lock_guard<std::mutex> lock(mutex());
-      begins().erase(data);
-    }
-    c10::free_cpu(data);
-  }
-  static std::mutex& mutex() {
-    static auto* one = new std::mutex;
-    return *one;
-  }
-  static std::unordered_map<void*, size_t>& begins() {
-    static auto* one = new std::unordered_map<void*, size_t>;
-    return *one;
-  }
-};
-
-PinnedAllocator pinned_allocator;
-
-// ---- one device, whose streams and events never wait
+// ---- one device, its streams and events
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = c10::DeviceType::PrivateUse1;
@@ -168,21 +62,49 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::Stream getStream(c10::Device d) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, d); }
-  c10::Stream getDefaultStream(c10::Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
-  c10::Stream getNewStream(c10::Device d, int) const override { return c10::Stream(c10::Stream::UNSAFE, d, 1); }
-  c10::Stream exchangeStream(c10::Stream s) const noexcept override { return s; }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
-    *event = const_cast<c10::Device*>(&kDevice);  // any address but null: "was recorded"
+  c10::Stream getStream(c10::Device) const noexcept override { return stream(current_stream()); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(order().new_stream()); }
+  c10::Stream getNewStream(c10::Device, int) const override { return stream(order().new_stream()); }
+  c10::Stream exchangeStream(c10::Stream s) const noexcept override {
+    return stream(std::exchange(current_stream(), s.id()));
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Event;
+    auto* recorded = static_cast<Event*>(*event);
+    recorded->clock = recorded_clock() != nullptr ? *recorded_clock() : order().clock_of(s.id());
+    recorded->at = std::chrono::steady_clock::now();
+  }
+  void block(void* event, const c10::Stream& s) const override {
+    if (event != nullptr) order().wait(s.id(), static_cast<Event*>(event)->clock);
+  }
+  bool queryEvent(void* event) const override {
+    synchronizeEvent(event);
+    return true;
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  bool queryStream(const c10::Stream& s) const override {
+    synchronizeStream(s);
+    return true;
+  }
+  void synchronizeStream(const c10::Stream& s) const override { host_waits(order().clock_of(s.id())); }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) host_waits(static_cast<Event*>(event)->clock);
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    order().host_waits_for_all();
+    pending_copies().settle_known();
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
+    if (data.get_deleter() == &release) static_cast<Block*>(data.get_context())->history.recorded.insert(s.id());
+  }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    const auto passed = static_cast<Event*>(second)->at - static_cast<Event*>(first)->at;
+    return std::chrono::duration<double, std::milli>(passed).count();
+  }
+
+ private:
+  static c10::Stream stream(StreamId id) { return c10::Stream(c10::Stream::UNSAFE, kDevice, id); }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
@@ -204,9 +126,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void setCurrentDevice(c10::DeviceIndex) const override {}
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
-  bool isPinnedPtr(const void* pointer) const override { return PinnedAllocator::holds(pointer); }
+  bool isPinnedPtr(const void* pointer) const override { return PinnedAllocator::find(pointer) != nullptr; }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   at::Device getDeviceFromPtr(void*) const override { return kDevice; }
+  // Kernels run on the CPU, and draw from its generators.
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t num_bytes) const override {
     resize_storage(storage, num_bytes);
   }
@@ -233,14 +158,42 @@ Tensor empty_strided(
   return at::detail::empty_strided_generic(sizes, strides, &device_allocator, kKeys, c10::dtype_or_default(dtype));
 }
 
+}  // namespace
+
+namespace simulated {
+
 // The view keeps the storage alive: a collective may still use it when the device tensor is freed.
 Tensor cpu_view(const Tensor& tensor) {
   if (tensor.is_cpu()) return tensor;
   auto options = tensor.options().device(kHost).pinned_memory(false);
   if (tensor.numel() == 0) return at::empty(tensor.sizes(), options);
+  pending_copies().settle(block_of(tensor));
   auto storage = tensor.storage();
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [storage](void*) {}, options);
 }
+
+void access(const Tensor& tensor, StreamId stream, bool is_write, const char* name) {
+  if (!tensor.defined() || tensor.numel() == 0) return;
+  History* history = nullptr;
+  const char* begin = nullptr;
+  if (tensor.is_cpu()) {
+    auto* pinned = PinnedAllocator::find(tensor.const_data_ptr(), &begin);
+    if (pinned != nullptr) history = &pinned->history;
+  } else if (auto* block = block_of(tensor)) {
+    history = &block->history;
+    begin = static_cast<const char*>(tensor.storage().data());
+  }
+  if (history == nullptr) return;
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  const int64_t first = static_cast<const char*>(tensor.const_data_ptr()) - begin;
+  const auto size = static_cast<int64_t>(tensor.element_size());
+  order().access(*history, first, first + (last + 1) * size, stream, is_write, name);
+}
+
+}  // namespace simulated
+
+namespace {
 
 Tensor adopt(const Tensor& tensor) {
   if (tensor.numel() == 0)
@@ -250,6 +203,7 @@ Tensor adopt(const Tensor& tensor) {
   auto* block = new Block;
   block->adopted = tensor.storage();
   block->num_bytes = num_bytes;
+  order().access(block->history, 0, num_bytes, current_stream(), /*is_write=*/true, "the kernel that made it");
   at::DataPtr data(block->adopted.mutable_data(), block, &release, kDevice);
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), num_bytes, std::move(data), &device_allocator, /*resizable=*/true);
@@ -323,10 +277,28 @@ class Translation {
   bool has_host_tensor_ = false;
 };
 
+// Note what an operator does with an argument: a view of it does nothing.
+void note_access(const c10::IValue& value, const c10::Argument& argument, const std::string& name) {
+  const auto* alias = argument.alias_info();
+  if (alias != nullptr && !alias->isWrite()) return;
+  const bool is_write = alias != nullptr;
+  const auto note = [&](const Tensor& tensor) {
+    if (tensor.defined() && !tensor.is_cpu()) access(tensor, current_stream(), is_write, name.c_str());
+  };
+  if (value.isTensor()) {
+    note(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef())
+      if (item.isTensor()) note(item.toTensor());
+  }
+}
+
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   Translation translation;
   const auto first = stack->size() - schema.arguments().size();
+  order().begin(current_stream());
+  for (auto i = first; i < stack->size(); ++i) note_access((*stack)[i], schema.arguments()[i - first], schema.name());
   for (auto i = first; i < stack->size(); ++i) (*stack)[i] = translation.to_host((*stack)[i]);
   // Indices may be on the host, as on CUDA; other mixed devices are a user error.
   TORCH_CHECK(
@@ -337,9 +309,40 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   for (auto i = first_result; i < stack->size(); ++i) (*stack)[i] = translation.to_device((*stack)[i]);
 }
 
-Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
+bool is_pinned(const Tensor& tensor) { return PinnedAllocator::find(tensor.const_data_ptr()) != nullptr; }
+
+// What the host reads before the copy is complete is not a number, or all bits set.
+void spoil(const Tensor& host) {
+  at::NoGradGuard no_grad;
+  if (host.is_floating_point() || host.is_complex()) host.detach().fill_(std::numeric_limits<double>::quiet_NaN());
+  else if (host.is_contiguous() && host.scalar_type() != at::kBool) std::memset(host.data_ptr(), 0xff, host.nbytes());
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   accounts().count_copy(from, to);
+  if (from.numel() == 0) return to;
+  const auto stream = current_stream();
+  const auto time = order().begin(stream);
+  access(from, stream, /*is_write=*/false, "a copy");
+  access(to, stream, /*is_write=*/true, "a copy");
+  const bool is_upward = from.is_cpu(), is_downward = to.is_cpu();
+  if (is_upward && non_blocking && is_pinned(from)) {
+    pending_copies().settle(block_of(to));
+    auto options = to.options().device(kHost).pinned_memory(false);
+    auto target = at::from_blob(to.data_ptr(), to.sizes(), to.strides(), options);
+    pending_copies().add({block_of(to), from, target, stream, time});
+    return to;
+  }
+  if (is_downward) pending_copies().settle_host(to);
+  if (is_downward && non_blocking && is_pinned(to)) {
+    auto values = cpu_view(from).clone();
+    spoil(to);
+    pending_copies().add({nullptr, to, values, stream, time});
+    return to;
+  }
+  if (is_upward) pending_copies().settle_host(from);
   cpu_view(to).copy_(cpu_view(from));
+  if (is_upward || is_downward) host_waits(order().clock_of(stream));
   return to;
 }
 
@@ -350,7 +353,15 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 
 at::Scalar read_scalar(const Tensor& tensor) {
   accounts().count_read(static_cast<int64_t>(tensor.nbytes()));
-  return cpu_view(tensor).item();
+  order().begin(current_stream());
+  access(tensor, current_stream(), /*is_write=*/false, "item");
+  auto value = cpu_view(tensor).item();
+  host_waits(order().clock_of(current_stream()));
+  return value;
+}
+
+void record_stream(Tensor& tensor, c10::Stream stream) {
+  if (auto* block = block_of(tensor)) block->history.recorded.insert(stream.id());
 }
 
 const Tensor& resize(const Tensor& tensor, at::SymIntArrayRef sizes, std::optional<at::MemoryFormat> format) {
@@ -387,6 +398,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_reshape_alias", &reshape_alias);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Storage", &set_whole_storage);
+  m.impl("record_stream", &record_stream);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
@@ -463,55 +475,6 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
         "binary_cross_entropy_with_logits"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_in_fp32>());
 }
-
-// ---- collectives, over the group's CPU backend
-
-// gloo gathers equal sizes only. As NCCL does, gather other sizes by one broadcast from each rank.
-void all_gather(const c10::OperatorHandle& op, Stack* stack) {
-  const auto num_arguments = op.schema().arguments().size();
-  const auto first = stack->size() - num_arguments;
-  const auto outputs = (*stack)[first].toList();
-  const auto inputs = (*stack)[first + 1].toTensorVector();
-  auto slices = outputs.get(0).toTensorVector();
-  auto group = (*stack)[first + 2].toCustomClass<c10d::ProcessGroup>();
-  if (std::all_of(slices.begin(), slices.end(), [&](const Tensor& s) { return s.numel() == slices[0].numel(); }))
-    return run_on_host(op, stack);
-  c10::intrusive_ptr<c10d::Work> last;
-  for (size_t rank = 0; rank < slices.size(); ++rank) {
-    if (slices[rank].numel() == 0) continue;
-    if (static_cast<int>(rank) == group->getRank()) cpu_view(slices[rank]).copy_(cpu_view(inputs.at(0)));
-    if (last) last->wait();
-    c10d::BroadcastOptions options;
-    options.rootRank = static_cast<int64_t>(rank);
-    std::vector<Tensor> message{cpu_view(slices[rank])};
-    last = group->getBackend(c10::DeviceType::CPU)->broadcast(message, options);
-  }
-  const c10::IValue result = outputs;
-  stack->resize(first);
-  stack->push_back(result);
-  stack->emplace_back(last);
-}
-
-// torch's kernels of these need a backend registered for the device; replace them, without the warning about
-// overridden kernels.
-struct Quiet final : c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
-[[maybe_unused]] const bool collectives_are_registered = [] {
-  Quiet quiet;
-  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-  auto* library =
-      new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  for (const char* name :
-       {"send", "recv_", "recv_any_source_", "broadcast_", "allreduce_", "allreduce_coalesced_", "_allgather_base_",
-        "allgather_coalesced_", "allgather_into_tensor_coalesced_", "reduce_", "reduce_scatter_",
-        "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "gather_", "scatter_", "alltoall_",
-        "alltoall_base_", "barrier"})
-    library->impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
-  library->impl("allgather_", torch::CppFunction::makeFromBoxedFunction<&all_gather>());
-  return true;
-}();
 
 // ---- functions for tests
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.gradients.clip import clip_by_norm, clip_by_value
-from booster_core.gradients.norm import _group_device, check_finite_norm, check_norm_arguments, global_norm
+from booster_core.gradients.norm import check_finite_norm, check_norm_arguments, global_norm
 
 
 def gradients(dtype=torch.float32):
@@ -233,10 +233,3 @@ def test_a_norm_at_the_limit_is_left_alone():
     gradient = torch.tensor([3.0, 4.0])
     assert float(clip_by_norm([gradient], 5.1)) == 5.0
     assert gradient.tolist() == [3.0, 4.0]
-
-
-def test_a_rank_without_gradients_communicates_on_the_device_of_the_first_group(monkeypatch):
-    monkeypatch.setattr(dist, "get_backend", lambda group: group)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert _group_device([dist.Backend.NCCL, dist.Backend.GLOO]) == torch.device("cuda", 3)
-    assert _group_device([dist.Backend.GLOO]) == _group_device([]) == torch.device("cpu")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from booster_core.plugin import rebind
-from booster_runtime.lazy import take_recording
+from booster_runtime.lazy import take_values
 from booster_runtime.sharding import dtensor_shards, local_of, send_first
 
 if TYPE_CHECKING:
@@ -18,28 +18,35 @@ if TYPE_CHECKING:
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks import DistCoordinator
     from booster_fsdp.units import Units
-    from booster_runtime.lazy import Recording
+    from booster_runtime.lazy import HostValues, Recording
 
 
 def hollow_model(
     model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy
-) -> Recording:
-    """Take the recording out of a lazy model, and move tensors that already have values to the device.
+) -> Recording | HostValues:
+    """Take the values of a lazy model, or of one on the host, out of it, and move what is left to the device.
 
     Args:
-        model: The model; its lazy tensors become meta tensors.
+        model: The model; its lazy tensors, or its parameters, become meta tensors.
         optimizer: Its optimizer.
         device: Where the model will run.
         policy: Sets the dtype of trained parameters.
 
     Collective: every rank of the world, if the model has tensors with values.
     """
-    recording = take_recording(model)
+    recording = take_values(model)
     if optimizer is not None:
         rebind(optimizer, recording.replaced)
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():  # noqa: SLF001 - as `Module.to` does
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))  # noqa: SLF001
+    for parameter in model.parameters():
+        if parameter.device.type != "meta":
+            parameter.data = parameter.data.to(device)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type != "meta":
-            tensor.data = tensor.data.to(device)
             send_first(tensor.data)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(_dtype(parameter, policy))
@@ -48,7 +55,7 @@ def hollow_model(
 
 def fill_model(
     model: nn.Module,
-    recording: Recording,
+    recording: Recording | HostValues,
     units: Units,
     device: torch.device,
     policy: PrecisionPolicy,

@@ -162,9 +162,8 @@ class FSDPOptimizer(OptimizerWrapper):
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over all shards of a replica; each element counts once."""
         gradients = self.gradients()
-        # The process group has no backend for offloaded shards.
         counted = [
-            local_of(parameter.grad).to(self._device)
+            local_of(parameter.grad)
             for _, parameter in self._held()
             if parameter.grad is not None and (isinstance(parameter, DTensor) or self.ranks.shard_rank == 0)
         ]
@@ -174,6 +173,7 @@ class FSDPOptimizer(OptimizerWrapper):
             norm_type,
             counted=counted,
             groups=[] if self.ranks.shard_group is None else [self.ranks.shard_group],
+            device=self._device,
             error_if_nonfinite=error_if_nonfinite,
         )
 

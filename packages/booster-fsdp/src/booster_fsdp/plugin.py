@@ -27,7 +27,7 @@ from booster_fsdp.optimizer import FSDPOptimizer
 from booster_fsdp.settling import Settlement
 from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, shard_model
 from booster_fsdp.state import FSDPStateAdapter
-from booster_runtime.lazy import is_lazy
+from booster_runtime.lazy import is_lazy, shards_from_host
 from booster_runtime.sharding import agree_on_values
 from booster_runtime.state import mark_as_local
 
@@ -146,7 +146,7 @@ class TorchFSDPPlugin(Plugin):
         methods = self._forward_methods(model)
         check_parameters(model)
         recording = None
-        if is_lazy(model):
+        if is_lazy(model) or shards_from_host(model, objects.optimizer, context.device):
             recording = hollow_model(model, objects.optimizer, context.device, context.precision)
         else:
             place_model(model, objects.optimizer, context.device, context.precision)

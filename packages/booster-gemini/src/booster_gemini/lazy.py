@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext
     from booster_gemini.chunk.manager import ChunkManager
-    from booster_runtime.lazy import Recording
+    from booster_runtime.lazy import HostValues, Recording
     from booster_zero.engine import Bucket
 
 
-def fill_chunks(model: nn.Module, recording: Recording, manager: ChunkManager, context: BoostContext) -> None:
+def fill_chunks(
+    model: nn.Module, recording: Recording | HostValues, manager: ChunkManager, context: BoostContext
+) -> None:
     """Give a model in chunks its values: this rank's slices of parameters, wherever they are, and all buffers.
 
     One chunk is in memory at a time besides those that stay there.

@@ -163,11 +163,12 @@ class GeminiOptimizer(ZeroOptimizer):
         # Rounded once, at the end, so that the norm does not depend on how chunks are cut.
         parts = [global_norm(part, norm_type, dtype=torch.float64) for part in self.gradients_in_parts()]
         group = self.ranks.shard_group or dist.group.WORLD
-        norm = global_norm(parts, norm_type, groups=[] if group is None else [group], dtype=torch.float32)
+        groups = [] if group is None else [group]
+        norm = global_norm(parts, norm_type, groups=groups, dtype=torch.float32, device=self.device)
         if error_if_nonfinite:
             check_finite_norm(norm)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as `clip_by_norm` does
         if norm.device.type != "cpu" or not bool(factor == 1.0):  # asking a device takes longer than multiplying
             for part in self.gradients_in_parts():
-                torch._foreach_mul_(part, factor)
+                torch._foreach_mul_(part, factor.to(part[0].device))
         return norm

@@ -17,7 +17,7 @@ from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
 from booster_gemini.param_hooks import check_modules
 from booster_gemini.state import GeminiStateAdapter
-from booster_runtime.lazy import hollow_objects, is_lazy
+from booster_runtime.lazy import hollow_objects, is_lazy, shards_from_host
 from booster_runtime.sharding import (
     RanksOfWorld,
     agree_on_values,
@@ -147,7 +147,7 @@ class GeminiPlugin(Plugin):
         leaves = find_leaves(model, self.config.leaf_modules)
         unchanged = replace(context.precision, param_dtype=None)  # chunks have formats of their own
         recording, lazy = None, set[int]()
-        if is_lazy(model):
+        if is_lazy(model) or shards_from_host(model, objects.optimizer, context.device):
             recording = hollow_objects(model, objects.optimizer, context.device, unchanged)
             named = recording.name_of
             lazy = {index for index, parameter in enumerate(model.parameters()) if id(parameter) in named}
@@ -188,6 +188,7 @@ class GeminiPlugin(Plugin):
                 },
                 config=self.config,
                 format_of=format_of,
+                device=context.device,
                 precision=context.precision,
                 after_step=context.after_step,
             )

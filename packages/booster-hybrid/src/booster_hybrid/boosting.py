@@ -30,7 +30,7 @@ from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime.collectives import new_group
 from booster_runtime.data import to_device
-from booster_runtime.lazy import hollow_objects, is_lazy
+from booster_runtime.lazy import Recording, hollow_objects, is_lazy
 from booster_runtime.sharding import (
     ShardingRanks,
     agree_on_values,
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from booster_hybrid.model import HybridModel
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.policy.base import ShardingPolicy
-    from booster_runtime.lazy import Recording
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +130,9 @@ class HybridSetup:
         check_distinct_memory(self._model)
         unchanged = replace(self._context.precision, param_dtype=None)
         if is_lazy(self._model):
-            return hollow_objects(self._model, self._objects.optimizer, self._context.device, unchanged)
+            recording = hollow_objects(self._model, self._objects.optimizer, self._context.device, unchanged)
+            assert isinstance(recording, Recording), "the model is lazy"
+            return recording
         place_model(self._model, self._objects.optimizer, self._context.device, unchanged)
         agree_on_values(self._model)
         return None
@@ -293,11 +294,13 @@ class HybridSetup:
         up, device = self._axes["pp",], self._context.device
         down = make_axes(self._shape, [("pp",)])["pp",]
         cut.staged.forward = model.run_stage
+        link = Link(plan.sent_names, up.ranks, up.index, up.group, down.group, device)
+        link.connect((rank, (rank + 1) % up.size) for rank in range(up.size))
         return PipelineEngine(
             cut.staged,
             self._config.pipeline,
             up.index,
-            Link(plan.sent_names, up.ranks, up.index, up.group, down.group, device),
+            link,
             SampleEntries(cut.staged.model, self._entries_seen),
             replica=self._axes["pp", "sp", "tp"],
             data=self._axes["dp",],

@@ -179,9 +179,7 @@ class HybridOptimizer(ZeroOptimizer):
                 gradient.copy_(summed)
         for bucket, copies in buckets:
             indices = [slot.index for slot in bucket.plan.slots]
-            flags = torch.tensor(
-                [used.get(index, False) for index in indices], dtype=torch.uint8, device=self._device()
-            )
+            flags = torch.tensor([used.get(index, False) for index in indices], dtype=torch.uint8, device=self.device)
             collectives.all_reduce(flags, dist.ReduceOp.MAX, local.copy_groups[copies]).wait()
             used.update(zip(indices, flags.bool().tolist(), strict=True))
         self._joined = True
@@ -226,6 +224,7 @@ class HybridOptimizer(ZeroOptimizer):
             norm_type,
             counted=counted,
             groups=[group for group in groups if group is not None and dist.get_world_size(group) > 1],
+            device=self.device,
             error_if_nonfinite=error_if_nonfinite,
         )
 

@@ -15,7 +15,7 @@ from booster_testing.ranks import run_on_ranks
 from booster_testing.shared_jobs import SharedJobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from booster_testing.checkpoint_runs import Continued, Snapshot
     from booster_testing.training import Training
@@ -55,14 +55,14 @@ class CheckpointConformance(SharedJobs):
     def test_checkpoint_loads_on_one_device(self, precision: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         training = self.checkpoint_training(precision)
         saved, root = self._saved(training, tmp_path_factory)
-        (loaded,) = run_on_ranks(runs.load_and_continue, 1, runs.on_one_device(training), root)
+        (loaded,) = self._on_ranks(runs.load_and_continue, runs.on_one_device(training), root, world_size=1)
         assert_same_state(loaded.snapshot, saved[0].snapshot)
         self._assert_same_next_step(saved, loaded, precision)
 
     @pytest.mark.parametrize("precision", _PRECISIONS)
     def test_checkpoint_of_one_device_loads(self, precision: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         training = self.checkpoint_training(precision)
-        saved, root = saved_on_one_device(runs.on_one_device(training), tmp_path_factory)
+        saved, root = saved_on_one_device(runs.on_one_device(training), tmp_path_factory, type(self).prepare)
         loaded = self._on_ranks(runs.load_and_continue, training, root)
         for of_rank in loaded:
             assert_same_state(of_rank.snapshot, saved.snapshot, rounded_to=DTYPES[precision])
@@ -89,7 +89,8 @@ class CheckpointConformance(SharedJobs):
         return saved, root
 
     def _on_ranks(self, function: Any, training: Training, root: str, world_size: int | None = None) -> list[Continued]:
-        return run_on_ranks(function, world_size or self.world_size, training, root, backend=self.backend)
+        settings: dict[str, Any] = {"backend": self.backend, "prepare": type(self).prepare}
+        return run_on_ranks(function, world_size or self.world_size, training, root, **settings)
 
     def _assert_same_next_step(self, found: list[Continued], expected: Continued, precision: str) -> None:
         """Compare the step after loading; it is only the same where a step is that of one process."""
@@ -100,12 +101,14 @@ class CheckpointConformance(SharedJobs):
 _saved_on_one_device: dict[Any, tuple[Any, str]] = {}
 
 
-def saved_on_one_device(training: Training, folders: pytest.TempPathFactory) -> tuple[Continued, str]:
+def saved_on_one_device(
+    training: Training, folders: pytest.TempPathFactory, prepare: Callable[[], None] | None = None
+) -> tuple[Continued, str]:
     """Return what a run on one device that saved went on to, and the folder; the same for all test classes."""
     key = (training.precision, training.model_factory, training.device, training.optimizer)
     if key not in _saved_on_one_device:
         root = str(folders.mktemp("one_device"))
-        (saved,) = run_on_ranks(runs.save_and_continue, 1, training, root)
+        (saved,) = run_on_ranks(runs.save_and_continue, 1, training, root, prepare=prepare)
         _saved_on_one_device[key] = (saved, root)
     return _saved_on_one_device[key]
 

@@ -43,6 +43,8 @@ class PluginConformance(CheckpointConformance):
             rank more.
         device: Device type on which the model runs.
         backend: Backend of the process group, as for ``init_process_group``.
+        prepare: Called on every rank before the group is opened, for example to register the device and its backend;
+            write ``staticmethod(function)``.
         make_model: Returns the model to train, called without arguments; the kit's own if ``None``. It takes token
             numbers below 16, shape ``(N, T)``, and returns logits of at least 16 classes, or an output that has them as
             ``logits``. A function at a module's top level, or a class; write ``staticmethod(function)``. Tests that
@@ -56,6 +58,7 @@ class PluginConformance(CheckpointConformance):
     other_world_size: ClassVar[int | None] = None
     device: ClassVar[str] = "cpu"
     backend: ClassVar[str] = "gloo"
+    prepare: ClassVar[Callable[[], None] | None] = None
     make_model: ClassVar[Callable[[], nn.Module] | None] = None
     reduces_under_no_sync: ClassVar[bool] = False
 

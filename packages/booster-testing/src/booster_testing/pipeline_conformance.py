@@ -24,7 +24,7 @@ from booster_testing.shared_jobs import SharedJobs
 from booster_testing.training import train_plainly
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from booster_testing.training import Trained
 
@@ -87,6 +87,7 @@ class PipelineConformance(SharedJobs):
         data_size: Number of pipelines among them.
         device: Device type on which the model runs.
         backend: Backend of the process group, as for ``init_process_group``.
+        prepare: Called on every rank before the group is opened; write ``staticmethod(function)``.
     """
 
     plugin_class: ClassVar[type[PipelinePlugin]]
@@ -95,6 +96,7 @@ class PipelineConformance(SharedJobs):
     data_size: ClassVar[int] = 1
     device: ClassVar[str] = "cpu"
     backend: ClassVar[str] = "gloo"
+    prepare: ClassVar[Callable[[], None] | None] = None
 
     def training(self, **changes: Any) -> PipelineTraining:
         """Return the training that the ranks run."""
@@ -193,6 +195,7 @@ class PipelineConformance(SharedJobs):
 
     @pytest.mark.parametrize("shard", [False, True], ids=["one-file", "sharded"])
     def test_loaded_run_continues_exactly(self, shard: bool, tmp_path: Any) -> None:  # noqa: FBT001
-        expected = run_on_ranks(runs.train_and_save, self.world_size, self.training(), str(tmp_path), shard=shard)
-        actual = run_on_ranks(runs.load_and_train, self.world_size, self.training(), str(tmp_path), shard=shard)
+        settings: dict[str, Any] = {"shard": shard, "backend": self.backend, "prepare": type(self).prepare}
+        expected = run_on_ranks(runs.train_and_save, self.world_size, self.training(), str(tmp_path), **settings)
+        actual = run_on_ranks(runs.load_and_train, self.world_size, self.training(), str(tmp_path), **settings)
         assert actual == expected

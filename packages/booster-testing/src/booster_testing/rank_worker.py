@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
+import io
 import os
 import pickle
 import random
@@ -47,7 +48,7 @@ class Call:
         module: Name of the function's module in the parent.
         file: The file of that module.
         qualname: The function's name within the module.
-        arguments: Pickled ``(args, kwargs)``.
+        arguments: Pickled ``(args, kwargs, prepare)``.
         modules: Names and files of the modules with the classes and functions among the arguments.
         rank: The rank of the worker.
         world_size: Number of ranks.
@@ -144,11 +145,13 @@ def _serve(connection: Connection, call: Call) -> None:
         function = _load(call.module, call.file, call.qualname)
         for name, file in call.modules:
             _load_module(name, file)
-        args, kwargs = pickle.loads(call.arguments)  # noqa: S301 - from our own parent
+        args, kwargs, prepare = pickle.loads(call.arguments)  # noqa: S301 - from our own parent
         connection.send_bytes(pickle.dumps(("loaded", None)))
         if connection.recv_bytes() != b"open":
             msg = "another rank could not load the function"
             raise RuntimeError(msg)
+        if prepare is not None:
+            prepare()
         _seed()
         _open_group(call)
         with _as_in_parent(call):
@@ -308,9 +311,24 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+class _HostPickler(pickle.Pickler):
+    """Pickles tensors of accelerators as tensors of the CPU: the test's process may know no such device."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to make a tensor again, as `pickle.Pickler.reducer_override`."""
+        import torch
+
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            on_host: Any = value.detach().cpu()
+            return on_host.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
 def _pickle_result(value: Any) -> bytes:
     try:
-        return pickle.dumps(value)
+        file = io.BytesIO()
+        _HostPickler(file).dump(value)
+        return file.getvalue()
     except Exception as error:
         msg = f"the function's result, a {type(value).__name__}, cannot be sent to the test: {error}"
         raise TypeError(msg) from error

@@ -67,6 +67,7 @@ def run_on_ranks(
     timeout_seconds: float = 60.0,
     group_timeout_seconds: float = 30.0,
     backend: str = "gloo",
+    prepare: Callable[[], None] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on every rank of a fresh process group and return the results by rank.
@@ -79,6 +80,8 @@ def run_on_ranks(
             for a processor, on a loaded machine, does not count.
         group_timeout_seconds: Time limit of the group's collectives and rendezvous.
         backend: As for ``init_process_group``.
+        prepare: Picklable; called on every rank before its process group is opened, for example to register the
+            backend of a device that extends torch from outside.
         **kwargs: Picklable keyword arguments.
 
     Returns:
@@ -92,7 +95,7 @@ def run_on_ranks(
 
     Collective: none; called in the test's process.
     """
-    call = _make_call(fn, world_size, args, kwargs, group_timeout_seconds, backend)
+    call = _make_call(fn, world_size, args, kwargs, group_timeout_seconds, backend, prepare)
     outcomes, leaks = _execute(call, timeout_seconds, _GRACE_SECONDS)
     if any(outcome.value is None for outcome in outcomes):
         _raise(call.qualname, outcomes, timeout_seconds)
@@ -112,6 +115,7 @@ def expect_on_ranks(
     timeout_seconds: float = 60.0,
     group_timeout_seconds: float = 30.0,
     backend: str = "gloo",
+    prepare: Callable[[], None] | None = None,
     **kwargs: Any,
 ) -> list[BaseException | None]:
     """Assert that ``fn`` raises ``error_type`` on every rank, with a message that matches ``match``.
@@ -125,6 +129,7 @@ def expect_on_ranks(
         timeout_seconds: Time limit of the call.
         group_timeout_seconds: Time limit of the group's collectives and rendezvous.
         backend: As for ``init_process_group``.
+        prepare: Called on every rank before its process group is opened.
         **kwargs: Keyword arguments of ``fn``.
 
     Returns:
@@ -137,7 +142,7 @@ def expect_on_ranks(
 
     Collective: none; called in the test's process.
     """
-    call = _make_call(fn, world_size, args, kwargs, group_timeout_seconds, backend)
+    call = _make_call(fn, world_size, args, kwargs, group_timeout_seconds, backend, prepare)
     outcomes, _ = _execute(call, timeout_seconds, timeout_seconds)
     if any(outcome.value is None and outcome.failure is None for outcome in outcomes):
         _raise(call.qualname, outcomes, timeout_seconds)
@@ -166,6 +171,7 @@ def _make_call(
     kwargs: dict[str, Any],
     group_timeout_seconds: float,
     backend: str,
+    prepare: Callable[[], None] | None,
 ) -> Call:
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         msg = f"`world_size={world_size}` is not between 1 and {MAX_WORLD_SIZE}."
@@ -178,7 +184,7 @@ def _make_call(
             f"{fn!r} cannot be called on other processes: pass a function defined at the top level of a module's file."
         )
         raise TypeError(msg)
-    arguments, modules = _pickle((args, kwargs))
+    arguments, modules = _pickle((args, kwargs, prepare))
     return Call(
         module=fn.__module__,
         file=file,

@@ -51,6 +51,7 @@ class SharedJobs:
     device: ClassVar[str]
     backend: ClassVar[str]
     make_model: ClassVar[Callable[[], nn.Module] | None]
+    prepare: ClassVar[Callable[[], None] | None]
     shares_calls: ClassVar[bool] = True
     results: ClassVar[Results]
 
@@ -107,6 +108,7 @@ class SharedJobs:
             *arguments,
             timeout_seconds=_TIMEOUT_SECONDS,
             backend=self.backend,
+            prepare=type(self).prepare,
         )
 
     def assert_raised(self, results: Sequence[Any], kind: str, match: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -317,11 +317,11 @@ class BoostedRun(PlainRun):
 
 
 def train_plainly(training: Training, world_size: int) -> Trained:
-    """Train in this process on whole batches, with plain torch.
+    """Train in this process on whole batches, with plain torch and on the CPU, whatever the device of the training.
 
     Collective: none.
     """
-    return train(PlainRun(training, world_size))
+    return train(PlainRun(replace(training, device="cpu"), world_size))
 
 
 def train_boosted(training: Training) -> Trained:

@@ -200,6 +200,7 @@ class LowLevelZeroPlugin(Plugin):
                 home=home,
                 gathers=Gathers(overlaps=config.overlap_allgather),
                 offloads=config.offloads,
+                device=context.device,
                 precision=context.precision,
                 after_step=context.after_step,
             )

@@ -23,6 +23,7 @@ def clip_by_norm(
     *,
     counted: Sequence[Tensor] | None = None,
     groups: Sequence[ProcessGroup] = (),
+    device: torch.device | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients in place so that their global norm is at most ``max_norm``.
@@ -33,6 +34,7 @@ def clip_by_norm(
         norm_type: Order of the norm; ``inf`` for the largest magnitude.
         counted: The part of ``gradients`` that this rank counts towards the norm; all by default. See `global_norm`.
         groups: Process groups over which the gradients are spread.
+        device: Where these communicate; see `global_norm`.
         error_if_nonfinite: Raise where the norm is infinite or NaN.
 
     Returns:
@@ -46,7 +48,7 @@ def clip_by_norm(
     Reference: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks" (arXiv:1211.5063).
     """
     check_norm_arguments(max_norm, norm_type)
-    norm = global_norm(gradients if counted is None else counted, norm_type, groups=groups)
+    norm = global_norm(gradients if counted is None else counted, norm_type, groups=groups, device=device)
     if error_if_nonfinite:
         check_finite_norm(norm)
     # The same guard as torch's: clamping instead of branching keeps the device from having to be asked.
@@ -54,8 +56,8 @@ def clip_by_norm(
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)
-    for device, held in by_device.items():
-        torch._foreach_mul_(held, factor.to(device))
+    for place, held in by_device.items():
+        torch._foreach_mul_(held, factor.to(place))
     return norm
 
 

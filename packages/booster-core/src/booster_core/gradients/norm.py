@@ -37,6 +37,7 @@ def global_norm(
     *,
     groups: Sequence[ProcessGroup] = (),
     dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Return the norm of all gradients, over this rank and the given groups.
 
@@ -51,14 +52,17 @@ def global_norm(
         groups: Process groups over which the elements are spread, as the axes of a mesh are; summed over one
             after the other.
         dtype: Format of the result; ``None`` means fp32, or fp64 where a gradient here has that.
+        device: Where the groups communicate and the result is; ``None`` for the first gradient's. Give it where a rank
+            may have no gradients: all ranks must use one backend.
 
     Returns:
-        A scalar tensor on the gradients' device, the same on every rank of the groups: NaN where an element is.
+        A scalar tensor, the same on every rank of the groups: NaN where an element is.
 
     Collective: every rank of ``groups``, also a rank that has no gradients; none when ``groups`` is empty.
     """
     present = [gradient.detach() for gradient in gradients if gradient.numel()]
-    device = present[0].device if present else _group_device(groups)
+    if device is None:
+        device = present[0].device if present else torch.device("cpu")
     if dtype is None:
         dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in present) else torch.float32
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -100,10 +104,3 @@ def check_finite_norm(norm: Tensor) -> None:
             "Lower the learning rate, look for infinities in the batch, or pass `error_if_nonfinite=False`."
         )
         raise GradientError(msg)
-
-
-def _group_device(groups: Sequence[ProcessGroup]) -> torch.device:
-    """Return the device on which a rank without gradients takes part in the groups' collectives."""
-    if groups and dist.get_backend(groups[0]) == dist.Backend.NCCL:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

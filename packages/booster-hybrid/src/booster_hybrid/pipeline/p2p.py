@@ -4,6 +4,7 @@ Each message is a header that says which tensors follow, with their shapes, and 
 arrive in the order in which they were sent, which both know from the schedule; so a rank asks for them in that order,
 one ahead of what it needs, and nothing has to be labelled. Each direction has a process group of its own: on devices a
 group works off its messages one by one, and two ranks that send to each other through one would wait for each other.
+Headers travel on the CPU where the groups have a backend for it, so that reading one does not stop the device.
 
 Large tensors travel only when the receiver has given them room. So that they do while it computes, it asks for them
 before their header has come, in the shapes of the message of that kind before, if that was like the one before it, too;
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -142,10 +143,33 @@ class Link:
     ) -> None:
         self._names, self._ranks, self._index, self._device = list(names), ranks, index, device
         self._upward, self._downward = upward, downward
+        has_cpu = "cpu:" in dist.get_backend_config(upward)
+        self._header_device = torch.device("cpu") if has_cpu else device
         self._sent: dict[Sent, None] = {}
         self._expected: dict[int, deque[_Expected]] = {}
         self._usual_to: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
         self._usual_from: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Send a first message each way between ranks on devices, pair after pair.
+
+        NCCL makes a communicator for each pair when its ranks first send to each other, and blocks the host until both
+        have come. Ranks that come to several pairs in different orders would wait for each other.
+
+        Args:
+            pairs: Positions of ranks that send to each other; the same on every rank.
+
+        Collective: every rank of the pipeline.
+        """
+        if self._device.type == "cpu":
+            return
+        for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
+            for sender, receiver in ((low, high), (high, low)):
+                if self._index not in (sender, receiver):
+                    continue
+                message = torch.zeros(1, device=self._device)
+                start = self._start(message, receiver) if self._index == sender else self._ask(message, sender)
+                start[0].wait()
 
     def send(self, tensors: Mapping[str, Tensor] | None, to: int, kind: Hashable = None) -> Sent:
         """Start sending tensors; they must not be changed before `release` or `finish`.
@@ -169,7 +193,7 @@ class Link:
             if tensor is not None:
                 row[0], row[1], row[2], row[3] = 1, tensor.requires_grad, _DTYPES.index(tensor.dtype), tensor.dim()
                 row[4 : 4 + tensor.dim()] = torch.tensor(tensor.shape)
-        parts = [self._start(header.to(self._device), to)]
+        parts = [self._start(header.to(self._header_device), to)]
         if layout != asked:
             parts += [self._start(torch.zeros(shape, dtype=dtype, device=self._device), to) for dtype, shape in asked]
         parts += [self._start(tensor.detach().contiguous(), to) for tensor in follow]
@@ -188,7 +212,7 @@ class Link:
 
         Collective: none.
         """
-        header = torch.empty(1 + len(self._names), _FIELDS, dtype=torch.int64, device=self._device)
+        header = torch.empty(1 + len(self._names), _FIELDS, dtype=torch.int64, device=self._header_device)
         layout = self._usual_from[sender].of(kind)
         expected = _Expected(kind, layout, self._ask(header, sender))
         for dtype, shape in layout:
@@ -252,10 +276,16 @@ class Link:
 
     def _start(self, tensor: Tensor, to: int) -> tuple[Any, Tensor]:
         group = self._group(self._index, to)
-        return dist.isend(tensor, dst=self._ranks[to], group=group), tensor
+        return dist.isend(_as_sent(tensor), dst=self._ranks[to], group=group), tensor
 
     def _ask(self, tensor: Tensor, sender: int) -> tuple[Any, Tensor]:
-        return dist.irecv(tensor, src=self._ranks[sender], group=self._group(sender, self._index)), tensor
+        group = self._group(sender, self._index)
+        return dist.irecv(_as_sent(tensor), src=self._ranks[sender], group=group), tensor
 
     def _group(self, sender: int, receiver: int) -> ProcessGroup:
         return self._upward if sender < receiver else self._downward
+
+
+def _as_sent(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's bytes where a backend may lack its format, as NCCL has no int16 and no complex."""
+    return tensor if tensor.device.type == "cpu" else tensor.view(-1).view(torch.uint8)

@@ -61,7 +61,8 @@ def reduce_scatter(
         source: Shape ``(bounds[-1],)``, contiguous; sent in its dtype, and not changed.
         bounds: Start and end of each slice, one entry more than ranks.
         out: This rank's slice of the sum, any floating dtype; written by ``wait``. On the CPU narrow dtypes are summed
-            in fp32, in rank order; on devices by the backend, in the dtype of ``source``.
+            in fp32, in rank order; on devices by the backend, in the dtype of ``source``. In fp16 it averages, which
+            does not overflow.
         group: The ranks that take part; ``None`` for all.
         scale: Multiplies the sum.
         accumulate: Add to ``out`` instead of replacing it.

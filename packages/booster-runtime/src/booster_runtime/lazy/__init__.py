@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from booster_runtime.lazy.boosting import hollow_objects
+from booster_runtime.lazy.boosting import hollow_objects, take_values
 from booster_runtime.lazy.context import LazyInitContext
+from booster_runtime.lazy.host_values import HostValues, shards_from_host
 from booster_runtime.lazy.model import Recording, is_lazy, materialize, take_recording
 from booster_runtime.lazy.pretrained import load_pretrained
 
 __all__ = [
+    "HostValues",
     "LazyInitContext",
     "Recording",
     "hollow_objects",
     "is_lazy",
     "load_pretrained",
     "materialize",
+    "shards_from_host",
     "take_recording",
+    "take_values",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from booster_core.errors import ConfigError, LazyInitError
 from booster_core.plugin import place_model, rebind
 from booster_runtime.lazy.holders import find_elsewhere
+from booster_runtime.lazy.host_values import HostValues
 from booster_runtime.lazy.model import Recording, fill_elsewhere, is_lazy, take_recording
 from booster_runtime.sharding.agreement import send_first
 
@@ -100,22 +101,23 @@ def materialize_objects(
 
 def hollow_objects(
     model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy
-) -> Recording:
-    """Take the recording out of a lazy model, and bring what has values already to a device, with the first rank's.
+) -> Recording | HostValues:
+    """Take the values of a model's parameters out of it, and bring what is left to a device, with the first rank's.
 
     Args:
-        model: The model; its lazy tensors become tensors of the device with one element of memory each, which a
-            strategy may give other memory by ``.data = ...``.
+        model: A lazy model, or one for which `shards_from_host` holds; its lazy tensors, or its parameters, become
+            tensors of the device with one element of memory each, which a strategy may give other memory by
+            ``.data = ...``.
         optimizer: Its optimizer, which keeps its hold on the parameters.
         device: Where the model will run.
         policy: Precision to bring to what has values; see `place_model`.
 
     Returns:
-        How the model's values are made.
+        How the model's values are made, or where they are.
 
     Collective: every rank of the world, where the model has tensors with values.
     """
-    recording = take_recording(model, device)
+    recording = take_values(model, device)
     if optimizer is not None:
         rebind(optimizer, recording.replaced)
     lazy = recording.name_of
@@ -124,6 +126,18 @@ def hollow_objects(
         if id(tensor) not in lazy:
             send_first(tensor.data)
     return recording
+
+
+def take_values(model: nn.Module, device: torch.device | str = "meta") -> Recording | HostValues:
+    """Take the recording out of a lazy model, or the parameters' values out of one on the host; see `take_recording`.
+
+    Collective: none.
+    """
+    if is_lazy(model):
+        return take_recording(model, device)
+    values = HostValues(model)
+    values.hollow(device)
+    return values
 
 
 def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:

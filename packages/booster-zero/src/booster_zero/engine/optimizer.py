@@ -72,6 +72,7 @@ class ZeroOptimizer(OptimizerWrapper):
         home: Home,
         gathers: Wholes,
         offloads: bool,
+        device: torch.device,
         **kwargs: Any,
     ) -> None:
         # Asked before the wrapper puts a hook of its own around `step`.
@@ -82,6 +83,7 @@ class ZeroOptimizer(OptimizerWrapper):
         self._index_of = {key: index for index, key in enumerate(parameters)}
         self.names = {index: named.name_of[key] for index, key in enumerate(parameters)}
         self.config = config
+        self.device = device
         self.ranks: ShardingRanks = layout.ranks
         self.layout = layout
         self.home = home
@@ -250,7 +252,7 @@ class ZeroOptimizer(OptimizerWrapper):
             unused = sorted(index for index, is_used in zip(indices, used, strict=True) if not is_used)
             raise_for_unused([self.names[i] for i in unused if self.layout.parameters[i].requires_grad])
         changed = self._buffers.changed() if self.config.broadcast_buffers else []
-        flags = torch.tensor([*used, *changed], dtype=torch.uint8, device=self._device())
+        flags = torch.tensor([*used, *changed], dtype=torch.uint8, device=self.device)
         flagged = collectives.all_reduce(flags, dist.ReduceOp.MAX, self.ranks.holders)
         self._average_over_replicas()
         flagged.wait()
@@ -307,6 +309,7 @@ class ZeroOptimizer(OptimizerWrapper):
             max_norm,
             norm_type,
             groups=[] if group is None else [group],
+            device=self.device,
             error_if_nonfinite=error_if_nonfinite,
         )
 
@@ -315,7 +318,7 @@ class ZeroOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world.
         """
-        flag = torch.tensor([overflow], dtype=torch.uint8, device=self._device())
+        flag = torch.tensor([overflow], dtype=torch.uint8, device=self.device)
         collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
         return bool(flag.item())
 
@@ -494,7 +497,3 @@ class ZeroOptimizer(OptimizerWrapper):
     def is_used(self, bucket: Bucket) -> bool:
         """Whether any of a bucket's parameters took part in backward on any rank."""
         return any(self._used_anywhere.get(slot.index) for slot in bucket.plan.slots)
-
-    def _device(self) -> torch.device:
-        """Return where small flags live that are shared with other ranks."""
-        return self.layout.buckets[0].format.device if self.layout.buckets else torch.device("cpu")

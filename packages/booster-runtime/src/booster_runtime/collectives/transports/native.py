@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from booster_runtime.collectives.pending import Pending
@@ -28,13 +29,17 @@ def reduce_scatter(
     """Start summing a flat buffer over ranks; see `booster_runtime.collectives.reduce_scatter`."""
     rank = dist.get_rank(group)
     own = source.new_empty(bounds[rank + 1] - bounds[rank])
+    op = dist.ReduceOp.SUM
+    if source.dtype == torch.float16:
+        # A sum of scaled gradients may overflow where their average does not.
+        op, scale = dist.ReduceOp.AVG, scale * dist.get_world_size(group)
     if _is_even(bounds):
         # torch 2.13 renamed it, and warns of the old name; older versions know no other.
         call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        work = call(own, source, group=group, async_op=True)
+        work = call(own, source, op, group=group, async_op=True)
     else:
         slices = [source[start:stop] for start, stop in pairwise(bounds)]
-        work = dist.reduce_scatter(own, slices, group=group, async_op=True)
+        work = dist.reduce_scatter(own, slices, op, group=group, async_op=True)
     return Pending([work], lambda: sum_into(out, [own], scale=scale, accumulate=accumulate), keep=source)
 
 

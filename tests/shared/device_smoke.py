@@ -1,0 +1,181 @@
+"""Train a small language model under a plugin on devices, and compare with one process on one device.
+
+The functions name no kind of device: tests/gpu runs them on CUDA, tests/device on the simulated accelerator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster_core import Booster
+from booster_core.ranks import DistCoordinator
+from booster_testing.compare import ADAPTIVE, assert_same_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+STEPS = 5
+SAMPLES = 8
+_LENGTH = 12
+_VOCABULARY = 64
+PLUGINS = {
+    "ddp": "booster_ddp:TorchDDPPlugin",
+    "fsdp": "booster_fsdp:TorchFSDPPlugin",
+    "zero": "booster_zero:LowLevelZeroPlugin",
+    "gemini": "booster_gemini:GeminiPlugin",
+    "hybrid": "booster_hybrid:HybridParallelPlugin",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plugin with its options, and the number of devices that it needs."""
+
+    plugin: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int = 2
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the model is cut into pipeline stages."""
+        return self.options.get("pp_size", 1) > 1
+
+
+CASES = {
+    "ddp": Case("ddp"),
+    "fsdp": Case("fsdp"),
+    "zero 1": Case("zero", {"stage": 1}),
+    "zero 2": Case("zero", {"stage": 2}),
+    "zero 2, offload": Case("zero", {"stage": 2, "offload": "cpu"}),
+    "gemini": Case("gemini"),
+    "gemini, offload": Case("gemini", {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}),
+    "tensor parallel": Case("hybrid", {"tp_size": 2}),
+    "sequence parallel": Case("hybrid", {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
+    "pipeline": Case("hybrid", {"pp_size": 2, "num_microbatches": 4}),
+    "interleaved pipeline": Case(
+        "hybrid", {"pp_size": 2, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2}
+    ),
+    "zero-bubble pipeline": Case("hybrid", {"pp_size": 2, "num_microbatches": 4, "pp_style": "zbv"}),
+    "tensor parallel, pipeline": Case("hybrid", {"tp_size": 2, "pp_size": 2, "num_microbatches": 4}, world_size=4),
+    "pipeline, zero 1": Case("hybrid", {"pp_size": 2, "num_microbatches": 4, "zero_stage": 1}, world_size=4),
+}
+
+
+def make_model() -> nn.Module:
+    """Return a small Llama, the same each time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=_VOCABULARY, num_key_value_heads=2, use_cache=False, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return LlamaForCausalLM(config)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer whose epsilon exceeds rounding errors of gradients."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    """Return the whole batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(_VOCABULARY, (SAMPLES, _LENGTH), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def train_plainly(device: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses and the trained parameters of one process, on its device."""
+    model = make_model().to(device)
+    optimizer = make_optimizer(model)
+    losses = []
+    for step in range(STEPS):
+        loss = model(**{name: tensor.to(device) for name, tensor in batch_of(step).items()}).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+class Run:
+    """A model boosted under a case's plugin.
+
+    Args:
+        case: Plugin and options.
+        device: Device type.
+        precision: As for ``Booster``.
+    """
+
+    def __init__(self, case: Case, device: str, precision: str) -> None:
+        module, name = PLUGINS[case.plugin].split(":")
+        options = dict(case.options)
+        if case.has_pipeline:
+            options["example_batch"] = batch_of(0)
+        self.case, self.device = case, device
+        self.plugin = getattr(import_module(module), name)(**options)
+        self.booster = Booster(device, precision, self.plugin)
+        model = make_model()
+        self.model, self.optimizer, *_ = self.booster.boost(model, make_optimizer(model))
+
+    def step(self, number: int) -> float:
+        """Train a step and return the loss of the whole batch, on the ranks that know it."""
+        index, size = self.plugin.data_parallel_coordinates(DistCoordinator())
+        batch = {name: tensor[index::size] for name, tensor in batch_of(number).items()}
+        if self.case.has_pipeline:
+            results = self.booster.execute_pipeline(
+                iter([batch]), self.model, lambda output, _: output.loss, self.optimizer, return_loss=True
+            )
+            loss = results["loss"]
+        else:
+            loss = self.model(**{name: tensor.to(self.device) for name, tensor in batch.items()}).loss
+            self.booster.backward(loss, self.optimizer)
+        self.optimizer.clip_grad_by_norm(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        total = torch.zeros(2)
+        if loss is not None:
+            total += torch.tensor([float(loss.detach()), 1.0])
+        torch.distributed.all_reduce(total)
+        return float(total[0] / total[1])
+
+
+def train(case: Case, device: str, precision: str, folder: str) -> None:
+    """Train, compare with one process, save, load into a new run, and compare its next step.
+
+    Collective: every rank.
+    """
+    run = Run(case, device, precision)
+    losses = [run.step(number) for number in range(STEPS)]
+    model_folder, optimizer_folder = str(Path(folder) / "model"), str(Path(folder) / "optimizer")
+    run.booster.save_model(run.model, model_folder, shard=True)
+    run.booster.save_optimizer(run.optimizer, optimizer_folder, shard=True)
+    expected, parameters = train_plainly(device)
+    narrow = torch.bfloat16 if precision == "bf16" else torch.float32
+    # A mean over tokens in bf16: a few roundings of the logits remain.
+    relative = 8 * torch.finfo(narrow).eps
+    assert all(abs(a - b) <= relative * abs(b) for a, b in zip(losses, expected, strict=True)), (losses, expected)
+    if precision == "fp32":
+        assert_same_parameters(model_folder, parameters)
+    other = Run(case, device, precision)
+    other.booster.load_model(other.model, model_folder)
+    other.booster.load_optimizer(other.optimizer, optimizer_folder)
+    assert other.step(STEPS) == run.step(STEPS), "a loaded run goes on as the one that was saved"
+
+
+def assert_same_parameters(folder: str, expected: Mapping[str, Tensor]) -> None:
+    """Compare the parameters that transformers loads from a saved model with those of one process, by name."""
+    from transformers import LlamaForCausalLM
+
+    found = {name: each.detach() for name, each in LlamaForCausalLM.from_pretrained(folder).named_parameters()}
+    assert found.keys() == expected.keys()
+    assert_same_tensors(found, expected, ADAPTIVE)
