@@ -72,14 +72,14 @@ def test_what_can_not_be_cut_is_refused():
 
 @st.composite
 def fused(draw):
-    """A tensor with queries, keys and values in one dimension, or a plain one, and a number of ranks."""
+    """A tensor of queries, keys and values along one dimension, in some order, or of queries; and a number of ranks."""
     size = draw(st.integers(1, 5))
     groups, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     if groups * per_group < size:
         per_group = -(-size // groups)
     queries = Block(groups * per_group, groups)
     shared = Block(groups, groups, is_shared=True)
-    blocks = draw(st.sampled_from([[queries], [queries, shared, shared]]))
+    blocks = draw(st.sampled_from([[queries], [queries, shared, shared], [shared, queries]]))
     unit = draw(st.integers(1, 3))
     length = unit * sum(block.num_units for block in blocks)
     dim = draw(st.integers(0, 2))
@@ -112,6 +112,8 @@ def test_ranks_hold_everything_and_one_owns_each_element(case):
     assert torch.equal(owned, whole), "one rank owns each element, in its place"
     assert held.min() >= 1
     assert all(split.is_shared == (int(held.max()) > 1) for split in splits)
+    if not any(block.is_shared for block in blocks):
+        assert int(held.max()) == 1, "only shared blocks are held twice"
 
 
 def test_a_split_without_a_word_on_owners_owns_all():
@@ -128,6 +130,22 @@ def test_a_part_is_a_copy():
     for ranges in (((1, 3),), ((0, 1), (2, 3))):
         Split((4, 2), 0, ranges).take(whole).fill_(1.0)
     assert not whole.any()
+
+
+def test_a_part_is_contiguous_whatever_the_order_of_the_whole_in_memory():
+    whole = torch.arange(2 * 4 * 3 * 3).view(2, 4, 3, 3).to(memory_format=torch.channels_last)
+    for ranges in (((1, 3),), ((0, 1), (2, 4))):
+        part = Split((2, 4, 3, 3), 1, ranges).take(whole)
+        assert part.is_contiguous()
+        assert torch.equal(part, torch.cat([whole[:, start:stop] for start, stop in ranges], 1))
+
+
+def test_owners_of_another_number_of_ranges_are_refused():
+    split = Split((6,), 0, ((0, 1), (3, 5)), owned=(False,))
+    with pytest.raises(ValueError, match="zip"):
+        split.spread(torch.ones(3), owned_only=False)
+    with pytest.raises(ValueError, match="zip"):
+        split.counted(torch.ones(3), 0)
 
 
 def test_a_part_of_a_number_seen_everywhere_takes_no_memory():
