@@ -13,6 +13,7 @@ import pytest
 from covering import covering
 from forked_scripts import forked_scripts
 from long_files import LONGEST_FIRST
+from long_run import LONG_RUN
 
 from booster_testing import close_ranks, rank_pool
 
@@ -24,8 +25,9 @@ os.environ.setdefault("BOOSTER_TRANSPORT", "torch")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what the markers ``covering`` and ``by_default`` leave out, and move the longest files to the front.
+    """Mark as slow what the default run leaves out, and move the longest files to the front.
 
+    The default run leaves out what the markers ``covering`` and ``by_default`` don't choose, and what long_run.txt lists.
     A file that takes long and starts last would leave the other test processes idle.
     """
     matrices = defaultdict(list)
@@ -43,6 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for position, case in enumerate(cases):
             if position not in chosen:
                 case.add_marker(pytest.mark.slow)
+    for item in items:
+        if item.nodeid.removeprefix(f"{TESTS.name}/") in LONG_RUN:
+            item.add_marker(pytest.mark.slow)
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(str(item.path).removeprefix(f"{TESTS}/"), len(places)))
 

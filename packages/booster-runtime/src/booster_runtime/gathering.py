@@ -1,0 +1,214 @@
+"""Whole tensors of a boosted model, by name: read them, and change them in the middle of training.
+
+DeepSpeed's ``GatheredParameters``, ``safe_get_full_optimizer_state`` and ``safe_set_full_optimizer_state`` do the same
+for its ZeRO stages; here they rest on `StateAdapter`, and so work under every plugin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from booster_core.errors import ConfigError
+from booster_core.state import TensorMeta, box_shape
+from booster_runtime.state.regions import regions_of, slices_of, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+    from booster_core import Booster
+    from booster_core.ranks import DistCoordinator
+    from booster_core.state import StateAdapter, TensorShard
+
+__all__ = ["full_state", "gathered", "set_full_state"]
+
+
+@contextlib.contextmanager
+def gathered(
+    booster: Booster, model: nn.Module, names: Sequence[str], *, writes: bool = False
+) -> Iterator[dict[str, Tensor]]:
+    """Give whole parameters and buffers of a boosted model to a ``with`` block, on every rank.
+
+    Example::
+
+        with gathered(booster, model, ["embed_tokens.weight"], writes=True) as tensors:
+            tensors["embed_tokens.weight"][new_tokens] = 0.0
+
+    Args:
+        booster: Of the run.
+        model: The boosted model.
+        names: Names as in the user's own model; a tied tensor may be given by any of its names.
+        writes: Take the values that rank 0's tensors have at the end of the block, where it ends without an error.
+            Masters follow; gradients and the optimizer's other state stay.
+
+    Yields:
+        Copies by name, in the model's formats and on the run's device. A block with ``writes`` must not train.
+
+    Raises:
+        TypeError: If ``names`` is a string.
+        ConfigError: If the model has no tensor of a name, or ranks ask for different names.
+
+    Collective: every rank of the world, when the block begins, and with ``writes`` when it ends.
+    """
+    coordinator = booster.context.coordinator
+    asked = _same_names(names, coordinator, "gathered")
+    adapter = booster.state_adapter(model)
+    first_names = {name: adapter.tied_names().get(name, name) for name in asked}
+    keys = dict.fromkeys(first_names.values())
+    tensors = _gather(adapter.model_shards(), list(keys), booster.device, coordinator)
+    _check_found(asked, first_names, tensors, [shard.name for shard in adapter.model_shards()], coordinator)
+    yield {name: tensors[first] for name, first in first_names.items()}
+    if writes:
+        metas = {key: TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype) for key, tensor in tensors.items()}
+        _send_values_of_first_rank(tensors.values(), coordinator)
+        for shard in adapter.model_targets(metas):
+            if shard.name in tensors:
+                _write(shard, tensors[shard.name])
+        adapter.finish_load(model=True, optimizer=False)
+
+
+def full_state(booster: Booster, model: nn.Module, name: str, state: str) -> Tensor:
+    """Return a tensor of a parameter's optimizer state, whole, on every rank.
+
+    Args:
+        booster: Of the run.
+        model: The boosted model.
+        name: The parameter's name in the user's own model.
+        state: Name of the state, such as ``"exp_avg"``; ``"master"`` for the fp32 values of a run that keeps them.
+
+    Raises:
+        ConfigError: If the parameter has no such state (it has none before the first step), or ranks ask for different
+            ones.
+
+    Collective: every rank of the world.
+    """
+    tensor, _ = _state(booster, model, name, state, "full_state")
+    return tensor
+
+
+def set_full_state(booster: Booster, model: nn.Module, name: str, state: str, values: Tensor) -> None:
+    """Replace a tensor of a parameter's optimizer state by rank 0's values. With ``"master"``, the parameter follows.
+
+    Args:
+        booster: Of the run.
+        model: The boosted model.
+        name: The parameter's name in the user's own model.
+        state: As for `full_state`.
+        values: In the shape of the whole state.
+
+    Raises:
+        ConfigError: As `full_state`, or if the shape is another.
+
+    Collective: every rank of the world.
+    """
+    whole, adapter = _state(booster, model, name, state, "set_full_state")
+    coordinator = booster.context.coordinator
+    error = None
+    if values.shape != whole.shape:
+        msg = f"`values` has shape {tuple(values.shape)}; the state '{state}' of '{name}' has {tuple(whole.shape)}."
+        error = ConfigError(msg)
+    coordinator.raise_together(error, name="set_full_state")
+    whole.copy_(values)
+    _send_values_of_first_rank([whole], coordinator)
+    for shard in adapter.optimizer_shards():
+        if (shard.name, shard.state) == (adapter.tied_names().get(name, name), state):
+            _write(shard, whole)
+    adapter.finish_load(model=False, optimizer=True)
+
+
+def _state(booster: Booster, model: nn.Module, name: str, state: str, call: str) -> tuple[Tensor, StateAdapter]:
+    coordinator = booster.context.coordinator
+    _same_names([name, state], coordinator, call)
+    adapter = booster.state_adapter(model)
+    key = f"{adapter.tied_names().get(name, name)}/{state}"
+    tensors = _gather(adapter.optimizer_shards(), [key], booster.device, coordinator)
+    listed = [shard.key for shard in adapter.optimizer_shards()]
+    _check_found([f"{name}/{state}"], {f"{name}/{state}": key}, tensors, listed, coordinator)
+    return tensors[key], adapter
+
+
+def _same_names(names: Sequence[str], coordinator: DistCoordinator, call: str) -> list[str]:
+    """Return the names as a list, if every rank has the same."""
+    if isinstance(names, str):
+        msg = f"`names` is a list of names; got the string '{names}'. Pass ['{names}']."
+        raise TypeError(msg)
+    asked = list(names)
+    of_ranks = coordinator.all_gather_object(asked)
+    for rank, other in enumerate(of_ranks):
+        if other != of_ranks[0]:
+            msg = f"`{call}` got {of_ranks[0]} on rank 0 and {other} on rank {rank}; pass the same on every rank."
+            raise ConfigError(msg)
+    return asked
+
+
+def _gather(
+    shards: Iterable[TensorShard], keys: Sequence[str], device: torch.device, coordinator: DistCoordinator
+) -> dict[str, Tensor]:
+    """Return whole tensors by key, from the shards that ranks own; those that no rank has are left out."""
+    wanted = frozenset(keys)
+    # An adapter may move a shard elsewhere when it is asked for the next, so values are copied at once.
+    own: dict[str, list[tuple[TensorShard, Tensor]]] = {}
+    for shard in shards:
+        if shard.key in wanted and shard.is_owner:
+            own.setdefault(shard.key, []).append((shard, shard.data.detach().to(device, copy=True).reshape(-1)))
+    forms: dict[str, Any] = {}
+    for of_rank in coordinator.all_gather_object({key: _form(held[0][0]) for key, held in own.items()}):
+        forms.update(of_rank)
+    whole = {}
+    for key in (key for key in keys if key in forms):
+        shape, dtype = forms[key]
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        for shard, values in own.get(key, ()):
+            for region in regions_of(shard.box, shard.flat_range):
+                part = values[region.start : region.start + region.numel]
+                tensor[slices_of(region.box)] = part.view(box_shape(region.box))
+        if coordinator.world_size > 1 and tensor.numel():
+            # Each byte is set on one rank and zero on the others, so that a sum of bytes changes no value.
+            dist.all_reduce(_bytes_of(tensor))
+        whole[key] = tensor
+    return whole
+
+
+def _form(shard: TensorShard) -> tuple[tuple[int, ...], torch.dtype]:
+    return shard.global_shape, shard.dtype
+
+
+def _check_found(
+    asked: Sequence[str],
+    keys: dict[str, str],
+    tensors: dict[str, Tensor],
+    listed: Sequence[str],
+    coordinator: DistCoordinator,
+) -> None:
+    missing = [name for name in asked if keys[name] not in tensors]
+    if missing:  # on every rank alike
+        known = sorted({name for of_rank in coordinator.all_gather_object(listed) for name in of_rank})
+        close = difflib.get_close_matches(missing[0], known, n=1)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        msg = f"Nothing is named '{missing[0]}' on any rank.{hint}"
+        raise ConfigError(msg)
+
+
+def _send_values_of_first_rank(tensors: Iterable[Tensor], coordinator: DistCoordinator) -> None:
+    if coordinator.world_size > 1:
+        for tensor in tensors:
+            if tensor.numel():
+                dist.broadcast(_bytes_of(tensor), src=0)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _write(shard: TensorShard, whole: Tensor) -> None:
+    """Copy a shard's part of a whole tensor into the shard."""
+    with torch.no_grad():
+        for region in regions_of(shard.box, shard.flat_range):
+            values = whole[slices_of(region.box)].reshape(-1).to(shard.data.device, shard.data.dtype)
+            unpack(values, shard.data, region.start, region.start + region.numel)
