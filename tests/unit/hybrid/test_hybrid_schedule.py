@@ -221,6 +221,7 @@ def test_a_schedule_is_shown_without_its_events():
 def test_zero_bubble_places_stages_in_a_v():
     assert [Placement(4).stages_of(rank) for rank in range(4)] == [[0], [1], [2], [3]]
     assert [Placement(4, 2, is_v=True).stages_of(rank) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert [Placement(2, 3, is_v=True).stages_of(rank) for rank in range(2)] == [[0, 3, 4], [1, 2, 5]]
     assert [Placement(2, 2).stages_of(rank) for rank in range(2)] == [[0, 2], [1, 3]]
 
 

@@ -112,8 +112,6 @@ def test_ranks_hold_everything_and_one_owns_each_element(case):
     assert torch.equal(owned, whole), "one rank owns each element, in its place"
     assert held.min() >= 1
     assert all(split.is_shared == (int(held.max()) > 1) for split in splits)
-    if not any(block.is_shared for block in blocks):
-        assert int(held.max()) == 1, "only shared blocks are held twice"
 
 
 def test_a_split_without_a_word_on_owners_owns_all():
@@ -123,6 +121,11 @@ def test_a_split_without_a_word_on_owners_owns_all():
     assert split.local_shape == (3,)
     values = torch.ones(3)
     assert split.counted(values, 0) is values
+
+
+def test_units_are_on_one_rank_each_unless_they_may_be_shared():
+    assert split_dimension((4,), 0, [Block(4, 1)], rank=1, size=2).ranges == ((2, 4),)
+    assert split_dimension((4,), 0, [Block(4, 1, is_shared=True)], rank=1, size=2).ranges == ((0, 4),)
 
 
 def test_a_part_is_a_copy():
