@@ -8,7 +8,7 @@ from __future__ import annotations
 
 _ONLY_DIFFERENCES = "ranks are compared with each other, so that it does not matter where all of them begin"
 _FIRST_BUCKET = "the first parameter begins a bucket, which sets it"
-_FINENESS = "a setting of how many sizes are tried: with one more or less, neighbours still differ by less than 2%"
+_FINENESS = "the number of sizes tried is a setting: with one more or less, neighbours still differ by less than 2%"
 _ITSELF = "the largest or smallest of a number and itself is that number"
 
 EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
@@ -30,7 +30,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "sharding_groups",
             'divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)',
             "1 -> 2 (#2)",
-        ): "the world size has no divisor that is larger by one",
+        ): "no number larger than the world size divides it",
     },
     "hybrid/split": {
         (
@@ -42,7 +42,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "cut_groups",
             "if num_groups >= size:",
             "num_groups >= size -> num_groups > size",
-        ): "where there are as many groups as ranks, each rank gets one group either way, all of its units",
+        ): "where there are as many groups as ranks, both branches give each rank all units of one group",
     },
     "hybrid/layout": {
         (
@@ -56,14 +56,14 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "TensorShard.__post_init__",
             "not 0 <= start <= stop <= size for (start, stop), size in zip(self.box, self.global_shape, strict=True)",
             "True -> False",
-        ): "the condition before it has found as many ranges as dimensions",
+        ): "the condition before it compares the two lengths",
     },
     "runtime/regions": {
         (
             "_cut",
             "if start < first_whole * row:",
             "start < first_whole * row -> start <= first_whole * row",
-        ): "the part of a row before it is empty then, and no box comes of it",
+        ): "the part of the row is empty then, and an empty part yields no box",
     },
     "gemini/search": {
         ("", "_CANDIDATES = 192", "192 -> 193"): _FINENESS,
@@ -72,11 +72,18 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "_fullest",
             "return max((plan.numel for plan in plans if plan.numel <= chunk_numel), default=chunk_numel)",
             "plan.numel <= chunk_numel -> plan.numel < chunk_numel",
-        ): "a size that a chunk fills is tried anyway; another one tried on top is taken only where it is better",
+        ): "a size that a chunk fills is tried anyway; a further size is taken only if it is better",
     },
     "runtime/sums": {
         ("combine_into", "for term in terms[1:]:", "1: -> :"): _ITSELF,
         ("combine_into", "for term in terms[1:]:", "1 -> 0"): _ITSELF,
+    },
+    "hybrid/schedule": {
+        (
+            "Schedule.is_split",
+            "return any(event.action.work is Work.BACKWARD_WEIGHT for event in self.events[0])",
+            "0 -> -1",
+        ): "every rank splits its backwards, or none does",
     },
     "core/loss_scaler": {
         (

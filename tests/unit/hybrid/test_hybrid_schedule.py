@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.schedule import COSTS, Action, Event, Placement, Work, make_schedule
+from booster_hybrid.pipeline.schedule import COSTS, Action, Event, Placement, Schedule, Work, make_schedule
 
 _STYLES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2)])
 
@@ -201,6 +201,12 @@ def _in_turns(forwards, backwards, warm_up):
     for forward, backward in itertools.zip_longest(forwards[warm_up:], backwards):
         actions += [each for each in (forward, backward) if each is not None]
     return actions
+
+
+def test_the_peak_may_come_after_backwards():
+    works = [Work.FORWARD, Work.BACKWARD, Work.FORWARD, Work.FORWARD, Work.BACKWARD, Work.BACKWARD]
+    events = [Event(Action(work, 0, 0), time, time + 1) for time, work in enumerate(works)]
+    assert Schedule(Placement(1), 3, [events]).peak_live(0) == 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
