@@ -84,6 +84,11 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "return any(event.action.work is Work.BACKWARD_WEIGHT for event in self.events[0])",
             "0 -> -1",
         ): "every rank splits its backwards, or none does",
+        (
+            "_without_surplus",
+            "for mine, done in zip(left, events, strict=True):",
+            "True -> False",
+        ): "there is one list of events for each rank",
     },
     "core/loss_scaler": {
         (

@@ -232,7 +232,7 @@ class _Worker:
         bisect.insort(self._ready[action.work], (self._place[action], action), key=_first)
         self._is_ready.add(action)
 
-    def is_ready(self, action: Action) -> bool:
+    def is_ready(self, action: Action | None) -> bool:
         return action in self._is_ready
 
     def ready(self, *works: Work) -> Iterator[Action]:
@@ -244,7 +244,6 @@ class _Worker:
         """Do something; return when it is done."""
         entries = self._ready[action.work]
         del entries[bisect.bisect_left(entries, self._place[action], key=_first)]
-        self._is_ready.remove(action)
         if action.work is not Work.BACKWARD_WEIGHT:
             (self.forwards if action.work is Work.FORWARD else self.backwards).remove(action)
         self.num_left -= 1
@@ -320,7 +319,7 @@ class _Planner:
         """Return what a rank takes up."""
         if self._style == "interleaved":
             due = self._due(rank, worker)
-            return due if due is not None and worker.is_ready(due) else None
+            return due if worker.is_ready(due) else None
         forwards_first = self._style == "gpipe" and worker.forwards
         chosen = None if forwards_first else next(worker.ready(*_BACKWARDS), None)
         if chosen is None and worker.live < self._limit(rank):
