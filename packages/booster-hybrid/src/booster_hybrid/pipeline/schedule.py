@@ -290,11 +290,11 @@ class _Planner:
             for microbatch in range(self._count)
         ]
 
-        def order(action: Action) -> tuple[int, int, int]:
+        def order(action: Action) -> tuple[int, ...]:
             # As many microbatches as there are ranks pass through a chunk before the next chunk's turn.
             chunk = action.stage // ranks
             if self._style == "zbv":
-                return (0, -chunk, action.microbatch)  # what is nearer to its end frees memory sooner
+                return (-chunk, action.microbatch)  # what is nearer to its end frees memory sooner
             toward = chunk if action.work is Work.FORWARD else -chunk
             return (action.microbatch // ranks, toward, action.microbatch)
 
