@@ -27,7 +27,7 @@ os.environ.setdefault("BOOSTER_TRANSPORT", "torch")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what the default run leaves out, and move the longest files to the front.
 
-    The default run leaves out what the markers ``covering`` and ``by_default`` don't choose, and what long_run.txt lists.
+    It leaves out what the markers ``covering`` and ``by_default`` don't choose, and what long_run.txt lists.
     A file that takes long and starts last would leave the other test processes idle.
     """
     matrices = defaultdict(list)

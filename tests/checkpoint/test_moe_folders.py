@@ -1,7 +1,9 @@
 """Mixtures of experts: transformers holds experts in one tensor and its files hold them one by one, both ways here."""
 
+import contextlib
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from booster_core import Booster, LazyInitContext
 from booster_core.errors import CheckpointError
+from booster_core.plugin import discovery
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles
 from booster_runtime.lazy import load_pretrained
+from booster_runtime.state.regions import slices_of
 from booster_runtime.state.replicated import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
 
@@ -66,6 +70,10 @@ def deepseek_v2():
 
 def deepseek_v3():
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**{**SMALL, **LATENT}))
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
 
 
 FACTORIES = [mixtral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3]
@@ -201,6 +209,57 @@ def test_folders_with_the_modules_own_names_are_read(tmp_path):
     )
     assert load(other, tmp_path).is_complete
     assert_same(other.state_dict(), model.state_dict())
+
+
+@contextlib.contextmanager
+def transposed_files():
+    """Let the files of Llamas hold two of the matrices transposed, under names of their own."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    entries = [
+        WeightConverter(f"mlp.w{name}.weight", f"mlp.{name}_proj.weight", [Transpose(0, 1)]) for name in ("up", "down")
+    ]
+    conversion_mapping.register_checkpoint_conversion_mapping("llama", entries, overwrite=True)
+    try:
+        yield
+    finally:
+        conversion_mapping._checkpoint_conversion_mapping_cache = None
+        conversion_mapping.USER_REGISTERED_MAPPINGS.discard("llama")
+
+
+def test_files_hold_tensors_transposed_where_a_registered_conversion_says_so(tmp_path):
+    with transposed_files():
+        model, other = build(llama), build(llama, seed=1)
+        model.save_pretrained(tmp_path / "theirs")
+        save(model, tmp_path / "ours")
+        found = tensors_in(tmp_path / "ours")
+        assert found["model.layers.1.mlp.wdown.weight"].shape == (24, 16)
+        assert_same(found, tensors_in(tmp_path / "theirs"))
+        assert load(other, tmp_path / "theirs").is_complete
+        assert_same(other.state_dict(), model.state_dict())
+    # Each of two ranks holds rows of a matrix, or a flat range of it.
+    assert run_on_ranks(transposed_parts, 2, str(tmp_path)) == [[], []]
+
+
+def transposed_parts(folder):
+    """Return what differs where boosted models save and load such files."""
+    wrong = []
+    for plugin in ("gemini", "fsdp"):
+        with transposed_files():
+            booster = Booster("cpu", None, discovery.load(plugin)())
+            model, other = build(llama), build(llama, seed=1)
+            expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+            booster.save_model(model, f"{folder}/{plugin}", shard=True)
+            found, theirs = tensors_in(Path(folder) / plugin), tensors_in(Path(folder) / "theirs")
+            wrong += [f"{plugin} saves {key}" for key in theirs if not torch.equal(found[key], theirs[key])]
+            other, *_ = booster.boost(other, torch.optim.AdamW(other.parameters()))
+            booster.load_model(other, f"{folder}/{plugin}")
+            for shard in booster.state_adapter(other).model_shards():
+                part = expected[shard.name][slices_of(shard.box)].reshape(-1)[slice(*shard.flat_range)]
+                wrong += [] if torch.equal(shard.data.reshape(-1), part) else [f"{plugin} loads {shard.name}"]
+    return wrong
 
 
 def test_reads_only_the_bytes_of_a_box(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.shared.s3_server import Fault, Proxy, environment, running_s3_server
 
+from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles
@@ -315,6 +316,77 @@ def test_columns_of_a_wide_matrix_are_read_row_by_row(s3):
     s3.requests.clear()
     assert run_on_s3(s3, 4, use_wide, f"{BUCKET}/wide.safetensors", False) == [[]] * 4
     assert s3.bytes_read() <= 16 * MIB + 4 * (64 << 10)
+
+
+# ---- ranks that hold the same tensors
+
+
+def save_replicated(url, root):
+    CheckpointFiles(DistCoordinator()).save_model(large_adapter("replicated", 4), url)
+    run = Run()
+    run.train(1)
+    run.save(root)
+
+
+def load_replicated(url, num_threads, dtype):
+    def replicated(dtype, **options):
+        c = DistCoordinator()
+        tensors = [(f"t{index}", (2048, 1024), dtype) for index in range(4)]
+        adapter = SyntheticAdapter(tensors, "replicated", c.rank, c.world_size, states=(), **options)
+        adapter.extra = {}
+        return adapter
+
+    wanted, fresh = replicated(torch.float32), replicated(dtype, is_filled=False)
+    CheckpointFiles(DistCoordinator(), bucket_bytes=16 * MIB).load_model(fresh, url, num_threads=num_threads)
+    expected = {shard.key: shard.data for shard in wanted.model_shards()}
+    return [shard.key for shard in fresh.model_shards() if not torch.equal(shard.data, expected[shard.key].to(dtype))]
+
+
+def test_ranks_of_a_host_fetch_what_they_all_hold_once(s3):
+    """32 MiB, on two and three ranks; then a training state of a run under DDP."""
+    url, root = f"{BUCKET}/replicated.safetensors", f"{BUCKET}/replicated"
+    run_on_s3(s3, 2, save_replicated, url, root)
+    for world_size, num_threads, dtype in ((2, 1, torch.float32), (3, 2, torch.bfloat16)):
+        s3.requests.clear()
+        assert run_on_s3(s3, world_size, load_replicated, url, num_threads, dtype) == [[]] * world_size
+        assert 32 * MIB <= s3.bytes_read() <= 1.1 * 32 * MIB
+    s3.faults = [Fault("GET", "/replicated.safetensors", "500", 10**6)]
+    expect_on_s3(s3, CheckpointError, "could not be read", load_replicated, url, 1, torch.float32)
+    s3.faults = []
+    assert run_on_s3(s3, 2, load_step, root) == [1, 1]
+
+
+def load_bf16(url):
+    """Load fp32 values into a bf16 run with masters; return whether masters have all digits."""
+    values = torch.arange(4 << 20).view(4096, 1024).div(7)
+    if url.endswith("bf16"):
+        booster = Booster("cpu", "bf16", "zero")
+        model = torch.nn.Linear(1024, 4096, bias=False)
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+        booster.load_model(model, url.removesuffix("-bf16"))
+        shards = booster.state_adapter(model, optimizer).optimizer_shards()
+        (master,) = [shard for shard in shards if shard.state == "master"]
+        return torch.equal(master.data.view(-1), values.view(-1)[slice(*master.flat_range)])
+    model = torch.nn.Linear(1024, 4096, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(values)
+    Booster("cpu").save_model(model, url)
+    return True
+
+
+def test_masters_and_their_rounded_copy_take_one_fetch(s3):
+    """A matrix of 16 MiB, which takes two requests."""
+    url = f"{BUCKET}/masters.safetensors"
+    run_on_s3(s3, 1, load_bf16, url)
+    s3.requests.clear()
+    assert run_on_s3(s3, 1, load_bf16, f"{url}-bf16") == [True]
+    assert s3.bytes_read() <= 1.1 * 16 * MIB
+
+
+def test_few_requests_of_a_save_wait_for_each_other(s3):
+    s3.latency = 0.2
+    run_on_s3(s3, 2, save_step, f"{BUCKET}/row", 1, False)
+    assert s3.in_a_row() <= 24
 
 
 def use_wide(url, is_save):

@@ -18,7 +18,7 @@ from booster_runtime.checkpoint.run.manifest import FileEntry, Manifest
 from booster_runtime.checkpoint.run.steps_remote import open_steps
 from booster_runtime.cli import convert, inspect, verify
 from booster_runtime.storage import leaves_folder, local_path, path_at, scheme_of, storage_for
-from booster_runtime.storage.fsspec_storage import FsspecStorage
+from booster_runtime.storage.fsspec_storage import storage_of_driver
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
 
@@ -193,13 +193,13 @@ def test_an_unknown_scheme_is_an_error_on_every_rank():
 def test_without_fsspec_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(CheckpointError, match=r"pip install fsspec.*booster-runtime\[storage\]"):
-        FsspecStorage("memory")
+        storage_of_driver("memory")
 
 
 def test_a_scheme_without_its_driver_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(CheckpointError, match=r"'s3://' need a driver that is not installed: .*s3fs"):
-        FsspecStorage("s3")
+        storage_of_driver("s3")
 
 
 def test_a_hook_that_returns_no_storage_is_named():

@@ -44,6 +44,7 @@ class Proxy:
         url: Where it listens.
         faults: What happens to the next requests.
         requests: What it has been asked for: method, path and the ``Range`` header.
+        spans: When each request began and ended, in seconds.
         most_at_once: The most requests that were under way at a time.
     """
 
@@ -51,6 +52,7 @@ class Proxy:
     latency: float = 0.0
     faults: list = field(default_factory=list)
     requests: list = field(default_factory=list)
+    spans: list = field(default_factory=list)
     most_at_once: int = 0
     at_once: int = 0
 
@@ -84,7 +86,7 @@ class Proxy:
     def reset(self):
         """Forget faults and requests."""
         self.latency, self.most_at_once = 0.0, 0
-        self.faults, self.requests = [], []
+        self.faults, self.requests, self.spans = [], [], []
 
     def close(self):
         self._server.shutdown()
@@ -94,6 +96,14 @@ class Proxy:
         """Return how many bytes of objects have been asked for."""
         ranges = [text.removeprefix("bytes=").split("-") for method, _, text in self.requests if text]
         return sum(int(last) - int(first) + 1 for first, last in ranges)
+
+    def in_a_row(self):
+        """Return the most requests of which each began after the one before had ended."""
+        count, end = 0, 0.0
+        for begin, until in sorted(self.spans, key=lambda span: span[1]):
+            if begin >= end:
+                count, end = count + 1, until
+        return count
 
     def fault_of(self, method, path, wanted):
         with self._lock:
@@ -108,11 +118,13 @@ class Proxy:
         with self._lock:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
+        begin = time.monotonic()
         try:
             self._answer(handler)
         finally:
             with self._lock:
                 self.at_once -= 1
+                self.spans.append((begin, time.monotonic()))
 
     def _answer(self, handler):
         kind = self.fault_of(handler.command, handler.path, handler.headers.get("Range"))

@@ -1,6 +1,8 @@
 """Experts that the data chooses, differently on every rank: right with `leaf_modules`, an error without."""
 
+import os
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_gemini import GeminiPlugin
+from booster_runtime.collectives.transports import override
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
@@ -158,6 +161,19 @@ def test_experts_may_be_recomputed_and_prefetched(how, direct):
             assert_same_tensors(found, told, CLOSE)
 
 
+def boosted_in_one_order():
+    """Train with every collective compared, as a backend that runs them in order needs them to be."""
+    with mock.patch.dict(os.environ, {"BOOSTER_DEBUG": "collectives"}), override("auto"):
+        return boosted("plain", False, {"leaf_modules": [Mixture]})
+
+
+def test_ranks_that_use_other_experts_make_the_same_collectives():
+    expected = plainly(2)
+    for gradients, _, _ in run_on_ranks(boosted_in_one_order, 2):
+        for found, told in zip(gradients, expected, strict=True):
+            assert_same_tensors(found, told, CLOSE)
+
+
 class OneOfTwo(nn.Module):
     """Runs the layer that its input chooses, so that all ranks gather equally much."""
 
@@ -179,6 +195,41 @@ def uses_another_layer():
 
 def test_ranks_that_gather_different_chunks_raise_at_the_step():
     expect_on_ranks(ConfigError, r"Ranks used the model's parameters in different orders", uses_another_layer, 2)
+
+
+class Chosen(nn.Module):
+    """Runs the experts that the data names, of several sizes, between layers that every rank uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH * (1 + number % 2)) for number in range(EXPERTS))
+        self.exit = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, numbers):
+        x = self.entry(x)
+        for number in numbers:
+            x = x + self.experts[number](x)[..., :WIDTH]
+        return self.exit(x)
+
+
+def uses_other_experts(of_ranks):
+    booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=256))
+    model = Chosen()
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for _ in range(2):
+        booster.backward(boosted(torch.ones(1, WIDTH), of_ranks[dist.get_rank()]).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "of_ranks", [([0], [0, 2]), ([], [1]), ([0], [1]), ([0, 1], [1, 0])], ids=["more", "none", "other sizes", "order"]
+)
+def test_ranks_that_choose_other_experts_raise_and_do_not_wait(of_ranks):
+    expect_on_ranks(
+        ConfigError, r"(?s)leaf_modules=", uses_other_experts, 2, of_ranks, group_timeout_seconds=5, timeout_seconds=30
+    )
 
 
 def refuses(leaves):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import typing
 
@@ -12,8 +13,8 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.pipeline.containers import tensors_of
 from booster_hybrid.policy.base import ShardingPolicy
+from booster_runtime.data import tensors_of
 from booster_testing import expect_on_ranks, run_on_ranks
 
 
@@ -114,6 +115,59 @@ class DetachedOutputs(Base):
             x = layer(x)
             seen.append(x.detach())
         return {"out": self.exit(x), "seen": seen}
+
+
+class DetachedOfLayers(Base):
+    """Each layer also returns a detached value, of which the head uses all."""
+
+    class Block(Block):
+        def forward(self, x, mask=None):
+            x = super().forward(x, mask)
+            return x, (x * x).detach()
+
+    block = Block
+
+    def forward(self, x):
+        x, seen = self.entry(x), []
+        for layer in self.layers:
+            x, value = layer(x)
+            seen.append(value)
+        return self.exit(x * torch.stack(seen).sum(0))
+
+
+class DetachedToNext(DetachedOfLayers):
+    """Each layer multiplies by the detached value of the layer before."""
+
+    def forward(self, x):
+        x, value = self.entry(x), None
+        for layer in self.layers:
+            x, value = layer(x, value)
+        return self.exit(x)
+
+
+class FirstInLast(Base):
+    """The last layer uses what the first one has returned next to its hidden states; none in between does."""
+
+    class Block(Block):
+        def forward(self, x, mask=None):
+            return super().forward(x, mask), x.sigmoid()
+
+    block = Block
+
+    def forward(self, x):
+        x, first = self.entry(x), None
+        for index, layer in enumerate(self.layers):
+            x, value = layer(x, first if index == 3 else None)
+            first = value if index == 0 else first
+        return self.exit(x)
+
+
+class FirstInLastDetached(FirstInLast):
+    class Block(Block):
+        def forward(self, x, mask=None):
+            return super().forward(x, mask), x.detach().sigmoid()
+
+    block = Block
 
 
 class Indices(Base):
@@ -220,6 +274,23 @@ class ResultInDict(ResultObject):
         return {"out": result.out, "more": result}
 
 
+@dataclasses.dataclass
+class Registered:
+    """A dataclass that torch's pytree opens."""
+
+    out: torch.Tensor
+    seen: list[torch.Tensor]
+
+
+torch.utils._pytree.register_dataclass(Registered)
+
+
+class RegisteredResult(ResultObject):
+    def forward(self, x):
+        result = super().forward(x)
+        return Registered(result.out, result.seen)
+
+
 class Opaque:
     """A class that nothing opens."""
 
@@ -255,6 +326,36 @@ class InDict(Base):
         x = self.entry(x)
         for layer in self.layers:
             x = layer(x)["hidden"]
+        return self.exit(x)
+
+
+class Output(collections.OrderedDict):
+    """An `OrderedDict` with attributes, as `ModelOutput` of transformers is."""
+
+    __getattr__ = collections.OrderedDict.__getitem__
+
+
+class InOrderedDict(InDict):
+    class Block(Block):
+        def forward(self, x, mask=None):
+            return Output(hidden=super().forward(x, mask))
+
+    block = Block
+
+
+class InModelOutput(InDict):
+    class Block(Block):
+        def forward(self, x, mask=None):
+            from transformers.modeling_outputs import BaseModelOutput
+
+            return BaseModelOutput(last_hidden_state=super().forward(x, mask))
+
+    block = Block
+
+    def forward(self, x):
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x).last_hidden_state
         return self.exit(x)
 
 
@@ -309,7 +410,7 @@ def out_of(outputs):
 def loss_of(outputs, _):
     """Return a loss that depends on a dataclass's further tensors, where there are some."""
     more = outputs["more"] if isinstance(outputs, dict) and "more" in outputs else outputs
-    seen = more.seen[0].mean() if isinstance(more, Result) else 0
+    seen = more.seen[0].mean() if isinstance(more, (Result, Registered)) else 0
     return out_of(outputs).square().mean() + seen
 
 
@@ -347,7 +448,7 @@ class ReadOfBatch(Base):
         return self.exit(x) * scale
 
 
-SENT = (Detached, DetachedOutputs, EarlyIndices, Read, ResultObject, ResultInDict)
+SENT = (Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read, ResultObject, ResultInDict, RegisteredResult)
 
 
 @pytest.mark.covering(1)  # every kind over two stages or four; the other pairs are slow
@@ -355,6 +456,11 @@ SENT = (Detached, DetachedOutputs, EarlyIndices, Read, ResultObject, ResultInDic
 @pytest.mark.parametrize("kind", [MaskOfBatch, ReadOfBatch, Indices, MaskOfEntry, MaskFromLayer, PassedMask, *SENT])
 def test_values_without_gradients_train_as_one_process(kind, pp_size):
     run_on_ranks(train, pp_size, kind, pp_size)
+
+
+@pytest.mark.parametrize("kind", [FirstInLast, FirstInLastDetached, DetachedToNext])
+def test_values_that_pass_over_stages_train_as_one_process(kind):
+    run_on_ranks(train, 4, kind, 4)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +476,15 @@ def test_values_of_earlier_stages_that_are_not_sent_are_refused(kind, message):
 
 
 @pytest.mark.parametrize(
-    ("kind", "returned"), [(InDict, "dict"), (InNamedTuple, "Pair"), (InDataclass, "State"), (InTuple, "tuple")]
+    ("kind", "returned"),
+    [
+        (InDict, "dict"),
+        (InOrderedDict, "Output"),
+        (InModelOutput, "BaseModelOutput"),
+        (InNamedTuple, "Pair"),
+        (InDataclass, "State"),
+        (InTuple, "tuple"),
+    ],
 )
 def test_layers_that_return_containers_are_refused(kind, returned):
     expect_on_ranks(ConfigError, rf"Layer 'layers\.0' returns a `{returned}`", train, 2, kind)

@@ -95,6 +95,92 @@ class OwnAttention(Layer):
         return functional.scaled_dot_product_attention(states, states, states)
 
 
+class OwnConvolution(Layer):
+    """Convolves over positions in the layer's own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+        self.kernel = nn.Parameter(torch.randn(WIDTH, WIDTH, 3))
+
+    def mixed(self, x):
+        return functional.conv1d(self.part(x).transpose(1, 2), self.kernel, padding=1).transpose(1, 2)
+
+
+class OwnSum(OwnAttention):
+    """Sums up what comes before a position in the layer's own forward."""
+
+    def mixed(self, x):
+        return self.part(x).cumsum(1)
+
+
+class OwnMean(OwnAttention):
+    """Takes the mean over the sequence off in the layer's own forward."""
+
+    def mixed(self, x):
+        return self.part(x - x.mean(1, keepdim=True))
+
+
+class MixingFeed(Feed):
+    """A block that mixes positions in its own forward, around and between its split layers."""
+
+    def forward(self, x):
+        hidden = functional.gelu(self.up(x - x.mean(1, keepdim=True)))
+        return self.down(hidden + hidden.cumsum(1)) * torch.arange(x.shape[1]).view(-1, 1)
+
+
+class MixingAfter(Feed):
+    """A block that mixes positions of what its last layer returns."""
+
+    def forward(self, x):
+        return super().forward(x).cumsum(1)
+
+
+class OwnBlock(Layer):
+    """Has a block that mixes positions in its own forward, which gets whole sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = MixingBetween()
+
+
+class MixingBetween(Feed):
+    """A block that mixes positions before and between its split layers."""
+
+    def forward(self, x):
+        hidden = functional.gelu(self.up(x - x.mean(1, keepdim=True)))
+        return self.down(hidden + hidden.cumsum(1))
+
+
+class BlockAround(Layer):
+    def __init__(self):
+        super().__init__()
+        self.mlp = MixingFeed()
+
+
+class BlockAfter(Layer):
+    def __init__(self):
+        super().__init__()
+        self.mlp = MixingAfter()
+
+
+class AttendingBlock(Layer):
+    """Has a block whose own forward attends, and which is not split."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = UnsplitAttention()
+
+
+class UnsplitAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        return functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
+
+
 class Dropping(Layer):
     def __init__(self):
         super().__init__()
@@ -144,7 +230,10 @@ def run(kind, length, is_known):
     model(torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize("kind", [Convolution, LeafAttention, LeafCore, OwnAttention])
+@pytest.mark.parametrize(
+    "kind",
+    [Convolution, LeafAttention, LeafCore, OwnAttention, OwnConvolution, OwnSum, OwnMean, BlockAround, BlockAfter],
+)
 def test_layers_that_mix_positions_are_refused_at_boost(kind):
     expect_on_ranks(ConfigError, r"'split_gather'.*layer 'layers\.0'", boosted, 2, kind)
 
@@ -173,8 +262,9 @@ def train(kind):
         torch.testing.assert_close(booster.full_gradient(model, name), parameter.grad, msg=name)
 
 
-def test_layers_whose_unsplit_parts_are_pointwise_train():
-    run_on_ranks(train, 2, Layer)
+@pytest.mark.parametrize("kind", [Layer, OwnBlock, AttendingBlock])
+def test_layers_that_are_pointwise_outside_of_blocks_train_as_one_process(kind):
+    run_on_ranks(train, 2, kind)
 
 
 @pytest.mark.parametrize("kind", [Dropping])

@@ -63,9 +63,9 @@ def test_a_copy_computes_what_the_model_did(plugin, precision):
     run_on_ranks(copied, WHOLE[plugin], plugin, precision, False)
 
 
-@pytest.mark.parametrize("plugin", list(WHOLE))
+@pytest.mark.parametrize("plugin", [*WHOLE, "hybrid"])
 def test_a_copy_of_the_own_model_computes_what_that_did(plugin):
-    run_on_ranks(copied, WHOLE[plugin], plugin, None, True)
+    run_on_ranks(copied, 2, plugin, None, True)
 
 
 def averaged(plugin):
@@ -115,3 +115,7 @@ def test_a_copy_of_a_split_model_raises_with_the_remedy(plugin, how):
 @pytest.mark.parametrize("plugin", ["gemini"])
 def test_a_copy_of_the_own_model_raises_when_it_is_called(plugin):
     expect_on_ranks(ConfigError, r"can't be copied.*`booster.ema\(model\)`", make_copy, 2, plugin, True, copy.deepcopy)
+
+
+def test_a_copy_of_the_own_model_is_refused_by_fsdp():
+    expect_on_ranks(AssertionError, "FSDP does not support deepcopy", make_copy, 2, "fsdp", True, copy.deepcopy)

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import GradientError
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMLP, tiny_llama
 from booster_testing.training import whole_model
 
@@ -73,15 +78,119 @@ def test_a_parameter_group_that_is_added_later_trains() -> None:
     assert not torch.equal(first.weight, before)
 
 
-def test_a_listed_parameter_trains_when_it_is_unfrozen() -> None:
-    booster, boosted, optimizer, inputs = boost_frozen(None, lists_all=True)
-    first = boosted.unwrap().first
-    before = first.weight.detach().clone()
-    step(booster, boosted, optimizer, inputs)
-    assert torch.equal(first.weight, before)
-    first.requires_grad_(True)
-    step(booster, boosted, optimizer, inputs)
-    assert not torch.equal(first.weight, before)
+SPLIT = ShardingPolicy(
+    rules=(ModuleRule("layers.*.up", Style.COLUMN), ModuleRule("layers.*.down", Style.ROW)), layers=("layers",)
+)
+MESHES = {
+    "fsdp": TorchFSDPPlugin,
+    "tp": lambda: HybridParallelPlugin(tp_size=2, custom_policy=SPLIT),
+    "pp": lambda: HybridParallelPlugin(pp_size=2, custom_policy=SPLIT, example_batch=torch.ones(2, 8)),
+    "pp-zero": lambda: HybridParallelPlugin(
+        pp_size=2, zero_stage=2, custom_policy=SPLIT, example_batch=torch.ones(2, 8)
+    ),
+    "tp-zero": lambda: HybridParallelPlugin(tp_size=2, zero_stage=1, custom_policy=SPLIT),
+}
+"""Strategies and meshes besides those of `test_gradients_without_optimizer`, which tests ZeRO's kin."""
+MESH_SIZES = {"pp-zero": 4, "tp-zero": 4}
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def frozen_stack(how):
+    """Return a model of which two layers are frozen, one on each of two stages, and an optimizer."""
+    torch.manual_seed(3)
+    model = Stack()
+    frozen = [*model.layers[0].parameters(), *model.layers[3].parameters()]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    held = list(model.parameters()) if how == "listed" else [p for p in model.parameters() if p.requires_grad]
+    return model, frozen, torch.optim.Adam(held, lr=0.01)
+
+
+def rows(step, replica):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + replica))
+
+
+def squared(outputs, _):
+    return outputs.square().mean()
+
+
+def plainly(how, num_replicas):
+    model, frozen, optimizer = frozen_stack(how)
+    for step in range(4):
+        if step == 2:
+            unfreeze(frozen, optimizer, how)
+        for replica in range(num_replicas):
+            (squared(model(rows(step, replica)), None) / num_replicas).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def unfreeze(frozen, optimizer, how):
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    if how == "added":
+        optimizer.add_param_group({"params": frozen})
+
+
+def unfreeze_on(mesh, how):
+    model, frozen, optimizer = frozen_stack(how)
+    booster = Booster("cpu", plugin=TorchDDPPlugin() if mesh == "ddp" else MESHES[mesh]())
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    replica, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    inner = model.unwrap()
+    frozen = [*inner.layers[0].parameters(), *inner.layers[3].parameters()]
+    for step in range(4):
+        if step == 2:
+            unfreeze(frozen, optimizer, how)
+        if mesh.startswith("pp"):
+            booster.execute_pipeline(iter([rows(step, replica)]), model, squared, optimizer)
+        else:
+            booster.backward(squared(model(rows(step, replica)), None), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_model(booster, model)
+
+
+@pytest.mark.covering(1)  # every mesh in one of the ways; the other pairs are slow
+@pytest.mark.parametrize("how", ["listed", "added"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_that_the_optimizer_holds_train_once_they_are_unfrozen(mesh, how) -> None:
+    num_replicas = 1 if mesh in ("tp", "pp") else 2
+    expected = plainly(how, num_replicas)
+    for found in run_on_ranks(unfreeze_on, MESH_SIZES.get(mesh, 2), mesh, how):
+        assert_same_tensors(found, expected, tolerance_for(torch.float32))
+
+
+@pytest.mark.parametrize("how", ["listed", "added"])
+def test_ddp_refuses_parameters_that_are_unfrozen_later(how) -> None:
+    match = "8 parameter.* that were frozen when `boost` was called have gradients.*Unfreeze them before `boost`"
+    expect_on_ranks(GradientError, match, unfreeze_on, 2, "ddp", how)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_that_no_optimizer_holds_raise_once_they_are_unfrozen(mesh) -> None:
+    match = r"frozen at `boost`|that were frozen"
+    expect_on_ranks(GradientError, match, unfreeze_on, MESH_SIZES.get(mesh, 2), mesh, "left out")
 
 
 def set_second_adapter(plugin) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from booster_core import Booster, verify
 from booster_core.errors import ConfigError, GradientError
+from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_gemini.saved_uses import SavedUses
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
@@ -67,6 +68,38 @@ class Convolving(nn.Module):
     def forward(self, x):
         x = x + self.part(x.transpose(1, 2)).transpose(1, 2)
         return x + self.down(functional.gelu(self.up(x)))
+
+
+class Summing(Convolving):
+    """Sums over positions in its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + self.part(x).cumsum(1)
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Result:
+    """What a model returns in an object of no known kind."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class InObject(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return Result(self.last(torch.tanh(self.first(x))))
+
+
+def squared_logits(outputs, batch):
+    return squared(outputs.logits, batch)
 
 
 class Blocks(nn.Module):
@@ -207,10 +240,6 @@ def without_check():
     return mock.patch("booster_hybrid.boosting.check_policy", return_value={})
 
 
-def without_entry_check():
-    return mock.patch("booster_hybrid.boosting.check_entries")
-
-
 @contextlib.contextmanager
 def without_probe():
     with without_check(), mock.patch("booster_hybrid.sequence_parallel.split_gather.PointwiseProbe"):
@@ -273,6 +302,22 @@ FAULTS = {
         split_gather,
         without_probe,
         "blocks.0.part.weight",
+    ),
+    "split-gather-around-a-sum": (
+        lambda: Blocks(Summing),
+        squared,
+        lambda: drawn(2, 6, WIDTH),
+        split_gather,
+        without_probe,
+        "blocks.0.part.weight",
+    ),
+    "output-object-that-fsdp-does-not-open": (
+        InObject,
+        squared_logits,
+        lambda: drawn(4, WIDTH),
+        TorchFSDPPlugin,
+        patched("booster_fsdp.units.hidden_tensors", return_value=[]),
+        "first.weight",
     ),
     "mask-lost-at-a-cut": (
         MaskOfEntry,
@@ -366,6 +411,15 @@ def weighted(outputs, batch):
     return (losses * batch["weights"][batch["y"]]).mean()
 
 
+@contextlib.contextmanager
+def without_checks_of_entries():
+    with (
+        mock.patch("booster_hybrid.boosting.check_entries", return_value=[]),
+        mock.patch("booster_hybrid.pipeline.per_sample.SampleEntries.check"),
+    ):
+        yield
+
+
 def boost_weighted(plant):
     loader = DataLoader([(row, index % 4) for index, row in enumerate(drawn(16, WIDTH))], 8, collate_fn=with_weights)
     torch.manual_seed(0)
@@ -380,7 +434,7 @@ def boost_weighted(plant):
     ("plant", "error", "message"),
     [
         (contextlib.nullcontext, ConfigError, "weights"),
-        (without_entry_check, GradientError, "gradient 'exit.weight' at step 1"),
+        (without_checks_of_entries, GradientError, "gradient 'exit.weight' at step 1"),
     ],
     ids=["checked", "planted"],
 )

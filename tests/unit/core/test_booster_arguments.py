@@ -234,6 +234,20 @@ def test_full_gradient_by_a_wrong_name():
     assert booster.full_gradient(model, "first.weight") is None
 
 
+def test_full_gradient_looks_names_up_once_and_finds_new_ones(monkeypatch):
+    booster = Booster("cpu")
+    model, optimizer, *_ = booster.boost(*model_and_optimizer())
+    booster.backward(model(torch.ones(1, 8)).sum(), optimizer)
+    calls, find = [], booster.plugin.parameter_paths
+    monkeypatch.setattr(booster.plugin, "parameter_paths", lambda boosted: calls.append(boosted) or find(boosted))
+    for name in ("first.weight", "second.bias", "first.bias"):
+        assert torch.equal(booster.full_gradient(model, name), model.unwrap().get_parameter(name).grad)
+    assert len(calls) == 1
+    model.unwrap().second.more = nn.Parameter(torch.ones(2))
+    assert booster.full_gradient(model, "second.more") is None
+    assert len(calls) == 2
+
+
 def test_two_models_in_one_booster():
     booster = Booster("cpu")
     pairs = [booster.boost(*model_and_optimizer()) for _ in range(2)]

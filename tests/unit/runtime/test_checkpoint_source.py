@@ -122,10 +122,11 @@ def test_names_as_hugging_face_writes_them():
 
 def test_files_are_filled_in_natural_order_up_to_a_size():
     shapes = {"l.10": 3, "l.2": 3, "big": 100, "l.1": 3, "²": 1}
-    specs = [TensorSpec(key=key, shape=(size,), dtype=torch.uint8) for key, size in shapes.items()]
+    keys = sorted(shapes, key=natural_order)
+    specs = [TensorSpec(key=key, shape=(shapes[key],), dtype=torch.uint8) for key in keys]
     files = [[spec.key for spec in file] for file in split_into_files(specs, 6)]
     assert files == [["big"], ["l.1", "l.2"], ["l.10", "²"]]
-    assert [spec.key for spec in split_into_files(specs, None)[0]] == sorted(shapes, key=natural_order)
+    assert [spec.key for spec in split_into_files(specs, None)[0]] == ["big", "l.1", "l.2", "l.10", "²"]
     assert split_into_files([], None) == [()]
 
 

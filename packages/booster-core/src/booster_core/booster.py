@@ -10,6 +10,7 @@ import copy
 import difflib
 import weakref
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -120,7 +121,9 @@ class Booster(Batches, Remedies):
             self._device = own_device(self._asked_device, self.plugin)
         return self._device
 
-    def _make_context(self) -> BoostContext:
+    @cached_property
+    def context(self) -> BoostContext:  # type: ignore[override] # made at the first use, and replaced in copies
+        """Device, ranks, precision and hooks of this run, fixed at the first use."""
         if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
             ensure_process_group()
         relay = hook_relay()
@@ -363,7 +366,9 @@ class Booster(Batches, Remedies):
         Collective: every rank of the plugin's mesh, in step.
         """
         boosted = self._the_model(model, "full_gradient")
-        paths = self.plugin.parameter_paths(boosted)
+        paths: dict[str, str] = boosted.__dict__.setdefault("_parameter_paths", {})
+        if name not in paths:  # adapters that were added since have names of their own
+            paths.update(self.plugin.parameter_paths(boosted))
         if name not in paths:
             close = difflib.get_close_matches(name, paths, n=1)
             msg = f"The model has no parameter named '{name}'." + (f" Did you mean '{close[0]}'?" if close else "")
@@ -453,7 +458,8 @@ class Booster(Batches, Remedies):
         twin = copy.copy(self)
         Saving.__init__(twin)  # knows the boosted models
         twin_context = replace(self.context, after_step=None)
-        vars(twin).update(_models=weakref.WeakSet(), _verify=False, _joined_batches=None, _context=twin_context)
+        vars(twin).pop("checkpoint_io", None)
+        vars(twin).update(_models=weakref.WeakSet(), _verify=False, _joined_batches=None, context=twin_context)
         loss = None if self._verify is True else self._verify
         self._hook("verify_boost", "Training is verified")(booster=twin, objects=objects, loss=loss)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -29,39 +29,21 @@ if TYPE_CHECKING:
     from booster_core.state.adapter import StateAdapter
 
 
-class Saving(ABC):
+class Saving:
     """Saves and loads, on all ranks together: a call that some ranks do not make raises `MissingRanksError`."""
 
     plugin: Plugin
+    context: BoostContext
+    """Device, ranks, precision and hooks of this run, fixed at the first use."""
 
     def __init__(self) -> None:
-        # The optimizer of each boosted model.
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
         self._registered: dict[str, tuple[Any, bool]] = {}  # by name; whether ranks differ
-        self._io: CheckpointIO | None = None
-        self._context: BoostContext | None = None
 
-    @property
-    def context(self) -> BoostContext:
-        """Device, ranks, precision and hooks of this run, fixed at the first use."""
-        if self._context is None:
-            self._context = self._make_context()
-        return self._context
-
-    @abstractmethod
-    def _make_context(self) -> BoostContext:
-        """Return the context of this run."""
-
-    @property
+    @cached_property
     def checkpoint_io(self) -> CheckpointIO:
-        """The reader and writer of this run's checkpoints."""
-        if self._io is None:
-            self._io = checkpoint_io_class()(self.plugin, self.context)
-        return self._io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, engine: CheckpointIO) -> None:
-        self._io = engine
+        """The reader and writer of this run's checkpoints; may be replaced."""
+        return checkpoint_io_class()(self.plugin, self.context)
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None = None) -> StateAdapter:
         """Return the view of a model's (and its optimizer's) state as shards.
@@ -111,7 +93,7 @@ class Saving(ABC):
         """
         self._check_module(model, "save_model")
         with self._announced("save", "model", checkpoint, use_async=use_async):
-            self._prepare_save(model)
+            self._prepare_save(self._boosted_model(model))
             self.checkpoint_io.save_model(
                 self.state_adapter(model),
                 checkpoint,
@@ -190,7 +172,7 @@ class Saving(ABC):
         """
         self._check_module(model, "save_lora_as_pretrained")
         with self._announced("save", "lora", checkpoint):
-            self._prepare_save(model)
+            self._prepare_save(self._boosted_model(model))
             self.checkpoint_io.save_adapters(
                 self.state_adapter(model),
                 checkpoint,
@@ -218,7 +200,7 @@ class Saving(ABC):
         """
         adapter = self._adapter_of(optimizer, "save_optimizer")
         with self._announced("save", "optimizer", checkpoint, use_async=use_async):
-            self._prepare_save(None, optimizer)
+            self._prepare_save(self._model_of(optimizer, "save_optimizer"))
             self.checkpoint_io.save_optimizer(
                 adapter, checkpoint, shard, gather_dtensor, prefix or None, size_per_shard, use_async
             )
@@ -309,7 +291,7 @@ class Saving(ABC):
         Collective: every rank of the world.
         """
         with self._announced("save", "checkpoint", root, use_async=use_async):
-            self._prepare_save(model)
+            self._prepare_save(self._boosted_model(model))
             self.checkpoint_io.save_training_state(
                 lambda: self._training_state("save_checkpoint", model, optimizer, lr_scheduler, dataloader, ema),
                 root,
@@ -365,8 +347,7 @@ class Saving(ABC):
 
         Raises:
             TypeError: If ``model`` or ``optimizer`` are not what `boost` returned.
-            CheckpointError: If there is no such step (see `has_checkpoint`), it is damaged (the newest intact one
-                is named), or does not fit.
+            CheckpointError: If there is no such step, it is damaged (the newest intact one is named) or does not fit.
 
         Collective: every rank of the world.
         """
@@ -446,26 +427,26 @@ class Saving(ABC):
                 return boosted
         return None
 
-    def _prepare_save(self, model: nn.Module | None, optimizer: Optimizer | None = None) -> None:
-        """Let the plugin synchronize the boosted model that is, or whose optimizer is, about to be saved."""
-        if type(self.plugin).prepare_save is Plugin.prepare_save:
-            return
-        wanted = None if model is None else self._boosted_model(model)
-        for boosted, own in self._optimizers.items():
-            if boosted is wanted or (isinstance(own, OptimizerWrapper) and optimizer in (own, own.unwrap())):
-                with naming_missing_ranks("save"):
-                    self.plugin.prepare_save(boosted, own, self.context)
+    def _prepare_save(self, boosted: nn.Module | None) -> None:
+        """Let the plugin synchronize a boosted model that is about to be saved."""
+        if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
+            with naming_missing_ranks("save"):
+                self.plugin.prepare_save(boosted, self._optimizers[boosted], self.context)
 
     def _save_dtype(self, model: nn.Module) -> torch.dtype | None:
         """Return the format in which a model's floating tensors are written; ``None`` where each keeps its own."""
         return None if self._boosted_model(model) is None else self.context.precision.save_dtype
 
-    def _adapter_of(self, optimizer: Optimizer, call: str) -> StateAdapter:
+    def _model_of(self, optimizer: Optimizer, call: str) -> nn.Module:
         for boosted, own in self._optimizers.items():
             if isinstance(own, OptimizerWrapper) and optimizer in (own, own.unwrap()):
-                return self.plugin.state_adapter(boosted, own, self.context)
+                return boosted
         msg = f"`Booster.{call}` needs the optimizer returned by `Booster.boost`; got `{type(optimizer).__name__}`."
         raise TypeError(msg)
+
+    def _adapter_of(self, optimizer: Optimizer, call: str) -> StateAdapter:
+        boosted = self._model_of(optimizer, call)
+        return self.plugin.state_adapter(boosted, self._optimizers[boosted], self.context)
 
     def _training_state(
         self,
@@ -508,9 +489,8 @@ class Saving(ABC):
     @contextlib.contextmanager
     def _announced(self, verb: str, kind: str, checkpoint: str | Path, *, use_async: bool = False) -> Iterator[None]:
         """Call the hooks before and after a save or load; after a save in the background, when that has ended."""
-        hooks = self.context.hooks
         path = self.checkpoint_io.location(checkpoint)
-        before, after = (getattr(hooks, f"{moment}_{verb}") for moment in ("before", "after"))
+        before, after = (getattr(self.context.hooks, f"{moment}_{verb}") for moment in ("before", "after"))
         before(kind=kind, checkpoint=path)
         yield
         if use_async:

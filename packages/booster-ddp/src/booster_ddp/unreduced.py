@@ -8,6 +8,7 @@ hook on each parameter records them here, so that they are averaged before they 
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,9 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from booster_core.errors import GradientError
+from booster_core.errors import ConfigError, GradientError
 from booster_ddp.averaging import average_gradients
+from booster_runtime.data import hidden_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -120,7 +122,9 @@ class UnreducedGradients:
         return parameter.requires_grad and parameter not in self._rank_local
 
     def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
-        del args, output
+        del args
+        if (ddp.static_graph or ddp.find_unused_parameters) and torch.is_grad_enabled():
+            _check_outputs(ddp, output)
         if ddp.require_backward_grad_sync and torch.is_grad_enabled():
             self._is_reducer_ready = True
 
@@ -151,6 +155,24 @@ class UnreducedGradients:
                 "with the model, so that its step averages them, or run one backward for each forward."
             )
             raise GradientError(msg)
+
+
+def _check_outputs(ddp: DistributedDataParallel, output: Any) -> None:
+    """Refuse outputs that DDP does not look into, from which it follows the graph or starts its first reduction.
+
+    Raises:
+        ConfigError: If there are some.
+    """
+    if any(tensor.requires_grad for tensor in hidden_tensors(output)) and (
+        ddp.static_graph or not dataclasses.is_dataclass(output)
+    ):
+        option = "static_graph=True" if ddp.static_graph else "find_unused_parameters=True"
+        msg = (
+            f"The model returns a `{type(output).__name__}`, in which DDP finds no tensors. `{option}` needs them: "
+            "without, gradients would not be averaged. Return tensors in a dict, list or tuple, or leave the option "
+            "out."
+        )
+        raise ConfigError(msg)
 
 
 def _call_after_backward(function: Any) -> None:

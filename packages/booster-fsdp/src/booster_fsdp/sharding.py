@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -20,15 +21,13 @@ from booster_runtime.sharding import (
     ShardingRanks,
     check_distinct_memory,
     kept_as_they_are,
+    make_ranks,
     refuse_renormalized,
     sharding_groups,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
     from booster_core.precision import PrecisionPolicy
     from booster_fsdp.config import FSDPConfig
@@ -57,8 +56,11 @@ def make_mesh(world_size: int, device_type: str, config: FSDPConfig) -> DeviceMe
         raise ConfigError(msg)
     if config.replica_size == 1:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    shape = (config.replica_size, shard_size)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+    # torch would make the groups with a time limit of its own.
+    ranks = make_ranks(config.replica_size)
+    groups = [group for group in (ranks.replica_group, ranks.shard_group) if group is not None]
+    numbers = torch.arange(world_size).view(config.replica_size, shard_size)
+    return DeviceMesh.from_group(groups, device_type, mesh=numbers, mesh_dim_names=("replicate", "shard"))
 
 
 def ranks_of(mesh: DeviceMesh) -> ShardingRanks:

@@ -15,6 +15,7 @@ from torch.autograd import Variable
 
 from booster_fsdp.forward_writes import ForwardWrites
 from booster_fsdp.outputs import refuse_stale_backward
+from booster_runtime.data import hidden_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,10 +46,10 @@ class Units:
         self._settle: Callable[[], None] | None = None
         self._task = -1
         self._writes = ForwardWrites(cast("Sequence[nn.Module]", self.modules))
-        for group in self._groups():
+        for state, group in self._states_and_groups():
             group.post_backward = functools.partial(self._post_backward, group, group.post_backward)
             group.pre_forward = functools.partial(self._pre_forward, group, group.pre_forward)
-            group.post_forward = functools.partial(self._post_forward, group, group.post_forward)
+            group.post_forward = functools.partial(self._post_forward, state, group, group.post_forward)
         root = self.modules[0]
         if not any(True for _ in _groups_of(root)):
             # Before torch's own hook, which starts a backward.
@@ -142,17 +143,27 @@ class Units:
                 inner.reset_sharded_param()
 
     def _groups(self) -> Iterator[Any]:
+        for _, group in self._states_and_groups():
+            yield group
+
+    def _states_and_groups(self) -> Iterator[tuple[Any, Any]]:
         for module in self.modules:
-            yield from _groups_of(module)
+            for group in _groups_of(module):
+                yield module._get_fsdp_state(), group  # noqa: SLF001 - see the module's docstring
 
     def _pre_forward(self, group: Any, run: Any, *args: Any) -> Any:
         given = run(*args)
         self._writes.take(group)
         return given
 
-    def _post_forward(self, group: Any, run: Any, *args: Any) -> Any:
+    def _post_forward(self, state: Any, group: Any, run: Any, *args: Any) -> Any:
         self._writes.check(group)
         output = run(*args)
+        # torch gathers a unit for backward by hooks on the tensors that it finds. Where it finds none, no gradient
+        # would be reduced.
+        hidden = hidden_tensors(output)
+        if hidden:
+            state._register_pre_backward_hook(hidden)  # noqa: SLF001
         refuse_stale_backward(output, lambda: (self._num_updates, _version_of(group)))
         return output
 

@@ -48,6 +48,7 @@ class GeminiConfig(ShardingOptions):
         debug: Detect parameters that the script changes, whose new values would be lost, and raise at the next
             forward, backward or step with their names. Some values of each parameter are compared in the first steps
             anyway; this compares all of them in every step, which costs a read whenever they are gathered and released.
+            Ranks then also compare before each gather that they gather the same, as they do in the first steps.
 
     Raises:
         ConfigError: If a value is out of range.

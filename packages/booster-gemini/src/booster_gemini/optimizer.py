@@ -30,6 +30,8 @@ class GeminiOptimizer(ZeroOptimizer):
         model: The user's model.
         manager: Its chunks.
         held: The ``id`` of the parameters that the optimizer lists; those of groups that are added later are added.
+        chosen: Numbers of the parameters in leaves, of which each rank may use others. They are reduced when backward
+            has ended: ranks would come to their reductions at different times among their gathers.
         **kwargs: As for `ZeroOptimizer`.
 
     Raises:
@@ -39,10 +41,18 @@ class GeminiOptimizer(ZeroOptimizer):
     """
 
     def __init__(
-        self, optim: Optimizer, model: nn.Module, *, manager: ChunkManager, held: set[int], **kwargs: Any
+        self,
+        optim: Optimizer,
+        model: nn.Module,
+        *,
+        manager: ChunkManager,
+        held: set[int],
+        chosen: set[int],
+        **kwargs: Any,
     ) -> None:
         self.manager = manager
         self._held = held
+        self._chosen = chosen
         super().__init__(
             optim,
             model,
@@ -52,6 +62,7 @@ class GeminiOptimizer(ZeroOptimizer):
             offloads=manager.home.moves,
             **kwargs,
         )
+        self.reducer.repeated = {*chosen}
 
     def _adopt_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         # They are trained from now on, which takes a master where they are narrow.
@@ -105,6 +116,20 @@ class GeminiOptimizer(ZeroOptimizer):
 
     # ---- gradients, chunk by chunk
 
+    def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
+        """Lay the chunks out by what the first round has shown; see `ZeroOptimizer.agree_on_record`.
+
+        Raises:
+            ConfigError: If other ranks still use parameters.
+
+        Collective: every rank of the world.
+        """
+        self._meet()
+        return super().agree_on_record(order, late) | self._chosen
+
+    def _meet(self) -> None:
+        self.manager.order.meet(self._device())
+
     def settle(self) -> None:
         """Bring all gradients into the shards, and agree on which parameters were used.
 
@@ -114,6 +139,8 @@ class GeminiOptimizer(ZeroOptimizer):
         Collective: every rank of the world.
         """
         before = self._agreed_rounds
+        if self.reducer.num_rounds != before:
+            self._meet()
         super().settle()
         if self._agreed_rounds != before:
             self.manager.check_same_order()

@@ -174,6 +174,12 @@ class GeminiPlugin(Plugin):
                 model,
                 manager=manager,
                 held=held,
+                chosen={
+                    manager.index_of[id(parameter)]
+                    for inside in leaves.values()
+                    for leaf in inside
+                    for parameter in leaf.parameters()
+                },
                 config=self.config,
                 format_of=format_of,
                 precision=context.precision,

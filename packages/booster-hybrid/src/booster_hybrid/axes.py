@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
+from booster_runtime.collectives import new_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from datetime import timedelta
 
     from torch.distributed import ProcessGroup
 
@@ -110,9 +110,7 @@ class Axis:
         return len(self.ranks)
 
 
-def make_axes(
-    shape: MeshShape, wanted: Sequence[tuple[str, ...]], timeout: timedelta | None = None
-) -> dict[tuple[str, ...], Axis]:
+def make_axes(shape: MeshShape, wanted: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Axis]:
     """Make the process groups of a mesh.
 
     ``torch.distributed.device_mesh`` makes a group for every single axis, used or not, and none for several axes that
@@ -121,7 +119,6 @@ def make_axes(
     Args:
         shape: The mesh; its size is that of the world.
         wanted: Axes, or sets of axes that count as one; those with the same ranks share a group.
-        timeout: Time limit of the groups' collectives; torch's default if ``None``.
 
     Raises:
         ConfigError: If the mesh is not of the world's size.
@@ -140,7 +137,7 @@ def make_axes(
         for ranks in shape.groups(axes):  # every rank makes every group, in the same order
             members = tuple(ranks)
             if members not in groups:  # axes of size 1 make some of them the same
-                groups[members] = dist.new_group(ranks, timeout=timeout)
+                groups[members] = new_group(ranks)
             if rank in members:
                 made[axes] = Axis(groups[members], members, members.index(rank))
     return made

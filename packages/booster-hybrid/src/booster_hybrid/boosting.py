@@ -16,6 +16,7 @@ from booster_hybrid.local_model import LocalModel
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import check_entries, example_batch
 from booster_hybrid.pipeline.p2p import Link
+from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.skipped_layers import check_no_layer_is_skipped, kept_generators
 from booster_hybrid.pipeline.stages import StagePlan, find_crossings
@@ -27,6 +28,7 @@ from booster_hybrid.policy.registry import given_policy, policy_for
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
+from booster_runtime.collectives import new_group
 from booster_runtime.data import to_device
 from booster_runtime.lazy import hollow_objects, is_lazy
 from booster_runtime.sharding import (
@@ -113,6 +115,7 @@ class HybridSetup:
         )
         self._experts: list[ExpertsModule] = []
         self._spread = SpreadExperts()
+        self._entries_seen: list[dict[str, int]] = []
 
     def place_values(self) -> Recording | None:
         """Bring the model to its device with the same values on every rank; a lazy one's are left for later.
@@ -202,7 +205,7 @@ class HybridSetup:
             except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                 error = caught
         self._context.coordinator.raise_together(error, name="boost")
-        trace, crossings = self._context.coordinator.broadcast_object(found, name="boost")
+        trace, crossings, self._entries_seen = self._context.coordinator.broadcast_object(found, name="boost")
         return StagePlan.of(self._model, trace, crossings, config)
 
     def split_layers(self) -> TensorParallelModel:
@@ -248,7 +251,7 @@ class HybridSetup:
         for holders in plan.stages.shared():
             for ranks in self._shape.groups(("pp",)):  # every rank makes every group, in the same order
                 members = [ranks[holder] for holder in holders]
-                group = dist.new_group(members)
+                group = new_group(members)
                 if dist.get_rank() in members:
                     groups[holders] = group
         return replace(
@@ -295,6 +298,7 @@ class HybridSetup:
             self._config.pipeline,
             up.index,
             Link(plan.sent_names, up.ranks, up.index, up.group, down.group, device),
+            SampleEntries(cut.staged.model, self._entries_seen),
             replica=self._axes["pp", "sp", "tp"],
             data=self._axes["dp",],
             coordinator=self._context.coordinator,
@@ -340,16 +344,16 @@ class HybridSetup:
         return to_device(batch, self._context.device)
 
     def _run_dry(self, policy: ShardingPolicy) -> Any:
-        """Return the trace of the model, and what stages send each other."""
+        """Return the trace of the model, what stages send each other, and the lengths of entries of known batches."""
         model, batch = self._model, self._example_batch()
-        check_entries(self._objects.dataloader)
+        seen = [*check_entries(self._objects.dataloader), lengths_of(batch)]
         paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
         lists = [paths.get(name, name) for name in policy.layers]
         with kept_generators():
             trace, flow = trace_flow(model, lists, batch)
             if self._objects.optimizer is not None:
                 check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
-            return trace, find_crossings(model, trace, flow, self._config.pipeline, batch)
+            return trace, find_crossings(model, trace, flow, self._config.pipeline, batch), seen
 
     def _split_sequences(self, split: TensorParallelModel) -> None:
         from booster_hybrid.sequence_parallel.apply import split_sequences

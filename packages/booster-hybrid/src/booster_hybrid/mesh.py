@@ -6,11 +6,9 @@ communicates most, the tensor axis by default, stays within a host; every order 
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
-from booster_core.ranks import DistCoordinator
 from booster_hybrid.axes import MeshShape, fill_axis, make_axes
 
 if TYPE_CHECKING:
@@ -115,6 +113,5 @@ def make_groups(shape: MeshShape, ep_size: int) -> dict[tuple[str, ...], Axis]:
     if ep_size > 1:
         # Of their own: ranks may come to the reduction of a bucket before or after an exchange of tokens, and within a
         # group all ranks must make calls in one order.
-        limit = timedelta(seconds=DistCoordinator().timeout_seconds)
-        made |= make_axes(split, [("ep",)], limit)
+        made |= make_axes(split, [("ep",)])
     return {axes: made[named] for axes, named in wanted.items()}

@@ -233,8 +233,7 @@ class Plugin(ABC):
     def parameter_paths(self, model: nn.Module) -> Mapping[str, str]:
         """Return where each parameter of a boosted model is, by its names: the path as for ``get_parameter``.
 
-        The names are those in the user's model, and the paths themselves. The same on every rank: a plugin whose ranks
-        hold other parameters each lists all of them.
+        Names are the user's, and the paths themselves; the same on every rank, with those that other ranks hold.
 
         Args:
             model: The boosted model.
@@ -245,9 +244,8 @@ class Plugin(ABC):
         from booster_core.state.names import NamedTensors
 
         module = unwrap_model(model)
-        present = {path for path, _ in module.named_parameters(remove_duplicate=False)}
-        named = {name: path for name, path in NamedTensors.of(module).paths.items() if path in present}
-        return {**{path: path for path in present}, **named}
+        present = {path: path for path, _ in module.named_parameters(remove_duplicate=False)}
+        return present | {name: path for name, path in NamedTensors.of(module).paths.items() if path in present}
 
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter as the optimizer will use it, in the parameter's shape.

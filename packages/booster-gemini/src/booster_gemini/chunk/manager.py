@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
+from booster_gemini.chunk.order import Chunk, OrderCheck, raise_other_order
 from booster_gemini.chunk.timeline import Timeline
 from booster_gemini.chunk.watch import ChangeWatch
 from booster_runtime import collectives
-from booster_zero.engine import Bucket, BufferPool, Keep, Layout, WholeState
+from booster_zero.engine import BufferPool, Keep, Layout, WholeState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from booster_runtime.collectives import Pending
     from booster_runtime.sharding import ShardingRanks
-    from booster_zero.engine import Format, Home
+    from booster_zero.engine import Bucket, Format, Home
 
 
 _BACKWARD = "backward"
@@ -50,6 +51,7 @@ class ChunkManager:
         names: Their names in the user's model, by number.
         layout: The chunks and their parameters.
         first_uses: The parameters in the order of their first use, until they have been laid out by it.
+        order: Lets ranks compare what they are about to do together.
         is_laid_out_again: Whether that has happened since this was last set to ``False``.
     """
 
@@ -80,6 +82,7 @@ class ChunkManager:
             self.names[index] = named.name_of[id(parameter)]
             self.index_of[id(parameter)] = index
         self._watch = ChangeWatch(self.names, is_thorough=debug)
+        self.order = OrderCheck(ranks)
         self.first_uses: dict[int, None] | None = {}
         self._max_prefetch = max_prefetch
         self._has_looked_ahead = False
@@ -101,7 +104,7 @@ class ChunkManager:
     def _make(self, *described: Any) -> Bucket:
         # Chunks that are laid out again are written to by the layout.
         valued = () if self._number_of else self._valued
-        return Bucket(*described, home=self.home, pool=self._pool, watch=self._watch, valued=valued)
+        return Chunk(self.order, *described, home=self.home, pool=self._pool, watch=self._watch, valued=valued)
 
     def _enumerate(self) -> None:
         self._number_of = {chunk: number for number, chunk in enumerate(self.layout.buckets)}
@@ -237,12 +240,7 @@ class ChunkManager:
         told = flags.clone()
         collectives.all_reduce(told, dist.ReduceOp.MAX, self.ranks.shard_group).wait()
         if not torch.equal(told, flags):
-            msg = (
-                "Ranks used the model's parameters in different orders, so that they gathered different ones together, "
-                "and computed with wrong values. If the data chooses which modules run, such as experts, pass the "
-                "module around them to the plugin: `GeminiPlugin(leaf_modules=[...])`."
-            )
-            raise ConfigError(msg)
+            raise_other_order()
 
     def _device(self) -> torch.device:
         return self.layout.buckets[0].format.device
@@ -295,12 +293,14 @@ class ChunkManager:
         """Raise for parameters that somebody has changed by hand on any rank, where such changes are looked for.
 
         Raises:
-            ConfigError: If there are any.
+            ConfigError: If there are any, or other ranks still use parameters of the phase before.
 
         Collective: the shard group, in debugging and in the first phases; else none.
         """
         if not self._watch.phases_left:
+            self.order.is_on = False
             return
+        self.order.meet(self._device())
         for chunk in self.layout.buckets:
             self._watch.look(chunk)
         self._watch.end_phase()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from booster_hybrid.optimizer import HybridOptimizer
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.p2p import Link
+    from booster_hybrid.pipeline.per_sample import SampleEntries
     from booster_hybrid.pipeline.schedule import Schedule
 
 
@@ -40,6 +41,7 @@ class PipelineEngine:
         config: How batches are cut, and in which order their parts are worked off.
         index: This rank's position in the pipeline.
         link: Messages to the others.
+        entries: Tells which tensors of a batch may be cut.
         replica: The ranks that get the same batches: those of the pipeline, and of what else splits the model.
         data: The ranks that get different ones.
         coordinator: Carries errors to all ranks.
@@ -54,6 +56,7 @@ class PipelineEngine:
         config: PipelineConfig,
         index: int,
         link: Link,
+        entries: SampleEntries,
         *,
         replica: Axis,
         data: Axis,
@@ -64,7 +67,7 @@ class PipelineEngine:
     ) -> None:
         self.staged = staged
         self._exchanges_tokens = exchanges_tokens
-        self._config, self._index, self._link = config, index, link
+        self._config, self._index, self._link, self._entries = config, index, link, entries
         self._replica, self._data, self._coordinator, self._device = replica, data, coordinator, device
         self._run_options = run_options or {}
         self._schedules: dict[int, Schedule] = {}
@@ -149,6 +152,8 @@ class PipelineEngine:
             if config.microbatch_size is None and count is None:
                 count = config.size
             sizes = share_samples(count_samples(batch), count, config.microbatch_size)
+            if len(sizes) > 1:
+                self._entries.check(batch, sum(sizes))
             parts = split_batch(batch, sizes)
         except Exception as caught:  # noqa: BLE001 - carried to every rank below
             error = caught

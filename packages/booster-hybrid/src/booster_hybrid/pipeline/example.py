@@ -6,10 +6,10 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.per_sample import lengths_of, not_per_sample
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,7 +50,7 @@ def example_batch(model: nn.Module, dataloader: DataLoader[Any] | None, given: A
     raise ConfigError(msg)
 
 
-def check_entries(dataloader: DataLoader[Any] | None) -> None:
+def check_entries(dataloader: DataLoader[Any] | None) -> list[dict[str, int]]:
     """Raise if a data loader's batches have tensors that are not for each sample: microbatches would cut them.
 
     A vector of class weights may be as long as a batch, which does not show in the batch alone; so a batch of two
@@ -59,33 +59,25 @@ def check_entries(dataloader: DataLoader[Any] | None) -> None:
     Args:
         dataloader: As for `example_batch`.
 
+    Returns:
+        The lengths of the entries of both batches, see `lengths_of`; nothing where a loader can't be asked for them.
+
     Raises:
         ConfigError: Naming the first such tensor.
 
     Collective: none.
     """
     if dataloader is None or isinstance(dataloader.dataset, IterableDataset) or dataloader.batch_sampler is None:
-        return
+        return []
     try:
         one, two = (_collated(dataloader, number) for number in (1, _SAMPLES))
     except Exception:  # noqa: BLE001 - not every collator takes one sample
-        return
-    first_dims = [
-        {
-            pytree.keystr(path): leaf.shape[0]
-            for path, leaf in pytree.tree_flatten_with_path(each)[0]
-            if isinstance(leaf, torch.Tensor) and leaf.dim()
-        }
-        for each in (one, two)
-    ]
-    for path, length in first_dims[1].items():
-        if first_dims[0].get(path) == length > 1:
-            msg = (
-                f"The batch can't be split into microbatches: {path or 'it'} has {length} entries for {_SAMPLES} "
-                f"samples and {length} for 1. What is for all samples, such as class weights, belongs into the "
-                "criterion, or needs a first dimension of 1."
-            )
-            raise ConfigError(msg)
+        return []
+    lengths = [lengths_of(one), lengths_of(two)]
+    for path, length in lengths[1].items():
+        if lengths[0].get(path) == length > 1:
+            raise not_per_sample(path, f"has {length} entries for {_SAMPLES} samples and {length} for 1")
+    return lengths
 
 
 def _collated(dataloader: DataLoader[Any], number: int) -> Any:

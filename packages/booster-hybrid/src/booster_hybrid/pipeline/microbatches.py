@@ -8,8 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.containers import fields_of, hides_tensors, with_fields
-from booster_runtime.data import num_samples
+from booster_runtime.data import fields_of, hides_tensors, num_samples, with_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

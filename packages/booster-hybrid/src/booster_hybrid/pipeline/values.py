@@ -24,12 +24,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.containers import tensors_of
 from booster_hybrid.pipeline.cut import given_names
 from booster_hybrid.pipeline.flow import Extra
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.pipeline.trace import is_carried, named_arguments, replace_forward, run_dry, stand_ins
-from booster_runtime.data import call_with
+from booster_runtime.data import call_with, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

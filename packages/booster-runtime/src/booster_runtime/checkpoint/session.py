@@ -185,6 +185,29 @@ class Session:
         self._add_up(summed, group)
         return [int(number) for number in summed.tolist()]
 
+    def union(self, lines: Iterable[str], group: ProcessGroup | None = None) -> list[str]:
+        """Return the lines that any rank has, sorted.
+
+        In round ``k`` each rank tells the rank ``2**k`` after it all that it knows, so that all know all in as many
+        rounds as the number of ranks has digits, and each receives a line once in a round.
+
+        Args:
+            lines: This rank's; at least one rank has some.
+            group: A group with a CPU backend; one of checkpoints' own when ``None``.
+
+        Collective: every rank.
+        """
+        known, step = set(lines), 1
+        while step < self.world_size:
+            to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
+            heard = self._swap("\n".join(known).encode(), to, source, group)
+            known.update(heard.decode().split("\n") if heard else ())
+            step *= 2
+        return sorted(known)
+
+    def _swap(self, content: bytes, to: int, source: int, group: ProcessGroup | None) -> bytes:
+        return swap_bytes(content, to, source, group or self.cpu_group())
+
     def _add_up(self, values: torch.Tensor, group: ProcessGroup | None) -> None:
         """Replace values on the CPU by their sums over all ranks."""
         if self.world_size == 1 or not values.numel():
@@ -278,6 +301,34 @@ class Session:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_WRITE_TIMEOUT_SECONDS))
             self._group = (world, group)
         return self._group[1]
+
+
+def swap_bytes(content: bytes | None, to: int, source: int | None, group: ProcessGroup | None) -> bytes:
+    """Send bytes to a rank while another one sends some to this one; return these.
+
+    Args:
+        content: What is sent; ``None`` where nothing is.
+        to: The rank that it is sent to.
+        source: The rank to receive from; ``None`` where nothing is received.
+        group: A group with a CPU backend.
+
+    Collective: the ranks that send to each other.
+    """
+    import torch.distributed as dist
+
+    sending: list[Any] = []
+    if content is not None:
+        message = torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8)[: len(content)]
+        sending = [dist.isend(each, dst=to, group=group) for each in (torch.tensor([len(content)]), message)]
+    received = torch.empty(0, dtype=torch.uint8)
+    if source is not None:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, src=source, group=group)
+        received = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(received, src=source, group=group)
+    for each in sending:
+        each.wait()
+    return received.numpy().tobytes()
 
 
 class Progress:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from booster_runtime.collectives.errors import MismatchError
+from booster_runtime.collectives.groups import new_group
 from booster_runtime.collectives.pending import Pending
 from booster_runtime.collectives.sums import sum_into
 from booster_runtime.collectives.transports import transport_of
@@ -38,6 +39,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "new_group",
     "reduce_scatter",
     "reduce_scatter_parts",
     "sum_into",

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from booster_runtime.data.batches import call_with, named_forward, num_samples, taken_by, to_device
+from booster_runtime.data.containers import fields_of, hidden_tensors, hides_tensors, tensors_of, with_fields
 from booster_runtime.data.first_batch import show_first_batch
 from booster_runtime.data.loader import DistributedDataLoader
 
 __all__ = [
     "DistributedDataLoader",
     "call_with",
+    "fields_of",
+    "hidden_tensors",
+    "hides_tensors",
     "named_forward",
     "num_samples",
     "show_first_batch",
     "taken_by",
+    "tensors_of",
     "to_device",
+    "with_fields",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
+from booster_runtime.collectives import new_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -75,7 +76,7 @@ def make_ranks(replica_size: int) -> ShardingRanks:
     groups = {}
     for kind, lists in (("replica", replicas), ("shard", shards)):
         for members in lists:  # every rank makes every group, in the same order
-            group = dist.new_group(members)
+            group = new_group(members)
             if rank in members:
                 groups[kind] = group
     size = world_size // replica_size

@@ -7,48 +7,61 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
-from booster_runtime.storage.multipart import MultipartStream, abort_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from booster_runtime.storage.interface import WriteStream
+    from booster_runtime.storage.interface import Storage, WriteStream
 
 _PART_BYTES = 16 << 20
 
 
-class FsspecStorage:
-    """Files of any scheme that fsspec has a driver for.
+def storage_of_driver(scheme: str) -> Storage:
+    """Return the storage of a scheme that fsspec has a driver for.
 
     Args:
         scheme: Such as ``"s3"``, ``"gs"`` or ``"memory"``.
 
     Raises:
         CheckpointError: If fsspec or the driver is not installed, or fsspec does not know the scheme.
+
+    Collective: none.
+    """
+    try:
+        import fsspec
+    except ImportError as error:
+        msg = (
+            f"Checkpoints at '{scheme}://' need fsspec, which is not installed. Run `pip install fsspec`, or "
+            "`pip install 'booster-runtime[storage]'`."
+        )
+        raise CheckpointError(msg) from error
+    try:
+        files: Any = fsspec.filesystem(scheme)
+    except ImportError as error:
+        msg = f"Checkpoints at '{scheme}://' need a driver that is not installed: {error}."
+        raise CheckpointError(msg) from error
+    except ValueError as error:
+        msg = (
+            f"No storage is known for '{scheme}://': neither a hook `storage` nor fsspec has one ({error}). Use a "
+            "path, or a scheme such as s3, gs, hf, memory."
+        )
+        raise CheckpointError(msg) from error
+    if hasattr(files, "_call_s3"):
+        from booster_runtime.storage.s3 import S3Storage
+
+        return S3Storage(files)
+    return FsspecStorage(files)
+
+
+class FsspecStorage:
+    """Files of any scheme that fsspec has a driver for.
+
+    Args:
+        files: The driver.
     """
 
-    def __init__(self, scheme: str) -> None:
-        try:
-            import fsspec
-        except ImportError as error:
-            msg = (
-                f"Checkpoints at '{scheme}://' need fsspec, which is not installed. Run `pip install fsspec`, or "
-                "`pip install 'booster-runtime[storage]'`."
-            )
-            raise CheckpointError(msg) from error
-        try:
-            self._files: Any = fsspec.filesystem(scheme)
-        except ImportError as error:
-            msg = f"Checkpoints at '{scheme}://' need a driver that is not installed: {error}."
-            raise CheckpointError(msg) from error
-        except ValueError as error:
-            msg = (
-                f"No storage is known for '{scheme}://': neither a hook `storage` nor fsspec has one ({error}). Use a "
-                "path, or a scheme such as s3, gs, hf, memory."
-            )
-            raise CheckpointError(msg) from error
-        # s3fs; what other drivers write, they write under another name first.
-        self._has_parts = hasattr(self._files, "_call_s3")
+    def __init__(self, files: Any) -> None:
+        self._files = files
 
     def list(self, url: str) -> Mapping[str, int]:
         self._files.invalidate_cache()
@@ -70,18 +83,19 @@ class FsspecStorage:
             raise CheckpointError(msg)
         target[:] = content
 
+    def read_whole(self, url: str) -> bytes | None:
+        """Return the content of a small file; ``None`` where there is none."""
+        try:
+            return bytes(self._files.cat_file(url))
+        except FileNotFoundError:
+            return None
+
     def open_write(self, url: str, nbytes: int) -> WriteStream:
-        if self._has_parts:
-            return MultipartStream(self._files, url, nbytes)
+        del nbytes
         return _RenamedStream(self._files, url)
 
     def remove(self, url: str) -> None:
         self._files.rm(url, recursive=True)
-
-    def abort_unfinished(self, url: str) -> None:
-        """Delete what killed processes have uploaded below a URL, as parts that were never put together."""
-        if self._has_parts:
-            abort_unfinished(self._files, url)
 
 
 class _RenamedStream:

@@ -69,9 +69,9 @@ def storage_for(scheme: str) -> Storage:
 
     found = hook_relay().storage(scheme=scheme)
     if found is None:
-        from booster_runtime.storage.fsspec_storage import FsspecStorage
+        from booster_runtime.storage.fsspec_storage import storage_of_driver
 
-        return FsspecStorage(scheme)
+        return storage_of_driver(scheme)
     if not isinstance(found, Storage):
         msg = (
             f"The hook `storage` returned a `{type(found).__name__}` for '{scheme}://', which lacks some of the "

@@ -100,16 +100,3 @@ class MultipartStream:
     def _start(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Let a request go on in fsspec's thread."""
         return asyncio.run_coroutine_threadsafe(call, self._files.loop)
-
-
-def abort_unfinished(files: Any, url: str) -> None:
-    """Abort uploads that were begun below a URL and never ended.
-
-    Args:
-        files: An ``s3fs.S3FileSystem``.
-        url: A folder.
-    """
-    bucket, key, _ = files.split_path(url)
-    found = files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
-    for upload in found.get("Uploads", ()):
-        files.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])

@@ -293,6 +293,16 @@ class RemotePath(_PathMethods):
     def read_text(self, encoding: str | None = None, errors: str | None = None, *_: Any) -> str:
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
+    def read_now(self) -> bytes | None:
+        """Return the content that a small file has now, whatever has been listed; ``None`` where there is no file."""
+        read = getattr(self.storage, "read_whole", None)  # by one request; storages of third parties need not have it
+        if read is None:
+            alone = self.alone()
+            return alone.read_bytes() if alone.is_file() else None
+        with storage_errors(self.url, "read"):
+            content: bytes | None = read(self.url)
+        return content
+
     def open_write(self, nbytes: int) -> WriteStream:
         """Return a stream that writes this file; see `Storage.open_write`."""
         with storage_errors(self.url, "written"):

@@ -33,7 +33,7 @@ class TensorBoard(Tracker):
         except ImportError as cause:
             msg = f"`TensorBoard` needs the package `tensorboard` ({cause}). Run `pip install tensorboard`."
             raise ConfigError(msg) from cause
-        self._writer = SummaryWriter(self._folder, purge_step=step + 1)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(self._folder, purge_step=step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a scalar for each value."""

@@ -29,7 +29,7 @@ _PART_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a stored tensor, and where it is in the composed one. The order of elements is the same in both.
+    """A box of a stored tensor, and where it is in the composed one, perhaps with its dimensions in another order.
 
     Args:
         key: The stored tensor.
@@ -60,6 +60,21 @@ class Piece:
                 ranges[dim] = (start - first + base, stop - first + base)
         return tuple(ranges)
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether elements have the same order in both tensors."""
+        order = [dim for dim in self.dims if dim is not None]
+        return order == sorted(order)
+
+    def arranged(self, values: torch.Tensor, part: Box) -> torch.Tensor:
+        """Return values of a stored box in the shape of the part of the composed tensor that it is, without a copy."""
+        dims = [dim for dim in self.dims if dim is not None]
+        kept = values.view([size for size, dim in zip(values.shape, self.dims, strict=True) if dim is not None])
+        kept = kept.permute(sorted(range(len(dims)), key=dims.__getitem__))
+        for dim in range(len(part)):  # those that the stored tensor lacks have the size 1
+            kept = kept if dim in dims else kept.unsqueeze(dim)
+        return kept
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -83,7 +98,8 @@ class Layout:
     def single(self) -> str | None:
         """The stored tensor, where this is just that as a whole."""
         piece = self.pieces[0] if len(self.pieces) == 1 else None
-        is_whole = piece is not None and len(piece.dims) == len(self.meta.shape) and not any(piece.origin)
+        in_order = tuple(range(len(self.meta.shape)))
+        is_whole = piece is not None and piece.dims == in_order and not any(piece.origin)
         return piece.key if piece is not None and is_whole else None
 
     def cut(self, dim: int, start: int, stop: int) -> Layout:
@@ -99,6 +115,21 @@ class Layout:
                 box = _with(common, dim, tuple(edge - start for edge in common[dim]))
                 pieces.append(replace(piece, box=box, origin=origin))
         shape = box_shape(window)
+        return Layout(replace(self.meta, shape=shape), tuple(pieces))
+
+    def transpose(self, dim0: int, dim1: int) -> Layout:
+        """Return what ``tensor.transpose(dim0, dim1)`` is made of."""
+        order = list(range(len(self.meta.shape)))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        pieces = [
+            replace(
+                piece,
+                box=tuple(piece.box[dim] for dim in order),
+                dims=tuple(None if dim is None else order.index(dim) for dim in piece.dims),
+            )
+            for piece in self.pieces
+        ]
+        shape = tuple(self.meta.shape[dim] for dim in order)
         return Layout(replace(self.meta, shape=shape), tuple(pieces))
 
     def select(self, dim: int, index: int) -> Layout:
@@ -189,13 +220,13 @@ class ComposedTensors:
             common = intersect(box, piece.box)
             if common is None:
                 continue
-            if target[slices_of(common, box)].is_contiguous():
+            if piece.is_ordered and target[slices_of(common, box)].is_contiguous():
                 self._source.read(piece.key, piece.stored(common), target[slices_of(common, box)].view(-1))
                 continue
-            for part in _rows(common, out.dtype.itemsize):
-                values = out.new_empty(box_numel(part))
-                self._source.read(piece.key, piece.stored(part), values)
-                target[slices_of(part, box)] = values.view(box_shape(part))
+            for stored in _rows(piece.stored(common), out.dtype.itemsize):
+                values, part = out.new_empty(box_numel(stored)), piece.composed(stored)
+                self._source.read(piece.key, stored, values)
+                target[slices_of(part, box)] = piece.arranged(values.view(box_shape(stored)), part)
 
     def read_whole(self, key: str) -> torch.Tensor:
         """Return all of a tensor."""
@@ -215,11 +246,12 @@ class ComposedTensors:
 
 
 def _rows(box: Box, itemsize: int) -> Iterator[Box]:
-    """Cut a box along its first dimension into parts of a limited size."""
-    (start, stop), rest = box[0], box[1:]
+    """Cut a box along its first dimension with several indices into parts of a limited size."""
+    lead = next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), 0)
+    (start, stop), rest = box[lead], box[lead + 1 :]
     step = max(_PART_BYTES // max(box_numel(rest) * itemsize, 1), 1)
     for first in range(start, stop, step):
-        yield ((first, min(first + step, stop)), *rest)
+        yield (*box[:lead], (first, min(first + step, stop)), *rest)
 
 
 def _with(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:

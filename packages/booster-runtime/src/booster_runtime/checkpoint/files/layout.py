@@ -127,10 +127,10 @@ def natural_order(name: str) -> tuple[tuple[tuple[int, int | str], ...], str]:
 
 
 def split_into_files(specs: Iterable[TensorSpec], max_bytes: int | None) -> list[tuple[TensorSpec, ...]]:
-    """Distribute tensors over files in natural order; one larger than the limit gets a file of its own.
+    """Distribute tensors over files in their order; one larger than the limit gets a file of its own.
 
     Args:
-        specs: The tensors.
+        specs: The tensors, in natural order.
         max_bytes: Largest size of a file's values in bytes; one file for everything when ``None``.
 
     Returns:
@@ -139,7 +139,7 @@ def split_into_files(specs: Iterable[TensorSpec], max_bytes: int | None) -> list
     """
     files: list[list[TensorSpec]] = [[]]
     size = 0
-    for spec in sorted(specs, key=lambda spec: natural_order(spec.key)):
+    for spec in specs:
         if max_bytes is not None and files[-1] and size + spec.nbytes > max_bytes:
             files.append([])
             size = 0
@@ -251,7 +251,7 @@ def make_plan(
         folder: Where the files go.
         token: Text that no other save uses.
         parts: The parts; they have learned what all ranks said.
-        specs: For each part, its whole tensors.
+        specs: For each part, its whole tensors, in natural order.
         texts: Further files and their content.
     """
     files: list[PlannedFile] = []

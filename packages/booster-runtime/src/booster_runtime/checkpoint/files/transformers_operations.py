@@ -1,8 +1,9 @@
 """transformers' weight conversions, done on layouts instead of tensors.
 
 Since version 5, transformers holds the experts of a mixture in one tensor, and its files hold them one by one, as
-published. It describes how by `WeightConverter` objects: patterns of names, and operations that merge or split. Those
-that move boxes around are done here by index arithmetic; others (transposing, permuting) are not known here.
+published. It describes how by `WeightConverter` objects: patterns of names, and operations that merge, split or
+transpose. Those that move boxes around are done here by index arithmetic; others (permuting for rotary embeddings) are
+not known here. Scripts register their own by transformers' ``register_checkpoint_conversion_mapping``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_KNOWN = ("MergeModulelist", "SplitModulelist", "Concatenate", "Chunk")
+_KNOWN = ("MergeModulelist", "SplitModulelist", "Concatenate", "Chunk", "Transpose")
 
 
 def pretrained_model(module: nn.Module | None) -> Any:
@@ -37,7 +38,9 @@ def pretrained_model(module: nn.Module | None) -> Any:
 def is_known(converter: Any) -> bool:
     """Return whether all operations of a ``WeightConverter`` can be done on layouts."""
     return all(
-        type(operation).__name__ in _KNOWN and getattr(operation, "num_shards_attribute", None) is None
+        type(operation).__name__ in _KNOWN
+        and getattr(operation, "num_shards_attribute", None) is None
+        and not getattr(operation, "check_dims", False)
         for operation in converter.operations
     )
 
@@ -69,7 +72,14 @@ def _apply(
     operation: Any, made: dict[str, list[Layout]], sources: Sequence[str], targets: Sequence[str]
 ) -> dict[str, list[Layout]]:
     """Do one operation; names are patterns until the last one is done."""
-    kind, dim = type(operation).__name__, operation.dim
+    kind = type(operation).__name__
+    if kind == "Transpose":
+        ((whole,),) = made.values()
+        if len(targets) > 1 < len(sources):
+            msg = "a transposition of several tensors"
+            raise ValueError(msg)
+        return {(targets if len(targets) == 1 else sources)[0]: [whole.transpose(operation.dim0, operation.dim1)]}
+    dim = operation.dim
     if kind == "MergeModulelist":
         return {targets[0] if len(made) == 1 else source: [stack(found, dim)] for source, found in made.items()}
     if kind == "Concatenate":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from booster_core.errors import CheckpointError
 from booster_runtime.checkpoint.files.layout import MODEL, OPTIMIZER
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
 from booster_runtime.checkpoint.load.compare import Expectation, compare
+from booster_runtime.checkpoint.load.fill import Fill
 from booster_runtime.checkpoint.load.naming import as_model_names, excluder
 from booster_runtime.checkpoint.load.optimizer_check import (
     check_same_parameters,
@@ -20,21 +20,18 @@ from booster_runtime.checkpoint.load.optimizer_check import (
     states_by_parameter,
 )
 from booster_runtime.checkpoint.load.optimizer_positions import by_name, is_positional
-from booster_runtime.checkpoint.load.read_ahead import read_ahead
-from booster_runtime.checkpoint.load.reader import ReadableTensors, ShardReader
 from booster_runtime.checkpoint.load.source import Source, open_source
-from booster_runtime.checkpoint.session import Progress
-from booster_runtime.storage import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
 
     from booster_core.checkpoint_io import LoadReport
-    from booster_core.state import StateAdapter, TensorShard
+    from booster_core.state import StateAdapter
     from booster_runtime.checkpoint.files.checksums import CheckedReads
+    from booster_runtime.checkpoint.load.reader import ReadableTensors
     from booster_runtime.checkpoint.session import Session
 
     Checks = Callable[[Path], CheckedReads | None]
@@ -81,17 +78,11 @@ def load_model(
         if strict and not report.is_complete:
             msg = f"'{path}' does not fit the model. {report.problems()} Pass `strict=False` to load what fits."
             raise CheckpointError(msg)
-        with session.together("load_model", path, for_long=True):
-            is_shown = session.rank == 0
-            metas = {name: named.tensors[key] for name, key in homes.items()}
-            targets: Iterable[TensorShard] = adapter.model_targets(metas)
-            if isinstance(path, RemotePath) and adapter.keeps_values:
-                stored = {name: single for name, key in homes.items() if (single := named.layouts[key].single)}
-                held = list(targets)  # what is made of several tensors is read as it is asked for
-                plain = [shard for shard in held if shard.key in stored]
-                composed = [shard for shard in held if shard.key not in stored]
-                targets = [*read_ahead(source, plain, stored, bucket_bytes), *composed]
-            _fill("Loading model", named, targets, homes, num_threads, bucket_bytes, is_shown=is_shown)
+        metas = {name: named.tensors[key] for name, key in homes.items()}
+        stored = {name: single for name, key in homes.items() if (single := named.layouts[key].single)}
+        fill = Fill(session, "load_model", path, source, named, homes, stored, num_threads, bucket_bytes)
+        fill.run(lambda: adapter.model_targets(metas), keeps_values=adapter.keeps_values)
+        with session.together("load_model", path):
             adapter.load_extra_state(named.extra_values(extra))
     # Not inside of `together`: an adapter may communicate here, and then all ranks fail or none.
     adapter.finish_load(model=True, optimizer=False)
@@ -135,35 +126,8 @@ def load_optimizer(
         adapter.prepare_optimizer_load(states, saved.scalars, saved.groups)
         tensors = named.tensors
         check_states(path, tensors, session.gather("load_optimizer", path, lambda: listed_states(adapter, tensors)))
-        with session.together("load_optimizer", path, for_long=True):
-            homes, is_shown = {key: key for key in tensors}, session.rank == 0
-            shards: Iterable[TensorShard] = adapter.optimizer_shards()
-            if isinstance(path, RemotePath) and adapter.keeps_values and named is source:
-                shards = read_ahead(source, shards, homes, bucket_bytes)
-            _fill("Loading optimizer", named, shards, homes, num_threads, bucket_bytes, is_shown=is_shown)
+        homes = {key: key for key in tensors}
+        stored = homes if named is source else {}
+        fill = Fill(session, "load_optimizer", path, source, named, homes, stored, num_threads, bucket_bytes)
+        fill.run(adapter.optimizer_shards, keeps_values=adapter.keeps_values)
     adapter.finish_load(model=False, optimizer=True)
-
-
-def _fill(
-    title: str,
-    source: ReadableTensors,
-    shards: Iterable[Any],
-    homes: Mapping[str, str],
-    num_threads: int,
-    bucket_bytes: int,
-    *,
-    is_shown: bool,
-) -> None:
-    """Read the shards whose tensors have a home in the checkpoint."""
-    with (
-        Progress(title, _nbytes(source, homes), is_shown=is_shown) as progress,
-        ShardReader(source, bucket_bytes, num_threads=num_threads, progress=progress.advance) as reader,
-    ):
-        for shard in shards:
-            if shard.key in homes and shard.numel:
-                reader.fill(shard, homes[shard.key])
-
-
-def _nbytes(source: ReadableTensors, homes: Mapping[str, str]) -> int:
-    metas = [source.tensors[key] for key in homes.values()]
-    return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas)

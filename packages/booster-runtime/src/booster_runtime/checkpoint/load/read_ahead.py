@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from booster_runtime.checkpoint.files.ranges import ReadAhead, byte_ranges
@@ -15,40 +16,58 @@ if TYPE_CHECKING:
     from booster_runtime.storage import RemoteFile
 
 
-def read_ahead(
-    source: Source, shards: Iterable[TensorShard], homes: Mapping[str, str], most_bytes: int
-) -> list[TensorShard]:
-    """Start to read what shards need, and return them in the order in which that arrives.
+@dataclass(frozen=True, eq=False)
+class Located:
+    """A shard, and where its values are in files at a URL.
+
+    Args:
+        shard: The shard.
+        ranges: Ranges of bytes of files, in the order in which they are read; none where that is not known.
+    """
+
+    shard: TensorShard
+    ranges: tuple[tuple[RemoteFile, int, int], ...] = ()
+
+
+def locate(source: Source, shards: Iterable[TensorShard], stored: Mapping[str, str]) -> list[Located]:
+    """Return shards in the order of their places in the files; those without a known place come last.
 
     Args:
         source: A checkpoint at a URL.
-        shards: The shards that will be filled; they keep their values.
-        homes: For each of them that is in the checkpoint, by its key, the name of the tensor there.
-        most_bytes: Memory for what has been read and is not in its shard yet.
+        shards: The shards that will be filled.
+        stored: For each of them that is a tensor of the files as it is stored, by its key, that tensor's name.
 
     Collective: none.
     """
     files: dict[int, int] = {}
-    placed: list[tuple[tuple[int, int], TensorShard, list[tuple[RemoteFile, int, int]]]] = []
+    placed: list[tuple[tuple[int, int], Located]] = []
     others = []
     for shard in shards:
-        if shard.key not in homes or not shard.numel:
-            continue
-        key = homes[shard.key]
-        place = source.place_of(key)
+        place = source.place_of(stored[shard.key]) if shard.key in stored else None
         if place is None or place[0].remote is None:
-            others.append(shard)
+            others.append(Located(shard))
             continue
         file, offset = place
         remote = file.remote
         assert remote is not None, "asked above"
-        meta = source.tensors[key]
-        uses = [
+        meta = source.tensors[stored[shard.key]]
+        ranges = tuple(
             (remote, *file.extent(start, stop))
             for region in regions_of(shard.box, shard.flat)
             for start, stop in byte_ranges(offset, meta.shape, meta.dtype.itemsize, region.box)
-        ]
-        placed.append(((files.setdefault(id(remote), len(files)), uses[0][1]), shard, uses))
+        )
+        placed.append(((files.setdefault(id(remote), len(files)), ranges[0][1]), Located(shard, ranges)))
     placed.sort(key=lambda entry: entry[0])
-    ReadAhead((use for _, _, uses in placed for use in uses), most_bytes)
-    return [*(shard for _, shard, _ in placed), *others]
+    return [*(located for _, located in placed), *others]
+
+
+def read_ahead(located: Iterable[Located], most_bytes: int) -> None:
+    """Start to read what shards need that will be filled in this order.
+
+    Args:
+        located: The shards.
+        most_bytes: Memory for what has been read and is not in its shard yet.
+
+    Collective: none.
+    """
+    ReadAhead((each for one in located for each in one.ranges), most_bytes)

@@ -62,8 +62,11 @@ class Steps(ABC):
     root: str
 
     @abstractmethod
-    def prepare(self) -> None:
+    def prepare(self, hold: Callable[[], None]) -> None:
         """Check the root and clear away what a killed save or removal has left.
+
+        Args:
+            hold: Raises `CheckpointError` where another job saves into this root; not called where there is nothing.
 
         Raises:
             CheckpointError: If the root is no folder.
@@ -288,7 +291,9 @@ class LocalSteps(Steps):
         self.path = root
         self.root = str(root)
 
-    def prepare(self) -> None:
+    def prepare(self, hold: Callable[[], None]) -> None:
+        if self.taken():
+            hold()
         if self.path.exists() and not self.path.is_dir():
             msg = f"'{self.path}' is a file, but a folder of checkpoints is to be written there. Pass another path."
             raise CheckpointError(msg)

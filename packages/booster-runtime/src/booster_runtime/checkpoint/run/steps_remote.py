@@ -6,7 +6,8 @@ step whose save failed has no manifest: it is no step, and the next save removes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
 from booster_runtime.checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
@@ -14,7 +15,7 @@ from booster_runtime.checkpoint.run.steps import LATEST, LocalSteps, Steps, fold
 from booster_runtime.storage import RemotePath, path_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from booster_runtime.checkpoint.run.retention import Retention
@@ -54,23 +55,38 @@ class RemoteSteps(Steps):
         self.path = path
         self.root = str(path)
 
-    def prepare(self) -> None:
+    def prepare(self, hold: Callable[[], None]) -> None:
         self.path.forget()
-        if self.path.is_file():
+        with ThreadPoolExecutor(1, "checkpoint writer") as pool:
+            # Uploads that a killed save has begun are in no list of files.
+            unfinished = pool.submit(self._unfinished)
+            is_file = self.path.is_file()
+        if is_file:
             msg = f"'{self.root}' is a file, but a folder of checkpoints is to be written there. Pass another URL."
             raise CheckpointError(msg)
-        complete = set(self.names())
-        for name in sorted({key.partition("/")[0] for key in self.path.files()} - complete):
-            if parse_name(name):
-                self._clear(name)
-        # Uploads that a killed save has begun are in no list of files.
-        abort = getattr(self.path.storage, "abort_unfinished", None)
-        if abort is not None:
-            try:
-                abort(self.root)
-            except Exception as error:  # noqa: BLE001 - a storage has errors of its own
-                log_failed_removal(self.root, error)
-        self.path.forget()
+        if self.taken():
+            hold()
+        left = sorted(name for name in set(self.taken()) - set(self.names()) if parse_name(name))
+        for name in left:
+            self._clear(name)
+        if left:
+            self.path.forget()
+        if uploads := unfinished.result():
+            self._try_on_uploads("abort", uploads)
+
+    def _unfinished(self) -> Sequence[Any]:
+        return self._try_on_uploads("unfinished", self.root) or ()
+
+    def _try_on_uploads(self, method: str, argument: Any) -> Any:
+        """Call a method that storages with uploads in parts have; log what stops it."""
+        call = getattr(self.path.storage, method, None)
+        if call is None:
+            return None
+        try:
+            return call(argument)
+        except Exception as error:  # noqa: BLE001 - a storage has errors of its own
+            log_failed_removal(self.root, error)
+            return None
 
     def temporary(self, step: int, token: str) -> Path:
         """Return the step's own folder, in which it is written."""
@@ -86,8 +102,8 @@ class RemoteSteps(Steps):
         return sorted({key.partition("/")[0] for key in self.path.files()})
 
     def read_text(self, name: str) -> str | None:
-        path = (self.path / name).alone()
-        return path.read_text(errors="replace") if path.is_file() else None
+        content = (self.path / name).read_now()
+        return None if content is None else content.decode(errors="replace")
 
     def write_text(self, name: str, text: str) -> None:
         (self.path / name).write_bytes(text.encode())

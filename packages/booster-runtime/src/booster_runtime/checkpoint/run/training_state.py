@@ -93,9 +93,7 @@ def save_training_state(
     written_in = ""
     with session.together(_SAVE, where, for_long=True):
         if coordinator.rank == 0:
-            if steps.taken():
-                leases.hold(steps)
-            steps.prepare()
+            steps.prepare(lambda: leases.hold(steps))
             written_in = str(steps.temporary(step, new_token()))
     temporary = path_at(coordinator.broadcast_object(written_in))
     max_bytes = size_per_shard << 20

@@ -25,6 +25,7 @@ from booster_core.errors import CheckpointError
 from booster_core.state import box_numel, box_shape, full_box
 from booster_runtime.checkpoint.files.checksums import BlockHasher
 from booster_runtime.checkpoint.save.writer import create_file, offsets_in, synchronize_devices, write_at
+from booster_runtime.checkpoint.session import swap_bytes
 from booster_runtime.state.regions import as_bytes, intersect, regions_of, slices_of
 
 if TYPE_CHECKING:
@@ -303,24 +304,19 @@ class OwnerWrite:
         """Tell each owner what this rank holds for it; return what the others hold for this one."""
         theirs: dict[int, _Held] = {}
         for to, source in self._partners:
-            sending: list[Any] = []
+            content = None
             if to in self._held:
-                content = [
+                listed = [
                     [*place, [[piece.box, piece.flat] for piece in pieces]] for place, pieces in self._held[to].items()
                 ]
-                text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
-                sending = [dist.isend(each, dst=to, group=group) for each in (torch.tensor([text.numel()]), text)]
-            if self._rank in self._held:
-                size = torch.zeros(1, dtype=torch.int64)
-                dist.recv(size, src=source, group=group)
-                received = torch.empty(int(size), dtype=torch.uint8)
-                dist.recv(received, src=source, group=group)
+                content = json.dumps(listed).encode()
+            receives = self._rank in self._held
+            received = swap_bytes(content, to, source if receives else None, group)
+            if receives:
                 theirs[source] = {
                     (file, key): [_Piece(tuple((a, b) for a, b in box), (flat[0], flat[1])) for box, flat in pieces]
-                    for file, key, pieces in json.loads(received.numpy().tobytes())
+                    for file, key, pieces in json.loads(received)
                 }
-            for each in sending:
-                each.wait()
         return theirs
 
     def _run_round(

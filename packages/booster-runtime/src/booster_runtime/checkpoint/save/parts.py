@@ -1,8 +1,7 @@
 """The parts of a save: a model's or an optimizer's state, as named tensors and other values.
 
 A part is asked on every rank for what it owns there, told what all ranks said, and then asked for values and shards.
-Ranks that own parts of the same tensors tell the same text, which then travels once, or not at all
-(`booster_runtime.checkpoint.session`). How much each owns of every tensor is only summed.
+Which tensors all ranks own together is found in `booster_runtime.checkpoint.save.specs`.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from typing_extensions import override
 
 from booster_core.errors import CheckpointError, shorten
 from booster_core.state import NamedTensors, TensorShard, full_box, own_class, without_adapters
-from booster_runtime.checkpoint.files.layout import TensorSpec
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
-from booster_runtime.checkpoint.session import distinct
 from booster_runtime.state.jsonable import encode_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from booster_core.state import StateAdapter
     from booster_runtime.checkpoint.files.layout import FileNames
@@ -89,7 +86,7 @@ class Part(ABC):
         """Take in what every rank said, in rank order; entries that are equal are the same object."""
 
     def learned_specs(self) -> list[OwnedSpec]:
-        """Return the tensors that ranks own only since all have heard from all; `local_specs` tells of the others."""
+        """Return the tensors that ranks own only since all have heard from all."""
         return []
 
     @abstractmethod
@@ -284,76 +281,6 @@ class OptimizerPart(Part):
     @override
     def texts(self) -> dict[str, str]:
         return {self.names.groups: json.dumps(self._info, indent=1) + "\n"} if self.is_divided else {}
-
-
-def local_specs(part: Part) -> tuple[str, dict[str, int]]:
-    """Return the tensors that this rank owns parts of, as text, and the number of elements that it owns of each.
-
-    Raises:
-        CheckpointError: If shards of one tensor have different shapes.
-
-    Collective: none.
-    """
-    specs: dict[str, tuple[tuple[int, ...], str]] = {}
-    owned: dict[str, int] = {}
-    for shard in part.owned_shards():
-        key = shard.key
-        shape, _ = specs.setdefault(key, (shard.global_shape, str(part.file_dtype(shard)).removeprefix("torch.")))
-        if shape != shard.global_shape:
-            msg = f"'{key}' has shards of shape {shape} and of shape {shard.global_shape}."
-            raise CheckpointError(msg)
-        owned[key] = owned.get(key, 0) + shard.numel
-    return json.dumps([[key, shape, dtype] for key, (shape, dtype) in specs.items()], separators=(",", ":")), owned
-
-
-def merge_specs(
-    tables: Sequence[str],
-    owned: Mapping[str, int],
-    learned: Iterable[OwnedSpec],
-    total_over_ranks: Callable[[Sequence[int]], list[int]],
-) -> list[TensorSpec]:
-    """Return the whole tensors that all ranks' shards make up.
-
-    Args:
-        tables: Every rank's text.
-        owned: What this rank owns of each of its tensors.
-        learned: What all ranks together own besides.
-        total_over_ranks: Adds numbers up over all ranks.
-
-    Raises:
-        CheckpointError: If a tensor is not owned exactly once, or ranks disagree about its shape or dtype.
-
-    Collective: every rank, if ``total_over_ranks`` is.
-    """
-    specs: dict[str, TensorSpec] = {}
-    for table in distinct(tables):
-        for key, shape, dtype in json.loads(table):
-            _add(specs, key, tuple(shape), getattr(torch, dtype))
-    totals = dict(zip(specs, total_over_ranks([owned.get(key, 0) for key in specs]), strict=True))
-    for key, shape, dtype, numel in learned:
-        _add(specs, key, shape, dtype)
-        totals[key] = totals.get(key, 0) + numel
-    wrong = [
-        f"{key} ({totals[key]} of {math.prod(spec.shape)} elements)"
-        for key, spec in specs.items()
-        if totals[key] != math.prod(spec.shape)
-    ]
-    if wrong:
-        msg = (
-            f"{len(wrong)} tensors are not owned by exactly one rank in each of their parts: {shorten(wrong)}. Are "
-            "all ranks saving the same model, under the plugin that boosted it?"
-        )
-        raise CheckpointError(msg)
-    return list(specs.values())
-
-
-def _add(specs: dict[str, TensorSpec], key: str, shape: tuple[int, ...], dtype: Any) -> None:
-    spec = specs.get(key)
-    if spec is None:
-        specs[key] = TensorSpec(key=key, shape=shape, dtype=dtype)
-    elif (spec.shape, spec.dtype) != (shape, dtype):
-        msg = f"Ranks disagree about '{key}': {spec.shape} of {spec.dtype}, and {shape} of {dtype}."
-        raise CheckpointError(msg)
 
 
 def _check_model_is_saved_whole(model: nn.Module) -> None:

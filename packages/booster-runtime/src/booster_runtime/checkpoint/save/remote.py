@@ -21,7 +21,7 @@ from booster_runtime.checkpoint.files.layout import WrittenFile
 from booster_runtime.checkpoint.save.owners import OwnerWrite, spread_over_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch.distributed import ProcessGroup
 
@@ -43,9 +43,13 @@ class Uploads:
     Args:
         folder: Where the files go.
         home: Tells the folder inside of it that a file of a name goes to; ``""`` for itself.
+
+    Attributes:
+        requests: Threads for requests that need not wait for each other.
     """
 
     def __init__(self, folder: RemotePath, home: Callable[[str], str] | None) -> None:
+        self.requests = ThreadPoolExecutor(_MOST_THREADS, "checkpoint writer")
         self._folder = folder
         self._home = home
         self._streams: list[WriteStream] = []
@@ -75,13 +79,22 @@ class Uploads:
         for stream in self._streams[-2:]:
             stream.finish()
 
-    def publish(self) -> None:
-        """Make all files visible."""
-        with ThreadPoolExecutor(_MOST_THREADS, "checkpoint writer") as pool:
-            list(pool.map(lambda stream: stream.close(), self._streams))
+    def publish(self, texts: Mapping[str, str]) -> None:
+        """Make all files visible, and write small ones."""
+        closing = [self.requests.submit(stream.close) for stream in self._streams]
+        self.write_texts(texts)
+        for each in closing:
+            each.result()
+
+    def write_texts(self, texts: Mapping[str, str]) -> None:
+        """Write small files, several at a time."""
+        writing = [self.requests.submit(self.place_of(name).write_bytes, text.encode()) for name, text in texts.items()]
+        for each in writing:
+            each.result()
 
     def end(self) -> None:
         """Delete what has been uploaded and not been published."""
+        self.requests.shutdown()
         for stream in self._streams:
             try:
                 stream.discard()
@@ -122,11 +135,8 @@ def save_at_url(
     group = save.group or (session.cpu_group() if session.world_size > 1 else None)
     uploads = Uploads(folder, save.home)
     try:
-        _check_all_see(session, name, folder, plan.token, save.group)
-        present: set[str] = set()
+        present = _look_at_folder(session, name, plan, folder, uploads, save.group)
         with session.together(f"{name} (begin uploads)", where, for_long=True):
-            if session.rank == 0:
-                present = _present(plan, folder)
             job = OwnerWrite(
                 plan,
                 fragments if save.keeps_values else buffers.take(fragments),
@@ -148,10 +158,10 @@ def save_at_url(
         is_replacing = not present.isdisjoint(plan.names) or any(map(plan.obsolete, present))
         marks = plan.marks if is_replacing else ()
         with session.together(f"{name} (publish)", where, for_long=True):
-            for mark in marks:
-                (folder / mark).write_bytes(b"")
+            list(uploads.requests.map(lambda mark: (folder / mark).write_bytes(b""), marks))
         with session.together(f"{name} (publish)", where, for_long=True):
-            uploads.publish()
+            early = {key: text for key, text in plan.texts.items() if key not in plan.last}
+            uploads.publish(early if session.rank == 0 else {})
         written: list[WrittenFile] = []
         with session.together(f"{name} (commit)", where, for_long=True):
             if session.rank == 0:
@@ -165,23 +175,31 @@ def save_at_url(
             buffers.release()
 
 
-def _check_all_see(session: Session, name: str, folder: RemotePath, token: str, group: ProcessGroup | None) -> None:
-    """Raise unless all ranks see what rank 0 writes at a URL; asked for once for each storage.
+def _look_at_folder(
+    session: Session, name: str, plan: SavePlan, folder: RemotePath, uploads: Uploads, group: ProcessGroup | None
+) -> set[str]:
+    """Return, on rank 0, what `_present` does, once it is known that all ranks see what rank 0 writes there.
+
+    Each storage is tried once.
 
     Raises:
-        CheckpointError: If one does not: ``memory://`` is each process' own.
+        CheckpointError: If a rank does not see it: ``memory://`` is each process' own.
     """
     storage = "/".join(folder.url.split("/")[:3])
-    if session.world_size == 1 or storage in session.shared_storages:
-        return
-    probe = folder / f".booster-{token}.probe"
-    with session.together(f"{name} (look for a folder)", folder, for_long=True):
+    is_known = session.world_size == 1 or storage in session.shared_storages
+    probe = folder / f".booster-{plan.token}.probe"
+    present: set[str] = set()
+    with session.together(f"{name} (look at the folder)", folder, for_long=True):
         if session.rank == 0:
-            probe.write_bytes(b"")
+            writing = None if is_known else uploads.requests.submit(probe.write_bytes, b"")
+            present = _present(plan, folder)
+            if writing is not None:
+                writing.result()
+    if is_known:
+        return present
     seen = session.gather(name, folder, lambda: probe.alone().is_file(), group)
     if session.rank == 0:
-        with contextlib.suppress(CheckpointError):
-            probe.remove()
+        uploads.requests.submit(_remove_probe, probe)
     if not all(seen):
         blind = [rank for rank, sees in enumerate(seen) if not sees]
         msg = (
@@ -190,6 +208,12 @@ def _check_all_see(session: Session, name: str, folder: RemotePath, token: str, 
         )
         raise CheckpointError(msg)
     session.shared_storages.add(storage)
+    return present - {probe.name}
+
+
+def _remove_probe(probe: RemotePath) -> None:
+    with contextlib.suppress(CheckpointError):
+        probe.remove()
 
 
 def _present(plan: SavePlan, folder: RemotePath) -> set[str]:
@@ -214,21 +238,22 @@ def _commit(
             seen = "does not exist" if nbytes is None else f"has {nbytes} bytes"
             msg = f"'{place}' {seen} after {told[file.name][0]} bytes have been written to it."
             raise CheckpointError(msg)
-    for name in plan.names:
-        if name in plan.texts:
-            content = plan.texts[name].encode()
-            uploads.place_of(name).write_bytes(content)
-            hasher = BlockHasher(block_sizes([len(content)]))
-            hasher.update(content)
-            told[name] = len(content), tuple(hasher.blocks)
+    for name, text in plan.texts.items():
+        content = text.encode()
+        hasher = BlockHasher(block_sizes([len(content)]))
+        hasher.update(content)
+        told[name] = len(content), tuple(hasher.blocks)
+    uploads.write_texts({name: plan.texts[name] for name in plan.last})
     tensors = {file.name: tuple(spec.key for spec in file.specs) for file in plan.files}
     written = [
         WrittenFile(name=name, nbytes=told[name][0], blocks=told[name][1], tensors=tensors.get(name, ()))
         for name in plan.names
     ]
-    obsolete = sorted(filter(plan.obsolete, present), key=lambda name: (bool(_NUMBERED.search(name)), name))
+    obsolete = list(filter(plan.obsolete, present))
     healed = {mark: index for mark, index in plan.healed.items() if mark in present}
     gone = [*obsolete, *(index for index in healed.values() if index not in plan.last and index in present)]
-    for name in dict.fromkeys([*gone, *marks, *healed]):
-        (folder / name).remove()
+    # Without its index or its only file, an older form is not looked for: its numbered files go afterwards.
+    numbered = {name for name in gone if _NUMBERED.search(name)}
+    for names in (set(gone) - numbered, numbered, {*marks, *healed}):
+        list(uploads.requests.map(lambda name: (folder / name).remove(), names))
     return written

@@ -23,7 +23,7 @@ from booster_runtime.checkpoint.files.layout import (
     new_token,
 )
 from booster_runtime.checkpoint.save.async_writer import BackgroundWriter, SnapshotBuffers
-from booster_runtime.checkpoint.save.parts import local_specs, merge_specs
+from booster_runtime.checkpoint.save.specs import OwnedTensors, SpecTables
 from booster_runtime.checkpoint.save.writer import (
     Fragment,
     create_file,
@@ -57,7 +57,7 @@ class Save:
     """One call; see `Saver.save`.
 
     Args:
-        facts: Returns, for each part, what this rank tells the others, the tensors that it owns parts of, and how much.
+        facts: Returns, for each part, what this rank tells the others, and the tensors that it owns parts of.
         fragments: Returns what this rank writes; a fragment is read before the next one is asked for.
         keeps_values: Fragments may be read later as well.
         is_shown: Whether a progress bar may be shown.
@@ -71,7 +71,7 @@ class Save:
     texts: dict[str, str]
     want_checksums: bool
     commit: Callable[[list[WrittenFile]], None] | None
-    facts: Callable[[], list[tuple[list[Any], str, dict[str, int]]]]
+    facts: Callable[[], list[tuple[list[Any], OwnedTensors]]]
     fragments: Callable[[], Iterable[Fragment]]
     keeps_values: bool
     is_shown: bool
@@ -96,6 +96,7 @@ class Saver:
         self._session = session
         self._bucket_bytes = bucket_bytes
         self._shared_filesystem = shared_filesystem
+        self._tables = SpecTables(session)
         self.background = BackgroundWriter()
         self.buffers = SnapshotBuffers(bucket_bytes)
 
@@ -163,7 +164,7 @@ class Saver:
             texts=dict(texts or {}),
             want_checksums=want_checksums,
             commit=commit,
-            facts=lambda: [(part.local_facts(), *local_specs(part)) for part in parts],
+            facts=lambda: [(part.local_facts(), OwnedTensors.of(part)) for part in parts],
             fragments=lambda: _fragments_of(parts),
             keeps_values=all(part.keeps_values for part in parts),
             is_shown=self._session.rank == 0,
@@ -259,18 +260,16 @@ class Saver:
             made: Filled, on rank 0, with the folders that were made.
         """
         session, folder = self._session, save.folder
-        ends, owned = [0], list[dict[str, int]]()
+        told, owned = list[list[Any]](), list[OwnedTensors]()
 
         def tell() -> list[Any]:
             if session.rank == 0 and not isinstance(folder, RemotePath):
                 made.extend(path for path in (folder, *folder.parents) if not path.exists())
                 folder.mkdir(parents=True, exist_ok=True)
-            entries = []
-            for facts, table, held in save.facts():
-                entries += [*facts, table]
-                ends.append(len(entries))
+            for part, (facts, held) in zip(save.parts, save.facts(), strict=True):
+                told.append([self._tables.tell(part, held), *facts])
                 owned.append(held)
-            return [*entries, save.texts, new_token() if session.rank == 0 else None]
+            return [*itertools.chain(*told), save.texts, new_token() if session.rank == 0 else None]
 
         gathered = session.gather_each(save.name, folder, tell, save.group)
         # What follows is computed from the same values on every rank, and so raises on all of them or on none.
@@ -278,16 +277,10 @@ class Saver:
         for rank_texts in distinct(entries[-2] for entries in gathered):
             texts = rank_texts | texts  # the lowest rank's of equal names
         specs = []
+        ends = list(itertools.accumulate(map(len, told), initial=0))
         for part, held, (begin, end) in zip(save.parts, owned, itertools.pairwise(ends), strict=True):
-            part.learn([entries[begin : end - 1] for entries in gathered], session.rank)
-            specs.append(
-                merge_specs(
-                    [entries[end - 1] for entries in gathered],
-                    held,
-                    part.learned_specs(),
-                    lambda numbers: session.total_over_ranks(numbers, save.group),
-                )
-            )
+            part.learn([entries[begin + 1 : end] for entries in gathered], session.rank)
+            specs.append(self._tables.merge(part, held, [entries[begin] for entries in gathered], save.group))
         return make_plan(folder, gathered[0][-1], save.parts, specs, texts)
 
     def _read_checksums(self, save: Save, plan: SavePlan) -> Told:

@@ -78,7 +78,7 @@ class PretrainedNames:
                     common = intersect(region.box, piece.stored(piece.box))
                     if common is not None:
                         box = piece.composed(common)
-                        part = data[slices_of(common, region.box)].reshape(box_shape(box))
+                        part = piece.arranged(data[slices_of(common, region.box)], box)
                         yield replace(shard, name=name, global_shape=layout.meta.shape, box=box, flat=None, data=part)
 
     def _files(self, name: str, meta: TensorMeta) -> Mapping[str, Layout]:

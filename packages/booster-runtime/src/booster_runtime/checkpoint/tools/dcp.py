@@ -42,7 +42,8 @@ from booster_runtime.checkpoint.files.dcp_file import GROUPS, SHAPES, STATE
 from booster_runtime.checkpoint.files.dcp_table import METADATA, read_table
 from booster_runtime.checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
-from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part, local_specs, merge_specs
+from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart, Part
+from booster_runtime.checkpoint.save.specs import OwnedTensors, SpecTables
 from booster_runtime.checkpoint.save.writer import sync_folder
 from booster_runtime.checkpoint.session import distinct
 from booster_runtime.state.regions import pack, regions_of
@@ -210,18 +211,19 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
     made: list[Path] = []
     temporary: Path | None = None
 
-    owned: dict[str, int] = {}
+    owned = OwnedTensors((), ())
+    tables = SpecTables(session)
 
     def tell() -> list[Any]:
+        nonlocal owned
         if session.rank == 0:
             _check_target(path, is_optimizer=isinstance(part, OptimizerPart))
             made.extend(parent for parent in path.parents if not parent.exists())
             path.parent.mkdir(parents=True, exist_ok=True)
             clear_temporaries(path)
-        table, held = local_specs(part)
-        owned.update(held)
+        owned = OwnedTensors.of(part)
         mine = (new_token(), (path / METADATA).exists()) if session.rank == 0 else None
-        return [*part.local_facts(), table, part.aliases(), mine]
+        return [*part.local_facts(), tables.tell(part, owned), part.aliases(), mine]
 
     try:
         gathered = session.gather_each(name, path, tell)
@@ -233,7 +235,7 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
             raise CheckpointError(msg)
         temporary = path.parent / f".{path.name}.{token}{TEMPORARY}"
         part.learn([entries[:-3] for entries in gathered], session.rank)
-        merge_specs([entries[-3] for entries in gathered], owned, part.learned_specs(), session.total_over_ranks)
+        tables.merge(part, owned, [entries[-3] for entries in gathered], None)
         aliases = {alias: first for known in distinct(each[-2] for each in gathered) for alias, first in known.items()}
         with session.together(name, path):
             planner = _make_planner(part, session.rank)

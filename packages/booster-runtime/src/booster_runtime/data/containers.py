@@ -61,6 +61,15 @@ def tensors_of(value: Any) -> list[tuple[str, Tensor]]:
     return found
 
 
+def hidden_tensors(value: Any) -> list[Tensor]:
+    """Return those tensors of `tensors_of` that torch does not see, as its pytree does not open what they are in.
+
+    Collective: none.
+    """
+    seen = {id(leaf) for leaf in pytree.tree_leaves(value)}
+    return [tensor for _, tensor in tensors_of(value) if id(tensor) not in seen]
+
+
 def hides_tensors(leaf: Any) -> bool:
     """Return whether something that pytree takes for a leaf holds tensors.
 
