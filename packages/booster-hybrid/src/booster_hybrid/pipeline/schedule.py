@@ -292,10 +292,9 @@ class _Planner:
 
         def order(action: Action) -> tuple[int, ...]:
             # As many microbatches as there are ranks pass through a chunk before the next chunk's turn.
-            chunk = action.stage // ranks
             if self._style == "zbv":
-                return (-chunk, action.microbatch)  # what is nearer to its end frees memory sooner
-            toward = chunk if action.work is Work.FORWARD else -chunk
+                return (-action.stage, action.microbatch)  # what is nearer to its end frees memory sooner
+            toward = action.stage if action.work is Work.FORWARD else -action.stage
             return (action.microbatch // ranks, toward, action.microbatch)
 
         return sorted(actions, key=order)
