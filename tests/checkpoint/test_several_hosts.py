@@ -30,7 +30,7 @@ from booster_runtime.checkpoint.save import writer
 from booster_runtime.checkpoint.save.owners import OwnerWrite
 from booster_testing import expect_on_ranks, peak_memory, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
-from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter
+from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter, value_of
 
 TENSORS = [
     ("embed.weight", (33, 20), torch.float32),
@@ -112,6 +112,23 @@ def test_several_hosts_write_the_bytes_that_one_host_writes(layout, use_async, t
             content = content[nbytes:]
         assert not content
     assert run_on_ranks(wrong_values, 3, str(several), layout) == [[], [], []]
+
+
+def save_extra_state_of_the_second_stage(folder, hosts):
+    adapter = adapter_of("stages")
+    if DistCoordinator().rank == 0:
+        adapter.extra = {}
+    with on_hosts(hosts):
+        CheckpointFiles(DistCoordinator()).save_model(adapter, Path(folder) / "one.bin", use_safetensors=False)
+
+
+def test_wide_tensors_of_extra_state_follow_narrow_ones_to_the_host_that_writes(tmp_path):
+    """`torch.save` files have them last, here after 31 bytes of a mask that the same rank sends."""
+    run_on_ranks(save_extra_state_of_the_second_stage, 2, str(tmp_path), [0, 1])
+    saved = torch.load(tmp_path / "one.bin")
+    assert saved.pop("block._extra_state")["scale"].tolist() == [2.0, 2.0, 2.0]
+    expected = {name: value_of(name, shape, dtype) for name, shape, dtype in TENSORS}
+    torch.testing.assert_close(saved, expected, rtol=0, atol=0)
 
 
 def recorded_save(folder, hosts):

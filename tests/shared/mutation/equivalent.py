@@ -8,6 +8,8 @@ from __future__ import annotations
 
 _ONLY_DIFFERENCES = "ranks are compared with each other, so that it does not matter where all of them begin"
 _FIRST_BUCKET = "the first parameter begins a bucket, which sets it"
+_FINENESS = "the number of sizes tried is a setting: with one more or less, neighbours still differ by less than 2%"
+_ITSELF = "the largest or smallest of a number and itself is that number"
 
 EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
     "zero/partition": {
@@ -15,6 +17,78 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
         ("assign_owners", "loads = [0] * world_size", "0 -> -1"): _ONLY_DIFFERENCES,
         ("_fill", "held = 0", "0 -> 1"): _FIRST_BUCKET,
         ("_fill", "held = 0", "0 -> -1"): _FIRST_BUCKET,
+    },
+    "runtime/placements": {
+        (
+            "_offsets",
+            "return [(end - (stop - start), end) for end, (start, stop) in zip(ends, ranges, strict=True)]",
+            "True -> False",
+        ): "there is one end for each range",
+    },
+    "runtime/ranks": {
+        (
+            "sharding_groups",
+            'divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)',
+            "1 -> 2 (#2)",
+        ): "no number larger than the world size divides it",
+    },
+    "hybrid/split": {
+        (
+            "is_repeated",
+            "steps = zip(tensor.shape, tensor.stride(), strict=True)",
+            "True -> False",
+        ): "a tensor has one stride for each dimension",
+        (
+            "cut_groups",
+            "if num_groups >= size:",
+            "num_groups >= size -> num_groups > size",
+        ): "where there are as many groups as ranks, both branches give each rank all units of one group",
+    },
+    "hybrid/layout": {
+        (
+            "SequenceLayout.take",
+            "return parts[0] if len(parts) == 1 else torch.cat(parts, dim)",
+            "0 -> -1",
+        ): "the first of one part is the last",
+    },
+    "core/shard": {
+        (
+            "TensorShard.__post_init__",
+            "not 0 <= start <= stop <= size for (start, stop), size in zip(self.box, self.global_shape, strict=True)",
+            "True -> False",
+        ): "the condition before it compares the two lengths",
+    },
+    "runtime/regions": {
+        (
+            "_cut",
+            "if start < first_whole * row:",
+            "start < first_whole * row -> start <= first_whole * row",
+        ): "the part of the row is empty then, and an empty part yields no box",
+    },
+    "gemini/search": {
+        ("", "_CANDIDATES = 192", "192 -> 193"): _FINENESS,
+        ("", "_CANDIDATES = 192", "192 -> 191"): _FINENESS,
+        (
+            "_fullest",
+            "return max((plan.numel for plan in plans if plan.numel <= chunk_numel), default=chunk_numel)",
+            "plan.numel <= chunk_numel -> plan.numel < chunk_numel",
+        ): "a size that a chunk fills is tried anyway; a further size is taken only if it is better",
+    },
+    "runtime/sums": {
+        ("combine_into", "for term in terms[1:]:", "1: -> :"): _ITSELF,
+        ("combine_into", "for term in terms[1:]:", "1 -> 0"): _ITSELF,
+    },
+    "hybrid/schedule": {
+        (
+            "Schedule.is_split",
+            "return any(event.action.work is Work.BACKWARD_WEIGHT for event in self.events[0])",
+            "0 -> -1",
+        ): "every rank splits its backwards, or none does",
+        (
+            "_without_surplus",
+            "for mine, done in zip(left, events, strict=True):",
+            "True -> False",
+        ): "there is one list of events for each rank",
     },
     "core/loss_scaler": {
         (

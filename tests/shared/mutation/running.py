@@ -53,9 +53,15 @@ def import_what_tests_need() -> None:
     import torch.optim  # noqa: F401
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # which reads the metadata of each installed distribution
-    # The same examples for each mutant. Nobody reads the smallest one.
-    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-    hypothesis.settings.register_profile("mutation", derandomize=True, database=None, deadline=None, phases=phases)
+    # The same examples for each mutant. Nobody reads the smallest one. Checks of its own health fail on a busy machine.
+    hypothesis.settings.register_profile(
+        "mutation",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
     hypothesis.settings.load_profile("mutation")
     gc.collect()
     gc.freeze()  # pytest collects all garbage, several times

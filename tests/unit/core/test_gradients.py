@@ -62,6 +62,16 @@ def test_clipping_equals_torchs(max_norm, norm_type):
         torch.testing.assert_close(ours, parameter.grad)
 
 
+@pytest.mark.parametrize("max_norm", [1e-6, 1e-7])
+def test_gradients_no_larger_than_the_guard_against_zero_are_clipped_as_torch_clips_them(max_norm):
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([1.2e-6, 1.6e-6])
+    ours = parameter.grad.clone()
+    nn.utils.clip_grad_norm_([parameter], max_norm)
+    clip_by_norm([ours], max_norm)
+    torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=0.0)
+
+
 def test_clipping_mixed_formats():
     mixed = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16)]
     clip_by_norm(mixed, 1.0)

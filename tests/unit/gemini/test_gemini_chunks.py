@@ -39,6 +39,29 @@ def test_where_no_size_is_good_the_least_wasteful_is_taken():
     assert all(wasted_numel(numels, 1, 9000 + 27000 * step // 192) >= least for step in range(193))
 
 
+@pytest.mark.parametrize(("min_numel", "expected"), [(816, 816), (832, 832), (848, 1600)])
+def test_a_size_is_good_up_to_a_fiftieth_of_waste(min_numel, expected):
+    # The first of two chunks wastes 16, 32 or 48 of 1600 elements; one chunk, which ends with both, wastes none.
+    assert wasted_numel([800, 800], 1, min_numel) == min_numel - 800
+    assert search_chunk_numel([800, 800], 1, min_numel) == expected
+
+
+def test_a_size_is_cut_to_its_fullest_chunk():
+    # 1603 is the first of the sizes tried that two parameters fit into; chunks of it hold 1600 elements, and 800.
+    assert search_chunk_numel([800] * 3, 1, 848) == 1600
+
+
+@pytest.mark.parametrize(
+    ("numels", "expected"), [([17120, 14080, 8800], 40000), ([17120, 14080, 8912], None)], ids=["four times", "more"]
+)
+def test_the_largest_size_tried_is_four_times_the_smallest(numels, expected):
+    # These fit together alone; any smaller chunk wastes more than a fiftieth.
+    assert all(wasted_numel(numels * 6, 1, size) > 0.02 * 6 * sum(numels) for size in range(10000, sum(numels), 16))
+    assert wasted_numel(numels * 6, 1, sum(numels)) == 0
+    found = search_chunk_numel(numels * 6, 1, 10000)
+    assert found <= 40000 if expected is None else found == expected
+
+
 def test_the_largest_size_comes_before_the_smallest():
     numels = [100] * 64
     assert search_chunk_numel(numels, 1, 448, 300) <= 300

@@ -21,6 +21,19 @@ def test_parts_put_together_are_the_whole(layout):
     assert torch.equal(layout.put_together(parts, 1), whole)
 
 
+def test_contiguous_parts_are_views():
+    layout = SequenceLayout(5, 2)
+    assert layout.ranges == (((0, 3),), ((3, 5),))
+    whole = torch.arange(10).view(2, 5)
+    assert [layout.take(whole, 1, rank).data_ptr() for rank in range(2)] == [whole.data_ptr(), whole[0, 3:].data_ptr()]
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_parts_of_another_number_of_ranks_are_refused(num_parts):
+    with pytest.raises(ValueError, match="zip"):
+        SequenceLayout(4, 2).put_together([torch.ones(2)] * num_parts, 0)
+
+
 @given(LAYOUTS)
 def test_no_rank_has_two_positions_more_than_another_for_each_of_its_chunks(layout):
     assert max(layout.lengths) - min(layout.lengths) <= (2 if layout.zigzag else 1)

@@ -72,14 +72,14 @@ def test_what_can_not_be_cut_is_refused():
 
 @st.composite
 def fused(draw):
-    """A tensor with queries, keys and values in one dimension, or a plain one, and a number of ranks."""
+    """A tensor of queries, keys and values along one dimension, in some order, or of queries; and a number of ranks."""
     size = draw(st.integers(1, 5))
     groups, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     if groups * per_group < size:
         per_group = -(-size // groups)
     queries = Block(groups * per_group, groups)
     shared = Block(groups, groups, is_shared=True)
-    blocks = draw(st.sampled_from([[queries], [queries, shared, shared]]))
+    blocks = draw(st.sampled_from([[queries], [queries, shared, shared], [shared, queries]]))
     unit = draw(st.integers(1, 3))
     length = unit * sum(block.num_units for block in blocks)
     dim = draw(st.integers(0, 2))
@@ -123,11 +123,32 @@ def test_a_split_without_a_word_on_owners_owns_all():
     assert split.counted(values, 0) is values
 
 
+def test_units_are_on_one_rank_each_unless_they_may_be_shared():
+    assert split_dimension((4,), 0, [Block(4, 1)], rank=1, size=2).ranges == ((2, 4),)
+    assert split_dimension((4,), 0, [Block(4, 1, is_shared=True)], rank=1, size=2).ranges == ((0, 4),)
+
+
 def test_a_part_is_a_copy():
     whole = torch.zeros(4, 2)
     for ranges in (((1, 3),), ((0, 1), (2, 3))):
         Split((4, 2), 0, ranges).take(whole).fill_(1.0)
     assert not whole.any()
+
+
+def test_a_part_is_contiguous_whatever_the_order_of_the_whole_in_memory():
+    whole = torch.arange(2 * 4 * 3 * 3).view(2, 4, 3, 3).to(memory_format=torch.channels_last)
+    for ranges in (((1, 3),), ((0, 1), (2, 4))):
+        part = Split((2, 4, 3, 3), 1, ranges).take(whole)
+        assert part.is_contiguous()
+        assert torch.equal(part, torch.cat([whole[:, start:stop] for start, stop in ranges], 1))
+
+
+def test_owners_of_another_number_of_ranges_are_refused():
+    split = Split((6,), 0, ((0, 1), (3, 5)), owned=(False,))
+    with pytest.raises(ValueError, match="zip"):
+        split.spread(torch.ones(3), owned_only=False)
+    with pytest.raises(ValueError, match="zip"):
+        split.counted(torch.ones(3), 0)
 
 
 def test_a_part_of_a_number_seen_everywhere_takes_no_memory():

@@ -40,5 +40,15 @@ def test_a_copy_of_a_replica_is_written_by_nobody():
     assert [owner for owner, *_ in owners(lambda p: torch.zeros_like(p.values), [5], is_owner=False)] == [False, False]
 
 
+def test_a_step_count_is_whole_even_if_it_has_the_shape_of_a_piece():
+    found = owners(lambda _: torch.tensor([3.0]), [1, 2], key="step")
+    assert found == [(True, (1,), (0, 1)), (False, (1,), (0, 1)), (False, (1,), (0, 1))]
+
+
+def test_values_are_cut_as_the_parameter():
+    found = owners(lambda piece: piece.values, [5, 9], key=None)
+    assert found == [(True, (4, 3), (0, 5)), (True, (4, 3), (5, 9)), (True, (4, 3), (9, 12))]
+
+
 def test_a_whole_parameter_s_state_has_its_shape():
     assert owners(lambda piece: torch.zeros_like(piece.values), [], key="exp_avg") == [(True, (4, 3), (0, 12))]

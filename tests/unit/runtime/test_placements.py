@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from booster_runtime.sharding.placements import Split, local_boxes
@@ -48,28 +48,31 @@ def test_a_cut_outside_of_an_earlier_one_leaves_a_piece_of_each_half():
 
 @given(
     rows=st.integers(0, 13),
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    factor=st.integers(1, 3),
+    axes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3),
 )
-def test_ranks_hold_each_element_once_and_in_torchs_order(rows, sizes, factor):
+@example(rows=8, axes=[(2, 2), (1, 4)])  # ranges that touch are joined, in the second of two halves as well
+@example(rows=6, axes=[(2, 3), (3, 2)])
+def test_ranks_hold_each_element_once_and_in_torchs_order(rows, axes):
     whole = torch.arange(rows)
     seen = []
-    for coordinate in itertools.product(*(range(size) for size in sizes)):
-        splits = [Split(dim=0, parts=size, index=index) for size, index in zip(sizes, coordinate, strict=True)]
-        splits[0] = Split(dim=0, parts=sizes[0], index=coordinate[0], split_factor=factor)
-        expected = [chunk.chunk(sizes[0]) for chunk in whole.chunk(factor)] if rows else []
-        local = torch.cat([whole[:0], *(c[coordinate[0]] for c in expected if coordinate[0] < len(c))])
-        for size, index in list(zip(sizes, coordinate, strict=True))[1:]:
-            chunks = local.chunk(size) if len(local) else ()
-            local = chunks[index] if index < len(chunks) else local[:0]
-        found = list(local_boxes((rows,), splits))
-        got = torch.cat([whole[:0], *(whole[low:high] for (((low, high),), _) in found)])
-        assert got.tolist() == local.tolist()
-        assert [place for _, (place,) in found] == _consecutive([box[0] for box, _ in found])
-        seen += got.tolist()
+    for coordinate in itertools.product(*(range(parts) for parts, _ in axes)):
+        splits = [
+            Split(dim=0, parts=parts, index=index, split_factor=factor)
+            for (parts, factor), index in zip(axes, coordinate, strict=True)
+        ]
+        local = whole
+        for split in splits:
+            pieces = [piece.chunk(split.parts) for piece in local.chunk(split.split_factor)] if len(local) else []
+            local = torch.cat([whole[:0], *(each[split.index] for each in pieces if split.index < len(each))])
+        assert [box + place for box, place in local_boxes((rows,), splits)] == _runs(local.tolist())
+        seen += local.tolist()
     assert sorted(seen) == whole.tolist()
 
 
-def _consecutive(ranges):
-    ends = list(itertools.accumulate(high - low for low, high in ranges))
-    return [(end - (high - low), end) for end, (low, high) in zip(ends, ranges, strict=True)]
+def _runs(indices):
+    """Return the ranges of consecutive indices, none of which touch, each with its place in the list."""
+    starts = [place for place, index in enumerate(indices) if place == 0 or index != indices[place - 1] + 1]
+    return [
+        ((indices[start], indices[stop - 1] + 1), (start, stop))
+        for start, stop in itertools.pairwise([*starts, len(indices)])
+    ]

@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from booster_core.state.shard import box_numel, box_shape, full_box
 from booster_runtime.state.regions import (
+    as_bytes,
     intersect,
     is_contiguous,
     pack,
@@ -76,20 +78,43 @@ def test_regions_are_the_flat_range_in_order(data):
     assert len(regions) <= max(2 * len(shape) - 1, 1)
 
 
-@given(st.data())
-def test_span_and_runs_name_the_elements_of_a_box(data):
-    shape = data.draw(shapes)
-    box = data.draw(boxes(shape))
-    indices = torch.arange(math.prod(shape)).reshape(shape)[slices_of(box)].reshape(-1).tolist()
-    if not indices:
-        assert span_of(shape, box) == (0, 0)
-        return
-    assert span_of(shape, box) == (indices[0], indices[-1] + 1)
-    assert is_contiguous(shape, box) == (indices == list(range(indices[0], indices[-1] + 1)))
-    starts, length = runs_of(shape, box)
-    starts = list(starts)
-    assert [s + i for s in starts for i in range(length)] == indices
-    assert all(a + length < b for a, b in itertools.pairwise(starts)), "touching runs are joined"
+def flat_indices(shape, box):
+    """Return the places of a box' elements in the row-major flattened tensor, counted one by one."""
+    everything = itertools.product(*map(range, shape))
+    return [
+        place
+        for place, index in enumerate(everything)
+        if all(start <= each < stop for each, (start, stop) in zip(index, box, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 2, 3), (2, 1, 3, 2)], ids=str)
+def test_every_flat_range_of_a_box_is_cut_into_its_boxes(shape):
+    larger = tuple(size + 2 for size in shape)
+    box = tuple((1, size + 1) for size in shape)
+    places = flat_indices(larger, box)
+    for start, stop in itertools.combinations_with_replacement(range(len(places) + 1), 2):
+        regions = regions_of(box, (start, stop))
+        assert [place for region in regions for place in flat_indices(larger, region.box)] == places[start:stop]
+        assert [region.start for region in regions] == list(
+            itertools.accumulate((region.numel for region in regions[:-1]), initial=0)
+        )[: len(regions)]
+        assert len(regions) <= 2 * len(shape) - 1
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (3, 4), (2, 3, 2), (0, 2), (2, 0)], ids=str)
+def test_span_and_runs_name_the_elements_of_every_box(shape):
+    for box in itertools.product(*(itertools.combinations_with_replacement(range(size + 1), 2) for size in shape)):
+        indices = flat_indices(shape, box)
+        if not indices:
+            assert span_of(shape, box) == (0, 0)
+            continue
+        assert span_of(shape, box) == (indices[0], indices[-1] + 1)
+        assert is_contiguous(shape, box) == (indices == list(range(indices[0], indices[-1] + 1)))
+        starts, length = runs_of(shape, box)
+        starts = list(starts)
+        assert [s + i for s in starts for i in range(length)] == indices
+        assert all(a + length < b for a, b in itertools.pairwise(starts)), "touching runs are joined"
 
 
 @given(st.data())
@@ -139,6 +164,7 @@ def test_intersection_holds_the_common_elements(data):
     box = intersect(a, b)
     got = set() if box is None else set(whole[slices_of(box)].reshape(-1).tolist())
     assert got == common
+    assert (box is None) == (not common)
 
 
 @pytest.mark.parametrize(
@@ -152,3 +178,49 @@ def test_intersection_holds_the_common_elements(data):
 )
 def test_rows_are_contiguous_and_columns_are_not(shape, box, contiguous):
     assert is_contiguous(shape, box) is contiguous
+
+
+@given(st.data())
+def test_relative_slices_find_a_box_within_another(data):
+    shape = data.draw(st.lists(st.integers(1, 5), max_size=3).map(tuple))
+    outer = data.draw(boxes(shape))
+    within = data.draw(boxes(box_shape(outer)))
+    inner = tuple((start + low, start + high) for (start, _), (low, high) in zip(outer, within, strict=True))
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    assert torch.equal(whole[slices_of(outer)][slices_of(inner, outer)], whole[slices_of(inner)])
+
+
+@pytest.mark.parametrize("function", [slices_of, intersect, lambda a, b: span_of(box_shape(a), b)])
+def test_boxes_of_tensors_with_other_dimensions_are_refused(function):
+    with pytest.raises(ValueError, match="shorter"):
+        function(((0, 2), (0, 3)), ((0, 2),))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
+def test_bytes_are_the_tensor_s_own_memory(shape, dtype):
+    tensor = torch.arange(1, math.prod(shape) + 1).to(dtype).reshape(shape)
+    memory = as_bytes(tensor)
+    assert bytes(memory) == bytes(tensor.untyped_storage())
+    memory[:] = bytes(len(memory))
+    assert not tensor.any()
+
+
+class CopyOptions(TorchFunctionMode):
+    """Records whether copies may return before they have ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.non_blocking = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.copy_:
+            self.non_blocking.append(kwargs["non_blocking"])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, False), ({"non_blocking": True}, True)])
+def test_pack_waits_for_its_copies_unless_told_not_to(options, expected):
+    with CopyOptions() as copies:
+        pack(torch.ones(3, 2), 1, 5, torch.empty(4), **options)
+    assert copies.non_blocking == [expected] * 3

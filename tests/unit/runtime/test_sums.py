@@ -29,7 +29,7 @@ def in_order(parts, dtype, scale, before=None):
     return (total if before is None else total + before.to(carried)).to(dtype)
 
 
-@given(st.integers(1, 5), DTYPES, st.sampled_from([1.0, 0.5, 1 / 3]))
+@given(st.integers(1, 5), DTYPES, st.sampled_from([1.0, 0.5, 1 / 3, 2.0]))
 def test_parts_are_added_in_their_order_and_rounded_once(count, dtype, scale):
     parts = draw(count, dtype)
     out = torch.full((5,), math.nan, dtype=dtype)
@@ -72,6 +72,15 @@ def test_narrow_parts_add_up_in_a_wide_result(count, dtype):
     out = torch.full((5,), math.nan)
     sum_into(out, parts, scale=1.0, accumulate=False)
     assert torch.equal(out, in_order([part.float() for part in parts], torch.float32, 1.0))
+
+
+@given(st.integers(1, 4), st.sampled_from([torch.bfloat16, torch.float16]))
+def test_wide_parts_are_rounded_once_into_a_narrow_result_and_stay_as_they_are(count, dtype):
+    parts = draw(count, torch.float32)
+    out = torch.full((5,), math.nan, dtype=dtype)
+    sum_into(out, parts, scale=0.5, accumulate=False)
+    assert torch.equal(out, in_order(parts, torch.float32, 0.5).to(dtype))
+    assert all(map(torch.equal, parts, draw(count, torch.float32)))
 
 
 def test_small_terms_are_not_lost_to_a_narrow_format():

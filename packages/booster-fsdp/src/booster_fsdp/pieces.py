@@ -54,7 +54,7 @@ def row_bounds(shape: Sequence[int], size: int) -> list[int]:
     rows, row_numel = shape[0], 1
     for length in shape[1:]:
         row_numel *= length
-    step = -(-rows // size) if rows else 0
+    step = -(-rows // size)
     return [min(rank * step, rows) * row_numel for rank in range(size)] + [rows * row_numel]
 
 

@@ -173,12 +173,11 @@ def make_schedule(style: str, num_ranks: int, num_microbatches: int, num_chunks:
         msg = f"`pp_style={style!r}` puts {many} stage(s) on each rank, but `num_model_chunks={num_chunks}`."
         raise ConfigError(msg)
     placement = Placement(num_ranks, num_chunks, is_v=style == "zbv")
-    plans = [_Planner(style, placement, num_microbatches, is_strict=False).run()]
-    if style == "interleaved":
-        plans.append(_Planner(style, placement, num_microbatches, is_strict=True).run())
-        full = -(-num_microbatches // num_ranks) * num_ranks
-        plans.append(_without_surplus(_Planner(style, placement, full, is_strict=True).run(), num_microbatches))
-    return min(plans, key=lambda plan: plan.duration)
+    if style != "interleaved":
+        return _Planner(style, placement, num_microbatches).run()
+    # A last group of fewer microbatches than ranks can't take turns all the way, so a full one is planned, and cut.
+    full = -(-num_microbatches // num_ranks) * num_ranks
+    return _without_surplus(_Planner(style, placement, full).run(), num_microbatches)
 
 
 def _without_surplus(schedule: Schedule, num_microbatches: int) -> Schedule:
@@ -233,7 +232,7 @@ class _Worker:
         bisect.insort(self._ready[action.work], (self._place[action], action), key=_first)
         self._is_ready.add(action)
 
-    def is_ready(self, action: Action) -> bool:
+    def is_ready(self, action: Action | None) -> bool:
         return action in self._is_ready
 
     def ready(self, *works: Work) -> Iterator[Action]:
@@ -245,7 +244,6 @@ class _Worker:
         """Do something; return when it is done."""
         entries = self._ready[action.work]
         del entries[bisect.bisect_left(entries, self._place[action], key=_first)]
-        self._is_ready.remove(action)
         if action.work is not Work.BACKWARD_WEIGHT:
             (self.forwards if action.work is Work.FORWARD else self.backwards).remove(action)
         self.num_left -= 1
@@ -260,14 +258,10 @@ def _first(entry: tuple[int, Action]) -> int:
 
 
 class _Planner:
-    """Lets the ranks work through a batch in thought.
+    """Lets the ranks work through a batch in thought."""
 
-    ``is_strict`` keeps forward and backward in turns, which the interleaved schedule needs to be as short as it can be.
-    """
-
-    def __init__(self, style: str, placement: Placement, num_microbatches: int, *, is_strict: bool) -> None:
+    def __init__(self, style: str, placement: Placement, num_microbatches: int) -> None:
         self._style, self._placement, self._count = style, placement, num_microbatches
-        self._is_strict = is_strict
         self._workers = [_Worker(self._all_of(rank)) for rank in range(placement.num_ranks)]
 
     def run(self) -> Schedule:
@@ -282,12 +276,7 @@ class _Planner:
                 chosen = self._choice(rank, worker) if worker.free_at <= now else None
                 if chosen is not None:
                     ends.setdefault(worker.take(chosen, now), []).append(chosen)
-            if ends:
-                now = min(ends)
-            else:
-                # The strict order of the interleaved schedule can't be kept where the last group of microbatches is
-                # too small to fill the pipeline: from here on whatever is ready is done.
-                self._is_strict = False
+            now = min(ends)
         return Schedule(self._placement, self._count, [worker.events for worker in self._workers])
 
     def _all_of(self, rank: int) -> list[Action]:
@@ -301,12 +290,11 @@ class _Planner:
             for microbatch in range(self._count)
         ]
 
-        def order(action: Action) -> tuple[int, int, int]:
+        def order(action: Action) -> tuple[int, ...]:
             # As many microbatches as there are ranks pass through a chunk before the next chunk's turn.
-            chunk = action.stage // ranks
             if self._style == "zbv":
-                return (0, -chunk, action.microbatch)  # what is nearer to its end frees memory sooner
-            toward = chunk if action.work is Work.FORWARD else -chunk
+                return (-action.stage, action.microbatch)  # what is nearer to its end frees memory sooner
+            toward = action.stage if action.work is Work.FORWARD else -action.stage
             return (action.microbatch // ranks, toward, action.microbatch)
 
         return sorted(actions, key=order)
@@ -328,31 +316,28 @@ class _Planner:
 
     def _choice(self, rank: int, worker: _Worker) -> Action | None:
         """Return what a rank takes up."""
-        if self._is_strict:
+        if self._style == "interleaved":
             due = self._due(rank, worker)
-            return due if due is not None and worker.is_ready(due) else None
-        if self._style == "gpipe" and worker.forwards:
-            return next(worker.ready(Work.FORWARD), None)
-        chosen = next(worker.ready(*_BACKWARDS), None)
+            return due if worker.is_ready(due) else None
+        forwards_first = self._style == "gpipe" and worker.forwards
+        chosen = None if forwards_first else next(worker.ready(*_BACKWARDS), None)
         if chosen is None and worker.live < self._limit(rank):
             chosen = self._forward(rank, worker)
         return chosen or next(worker.ready(Work.BACKWARD_WEIGHT), None)
 
     def _due(self, rank: int, worker: _Worker) -> Action | None:
-        """Return what is next in turn: some forwards to warm up, then forward and backward by turns."""
-        backward = worker.backwards[0] if worker.backwards else None
-        if not worker.forwards or (worker.live >= self._limit(rank) and backward is not None):
-            return backward
-        return worker.forwards[0]
+        """Return the next action in turn, without which this schedule is longer: forwards to warm up, then by turns."""
+        if worker.forwards and worker.live < self._limit(rank):
+            return worker.forwards[0]
+        return worker.backwards[0] if worker.backwards else None
 
     def _forward(self, rank: int, worker: _Worker) -> Action | None:
-        """Return the forward to be taken up: out of order only where activations can't run out of room."""
-        if self._style == "zbv":
+        """Return the forward to take up."""
+        ready = worker.ready(Work.FORWARD)
+        if self._style == "zbv" and worker.live == self._limit(rank) - 1:
             # The last room is for the way back: with only first halves in it, nothing could ever finish.
-            has_room = worker.live < self._limit(rank) - 1
-            ready = worker.ready(Work.FORWARD)
-            return next((action for action in ready if has_room or action.stage >= self._placement.num_ranks), None)
-        return worker.forwards[0] if worker.forwards and worker.is_ready(worker.forwards[0]) else None
+            ready = (action for action in ready if action.stage >= self._placement.num_ranks)
+        return next(ready, None)
 
     def _limit(self, rank: int) -> int:
         """Return how many forwards a rank may keep activations of."""

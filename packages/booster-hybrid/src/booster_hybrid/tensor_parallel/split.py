@@ -10,6 +10,7 @@ divide goes to the first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,9 +62,9 @@ class Split:
     def take(self, whole: Tensor) -> Tensor:
         """Return a copy of this rank's part of the whole tensor; of one that repeats one number, no copy."""
         if is_repeated(whole):
-            return whole.as_strided((1,) * whole.dim(), (1,) * whole.dim()).expand(self.local_shape)
+            return whole.as_strided(self.local_shape, (0,) * whole.dim())
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
-        return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, self.dim)
+        return torch.cat(parts, self.dim).contiguous()  # `cat` keeps the memory format of its inputs
 
     def parts(self, local: Tensor) -> list[Tensor]:
         """Return views of the local tensor, one for each box."""
@@ -116,7 +117,7 @@ def cut_units(num_units: int, size: int) -> list[tuple[int, int]]:
     """
     share, more = divmod(num_units, size)
     starts = [rank * share + min(rank, more) for rank in range(size + 1)]
-    return [(starts[rank], starts[rank + 1]) for rank in range(size)]
+    return list(pairwise(starts))
 
 
 def cut_groups(num_units: int, num_groups: int, size: int, *, is_shared: bool = False) -> list[tuple[int, int]]:

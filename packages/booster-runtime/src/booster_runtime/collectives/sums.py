@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-BLOCK_NUMEL = 1 << 16
-"""Sums are computed in blocks of this many elements, which stay in the cache between passes."""
-
 SUMMED = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 COMBINED = (*SUMMED, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 
@@ -45,13 +42,13 @@ def sum_into(out: Tensor, parts: Sequence[Tensor], *, scale: float, accumulate: 
         for part in parts:
             out.add_(part, alpha=scale)
         return
-    # The first two terms replace `out`, so a later term that is `out` is copied.
-    later = [part.clone() if part.data_ptr() == out.data_ptr() else part for part in parts[2:]]
-    if len(parts) > 1 and parts[0].dtype == parts[1].dtype == out.dtype:
-        torch.add(parts[0], parts[1], out=out)
+    first, *later = parts
+    if later and first.dtype == out.dtype:
+        # The first two terms replace `out`, so a later term that is `out` is copied.
+        later[1:] = [part.clone() if part.data_ptr() == out.data_ptr() else part for part in later[1:]]
+        torch.add(first, later.pop(0), out=out)
     else:
-        out.copy_(parts[0])
-        later = [*parts[1:2], *later]
+        out.copy_(first)
     for part in later:
         out.add_(part)
     if scale != 1.0:

@@ -239,7 +239,7 @@ def _cut(key: str, value: Any, shape: torch.Size, piece: ParameterPiece) -> Any:
     return part.to(device=values.device, dtype=dtype, copy=True)
 
 
-def is_cut(key: str, value: Tensor, shape: torch.Size) -> bool:
+def is_cut(key: str | None, value: Tensor, shape: torch.Size) -> bool:
     """Whether a piece's state is elementwise, so that it is cut as the parameter is; a step count never is."""
     return key != "step" and value.shape == shape
 
@@ -254,7 +254,7 @@ def piece_shard(name: str, state: str | None, piece: ParameterPiece, tensor: Ten
         tensor: Cut as the parameter, or with a shape of its own, equal wherever there is a part of the parameter.
         is_owner: Whether this rank writes what it has; of a tensor with a shape of its own, the first part's rank does.
     """
-    if not is_cut(state or "", tensor, piece.values.shape):
+    if not is_cut(state, tensor, piece.values.shape):
         return whole_shard(name, state, tensor, is_owner=is_owner and piece.start == 0)
     shape = tuple(piece.parameter.shape)
     return TensorShard(

@@ -58,11 +58,8 @@ def regions_of(box: Box, flat: tuple[int, int] | None = None) -> list[Region]:
 
 
 def _cut(box: Box, start: int, stop: int, shift: int) -> Iterator[tuple[int, Box]]:
-    """Yield (first flat index, box) for the range ``[start, stop)`` of a box whose elements are counted from shift."""
+    """Yield (first flat index, box) for a part ``[start, stop)`` of a box whose elements are counted from shift."""
     if start >= stop:
-        return
-    if stop - start == box_numel(box):
-        yield shift + start, box
         return
     (low, high), inner = box[0], box[1:]
     row = box_numel(inner)

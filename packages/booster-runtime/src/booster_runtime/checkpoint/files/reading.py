@@ -260,8 +260,7 @@ def read_strided(
         stop = min(start + step, last)
         begin, end = offset + start * row_bytes, offset + stop * row_bytes
         base = begin - begin % mmap.ALLOCATIONGRANULARITY
-        mapping = mmap.mmap(source, end - base, mmap.MAP_SHARED, mmap.PROT_READ, offset=base)
-        try:
+        with mmap.mmap(source, end - base, mmap.MAP_SHARED, mmap.PROT_READ, offset=base) as mapping:
             # Not in a variable: a mapping with views cannot be closed.
             np.copyto(
                 target[start - first : stop - first],
@@ -269,14 +268,11 @@ def read_strided(
                     (slice(None), *slices_of(box[1:]))
                 ],
             )
-        finally:
-            mapping.close()
 
 
 def as_array(memory: memoryview, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray[Any, Any]:
     """Return memory as an array of opaque elements; unaligned memory is fine."""
-    kind = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(itemsize, f"V{itemsize}")
-    return np.ndarray(shape, dtype=kind, buffer=memory, offset=offset)
+    return np.ndarray(shape, dtype=f"V{itemsize}", buffer=memory, offset=offset)
 
 
 def read_whole(meta: TensorMeta, read: Callable[[Box, torch.Tensor], None]) -> torch.Tensor:

@@ -206,6 +206,7 @@ def _shares(window: Iterable[_Cut], held: _Held) -> list[_Share]:
                 for target in targets:
                     common = intersect(target.box, source.box)
                     if common is not None:
+                        used += -used % cut.spec.dtype.itemsize
                         shares.append(_Share(cut, target, piece, source, common, used))
                         used += shares[-1].nbytes
     return shares

@@ -63,8 +63,7 @@ def write_strided(path: Path, offset: int, shape: tuple[int, ...], itemsize: int
             stop = min(start + step, last)
             begin, end = offset + start * row_bytes, offset + stop * row_bytes
             base = begin - begin % mmap.ALLOCATIONGRANULARITY
-            mapping = mmap.mmap(descriptor, end - base, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=base)
-            try:
+            with mmap.mmap(descriptor, end - base, mmap.MAP_SHARED, offset=base) as mapping:
                 # Not in a variable: a mapping with views cannot be closed.
                 np.copyto(
                     as_array(memoryview(mapping), begin - base, (stop - start, *shape[1:]), itemsize)[
@@ -72,8 +71,6 @@ def write_strided(path: Path, offset: int, shape: tuple[int, ...], itemsize: int
                     ],
                     source[start - first : stop - first],
                 )
-            finally:
-                mapping.close()
     finally:
         os.close(descriptor)
 
