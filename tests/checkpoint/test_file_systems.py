@@ -136,7 +136,7 @@ def mapped_writes():
     real = mmap.mmap
     count = []
 
-    def counted(descriptor, length, flags, protection, **options):
+    def counted(descriptor, length, flags, protection=mmap.PROT_READ | mmap.PROT_WRITE, **options):
         if protection & mmap.PROT_WRITE:
             count.append(length)
         return real(descriptor, length, flags, protection, **options)

@@ -89,7 +89,11 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "for mine, done in zip(left, events, strict=True):",
             "True -> False",
         ): "there is one list of events for each rank",
-        ("_Worker.__init__", "self.free_at = 0", "0 -> -1"): "time starts at 0, when a rank that is free since -1 is, too",
+        (
+            "_Worker.__init__",
+            "self.free_at = 0",
+            "0 -> -1",
+        ): "time starts at 0, when a rank that is free since -1 is, too",
     },
     "core/loss_scaler": {
         (

@@ -138,9 +138,15 @@ class Units:
 
         Collective: none.
         """
-        for group in self._groups():
-            for inner in group.fsdp_params:
-                inner.reset_sharded_param()
+        # Where a user has asked for swapped parameters, torch takes others for a fault.
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        try:
+            for group in self._groups():
+                for inner in group.fsdp_params:
+                    inner.reset_sharded_param()
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def _groups(self) -> Iterator[Any]:
         for _, group in self._states_and_groups():

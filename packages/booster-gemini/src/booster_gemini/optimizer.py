@@ -128,7 +128,7 @@ class GeminiOptimizer(ZeroOptimizer):
         return super().agree_on_record(order, late) | self._chosen
 
     def _meet(self) -> None:
-        self.manager.order.meet(self._device())
+        self.manager.order.meet(self.device)
 
     def settle(self) -> None:
         """Bring all gradients into the shards, and agree on which parameters were used.
