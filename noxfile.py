@@ -131,7 +131,7 @@ def package(session: nox.Session, name: str) -> None:
     """Run a package's own tests against its wheel, in an environment with only its own dependencies."""
     needed = {*_with_dependencies(name), *_with_dependencies(TESTING)}
     wheels = _wheels(session, [ROOT / "packages" / each for each in sorted(needed)])
-    session.install("-c", CONSTRAINTS, *wheels, *_group("test"))
+    _install_wheels(session, wheels)
     session.run("python", "-m", "pip", "check")
     # Core must work without plugins, so none is installed when its tests run.
     _pytest(session, "python", *_own_tests(name), "-m", "not slow", *_workers(), *session.posargs)
@@ -180,7 +180,7 @@ def mutation(session: nox.Session) -> None:
 def minimal_plugin(session: nox.Session) -> None:
     """Run the conformance kit on a third-party plugin, built into a wheel, against this core."""
     wheels = _wheels(session, [*(ROOT / "packages" / each for each in _with_dependencies(TESTING)), EXAMPLE])
-    session.install("-c", CONSTRAINTS, *wheels, *_group("test"))
+    _install_wheels(session, wheels)
     session.run("booster", "plugins", "--load")
     _pytest(session, "python", str(EXAMPLE / "tests"), *session.posargs)
 
@@ -371,6 +371,12 @@ def _lowest_versions() -> set[str]:
             if not text.startswith("booster-"):
                 lowest.add(text.replace(">=", "=="))
     return lowest
+
+
+def _install_wheels(session: nox.Session, wheels: list[str]) -> None:
+    """Install wheels with what they need and what tests need, also where older builds of the same version are."""
+    session.install("-c", CONSTRAINTS, *wheels, *_group("test"))
+    session.install("--no-deps", "--force-reinstall", *wheels)
 
 
 def _wheels(session: nox.Session, projects: Iterable[Path]) -> list[str]:
