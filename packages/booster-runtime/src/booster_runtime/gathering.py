@@ -18,7 +18,7 @@ from booster_core.state import TensorMeta, box_shape
 from booster_runtime.state.regions import regions_of, slices_of, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -62,7 +62,7 @@ def gathered(
     first_names = {name: adapter.tied_names().get(name, name) for name in asked}
     keys = dict.fromkeys(first_names.values())
     tensors = _gather(adapter.model_shards(), list(keys), booster.device, coordinator)
-    _check_found(asked, first_names, tensors, [shard.name for shard in adapter.model_shards()], coordinator)
+    _check_found(asked, first_names, tensors, adapter.model_shards, coordinator)
     yield {name: tensors[first] for name, first in first_names.items()}
     if writes:
         metas = {key: TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype) for key, tensor in tensors.items()}
@@ -128,8 +128,7 @@ def _state(booster: Booster, model: nn.Module, name: str, state: str, call: str)
     adapter = booster.state_adapter(model)
     key = f"{adapter.tied_names().get(name, name)}/{state}"
     tensors = _gather(adapter.optimizer_shards(), [key], booster.device, coordinator)
-    listed = [shard.key for shard in adapter.optimizer_shards()]
-    _check_found([f"{name}/{state}"], {f"{name}/{state}": key}, tensors, listed, coordinator)
+    _check_found([f"{name}/{state}"], {f"{name}/{state}": key}, tensors, adapter.optimizer_shards, coordinator)
     return tensors[key], adapter
 
 
@@ -183,11 +182,12 @@ def _check_found(
     asked: Sequence[str],
     keys: dict[str, str],
     tensors: dict[str, Tensor],
-    listed: Sequence[str],
+    shards: Callable[[], Iterable[TensorShard]],
     coordinator: DistCoordinator,
 ) -> None:
     missing = [name for name in asked if keys[name] not in tensors]
     if missing:  # on every rank alike
+        listed = [shard.key for shard in shards()]
         known = sorted({name for of_rank in coordinator.all_gather_object(listed) for name in of_rank})
         close = difflib.get_close_matches(missing[0], known, n=1)
         hint = f" Did you mean '{close[0]}'?" if close else ""
