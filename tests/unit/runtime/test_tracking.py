@@ -152,6 +152,10 @@ def test_bad_arguments_raise(tmp_path):
             run.log(seconds=1.0)
         with pytest.raises(TypeError, match="loss"):
             run.log(loss=torch.ones(2))
+    with pytest.raises(ConfigError, match="with track"):
+        run.log(loss=1.0)  # the block has ended
+    with pytest.raises(ConfigError, match="Pass it to `track`"):
+        JsonLines(tmp_path / "c.jsonl").log(1, {"loss": 1.0})
     (tmp_path / "b.jsonl").write_text("loss 4\n")
     with pytest.raises(ConfigError, match="Line 1"):
         read_json_lines(tmp_path / "b.jsonl")

@@ -45,7 +45,9 @@ class JsonLines(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line."""
-        assert self._file is not None, "started by `track`"
+        if self._file is None:
+            msg = f"The tracker of {self.path} has not been started. Pass it to `track`, which does."
+            raise ConfigError(msg)
         self._file.write(_line({"step": step, **values}))
         self._file.flush()
 

@@ -73,6 +73,7 @@ class TrackedRun:
         self.step = step
         self._optimizer = optimizer
         self._trackers = trackers
+        self._is_open = False
         self._values: dict[str, float | Tensor] = {}
         self._time = time.perf_counter()
 
@@ -85,10 +86,12 @@ class TrackedRun:
             register_hooks(self)
             started.pop_all()
         self._time = time.perf_counter()
+        self._is_open = True
         return self
 
     def __exit__(self, *_: object) -> None:
         """Write the values of the last step, and close the trackers."""
+        self._is_open = False
         unregister_hooks(self)
         with contextlib.ExitStack() as closing:
             for tracker in self._trackers:
@@ -103,11 +106,14 @@ class TrackedRun:
 
         Raises:
             TypeError: If a value is neither a number nor a tensor with one element.
-            ConfigError: If a name is one that every step has: ``step``, ``seconds``.
+            ConfigError: Outside of the ``with``, or if a name is one that every step has: ``step``, ``seconds``.
 
         Collective: none. Values of the master rank are tracked: reduce what differs between ranks, or take what
         `Booster.train_batch` and `Booster.evaluate_batch` return.
         """
+        if not self._is_open:
+            msg = "Values are tracked inside of a block only: `with track(optimizer, ...) as run:`."
+            raise ConfigError(msg)
         if taken := _OURS.intersection(values):
             msg = f"Every step has a value named '{min(taken)}' already. Choose another name."
             raise ConfigError(msg)
