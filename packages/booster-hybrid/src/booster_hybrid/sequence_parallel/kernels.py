@@ -8,6 +8,7 @@ Reference: torch's context parallelism, ``torch.distributed.tensor.experimental`
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -126,7 +127,21 @@ def can_fuse(query: Tensor, *, dropout: float, softcap: float | None, needs_bias
     if query.device.type == "cpu":
         return query.is_floating_point()
     is_known = query.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return query.device.type == "cuda" and is_known and agrees_with_definition(query.device, query.dtype)
+    return query.device.type == "cuda" and is_known and _is_trusted(query.device, query.dtype)
+
+
+@lru_cache
+def _is_trusted(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernels of a device are used; warn once where they are not."""
+    agrees = agrees_with_definition(device, dtype)
+    if not agrees:
+        msg = (
+            f"torch's attention kernels for {dtype} on {device} give other results than their definition, so attention "
+            "over split sequences computes its scores explicitly, which is right but several times slower. Please "
+            "report this with the output of `booster env`."
+        )
+        warnings.warn(msg, RuntimeWarning, stacklevel=2)
+    return agrees
 
 
 @lru_cache
