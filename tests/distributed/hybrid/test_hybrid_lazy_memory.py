@@ -33,7 +33,7 @@ TENTH = {
 }
 """110 million parameters."""
 DRAWN = {**TENTH, "vocab_size": 2000}
-"""88 million; none of them in a matrix that is large beside the others, as a rank has one whole at a time."""
+"""88 million; none of them in a matrix that is large compared with the others, as a rank has one whole at a time."""
 SMALL = {**TENTH, "vocab_size": 4000, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
 """17 million."""
 SMALL_DRAWN = {

@@ -37,9 +37,7 @@ def weighted(logits, tokens):
 LOSSES = {
     "own": lambda model: model(input_ids=TOKENS, labels=TOKENS).loss,
     "criterion": lambda model: weighted(model(input_ids=TOKENS).logits, TOKENS),
-    "criterion-beside-labels": lambda model: weighted(
-        model(input_ids=TOKENS, labels=TOKENS).logits.float() * 2.0, TOKENS
-    ),
+    "criterion-and-labels": lambda model: weighted(model(input_ids=TOKENS, labels=TOKENS).logits.float() * 2.0, TOKENS),
     "both": lambda model: (
         (outputs := model(input_ids=TOKENS, labels=TOKENS)).loss
         + outputs.logits.softmax(-1).square().mean()
