@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from booster_core.precision import LossScaleConfig, PrecisionPolicy
     from booster_core.ranks import DistCoordinator
     from booster_core.ranks.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
-    from booster_runtime.activation_checkpointing import (
+    from booster_runtime.activations import (
         disable_activation_checkpointing,
         enable_activation_checkpointing,
     )
     from booster_runtime.lazy import LazyInitContext
+    from booster_runtime.notebooks import notebook_launch
     from booster_runtime.stop_signal import StopSignal
     from booster_runtime.verification import verify
 
@@ -48,6 +49,7 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "notebook_launch",
     "verify",
 ]
 
@@ -61,11 +63,12 @@ _import, _names = public_names(
         ".precision": ["LossScaleConfig", "PrecisionPolicy"],
         ".ranks": ["DistCoordinator"],
         ".ranks.launch": ["launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"],
-        "booster_runtime.activation_checkpointing": [
+        "booster_runtime.activations": [
             "disable_activation_checkpointing",
             "enable_activation_checkpointing",
         ],
         "booster_runtime.lazy": ["LazyInitContext"],
+        "booster_runtime.notebooks": ["notebook_launch"],
         "booster_runtime.stop_signal": ["StopSignal"],
         "booster_runtime.verification": ["verify"],
     },

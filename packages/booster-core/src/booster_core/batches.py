@@ -1,4 +1,4 @@
-"""The methods of `Booster` that run whole batches, the same under every plugin; booster-runtime does the work."""
+"""The methods of `Booster` that take whole batches, the same under every plugin; booster-runtime does the work."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from booster_core.errors import ConfigError, needs_runtime
+from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside
 from booster_core.saving import Saving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
 
 class Evaluation(NamedTuple):
@@ -77,8 +80,8 @@ class Batches(Saving):
 
         Collective: every rank of the world.
         """
-        loss: Tensor = self._hook("train_batch")(
-            booster=self,
+        loss: Tensor = self._run(
+            "train_batch",
             data_iter=data_iter,
             model=self._the_model(model, "train_batch"),
             criterion=criterion,
@@ -114,14 +117,44 @@ class Batches(Saving):
 
         Collective: every rank of the world.
         """
-        evaluation: Evaluation = self._hook("evaluate_batch")(
-            booster=self,
+        evaluation: Evaluation = self._run(
+            "evaluate_batch",
             data_iter=data_iter,
             model=self._the_model(model, "evaluate_batch"),
             criterion=criterion,
             weight=weight,
         )
         return evaluation
+
+    def accumulate(
+        self,
+        model: nn.Module | None = None,
+        steps: int | None = None,
+        dataloader: DataLoader[Any] | None = None,
+    ) -> AbstractContextManager[bool]:
+        """Return a context for forward and backward of one micro-batch, whose value says whether a step comes next.
+
+        `backward` divides the loss by the number of micro-batches of the step. Stepping before the last one raises.
+
+        Args:
+            model: The boosted model; may be left out when one model is boosted.
+            steps: Number of micro-batches of a step.
+            dataloader: The boosted loader: its last batches of an epoch are a step of their own, if fewer are left.
+
+        Raises:
+            ConfigError: If ``steps`` is no positive integer, or the number of batches of the loader is not known.
+
+        Collective: as `no_sync`.
+        """
+        boosted = self._the_model(model, "accumulate")
+        context: AbstractContextManager[bool] = self._run(
+            "accumulate",
+            model=boosted,
+            optimizer=self._optimizers.get(boosted),
+            steps=steps,
+            dataloader=dataloader,
+        )
+        return context
 
     def join(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Return an iterator that ends on all ranks together, where some have fewer batches of their own than others.
@@ -139,19 +172,49 @@ class Batches(Saving):
 
         Collective: every rank of the world, at each batch.
         """
-        joined: Iterator[Any] = self._hook("join_batches")(booster=self, batches=batches)
+        joined: Iterator[Any] = self._run("join", batches=batches)
         self._joined_batches = weakref.ref(joined)
         return joined
+
+    def gather_for_metrics(self, values: Any, dataloader: DataLoader[Any]) -> Any:
+        """Return values of every rank's last batch, each sample once, in the order of the data set.
+
+        Ranks get equally many batches, so samples at an epoch's end are repeated on some of them; those are left out.
+        Values are sent through the host: reduce them to what the metric needs, such as predictions instead of logits.
+
+        Args:
+            values: Tensors in any nest of dicts, lists and tuples, each with one value per sample of this rank's batch
+                along its first dimension; ``None`` on a rank that has none, such as a pipeline's first stage.
+            dataloader: The loader that the batch came from, as `boost` or `prepare_dataloader` returned it.
+
+        Returns:
+            The same nest of tensors on this run's device, the same on every rank.
+
+        Raises:
+            TypeError: If the loader is another one, or a value is no tensor.
+            ConfigError: If a tensor has not one value per sample, or ranks' tensors don't fit together.
+
+        Collective: every rank of the world, after each batch.
+        """
+        return self._run("gather_for_metrics", values=values, loader=dataloader)
+
+    def to_device(self, batch: Any) -> Any:
+        """Return a batch with its tensors, in any nest of dicts, lists and tuples, on this run's device.
+
+        Copies from pinned memory don't block. Collective: none.
+        """
+        return self._run("to_device", batch=batch)
 
     def _joined(self) -> Any:
         """Return the batches that are being joined, which weigh losses; ``None`` where there are none."""
         return None if self._joined_batches is None else self._joined_batches()
 
-    def _hook(self, name: str, what: str = "Batches are run") -> Any:
-        hook = getattr(self.context.hooks, name)
-        if not hook.get_hookimpls():
-            raise ConfigError(needs_runtime(what))
-        return hook
+    def _run(self, method: str, **arguments: Any) -> Any:
+        """Do the work of a method, which booster-runtime has."""
+        function = hook_relay().booster_method(name=method)
+        if function is None:
+            raise ConfigError(needs_runtime(f"`Booster.{method}` is done"))
+        return function(booster=self, **arguments)
 
     def _the_model(self, model: nn.Module | None, call: str) -> nn.Module:
         """Return the boosted model that was passed to a call, or the only one there is."""

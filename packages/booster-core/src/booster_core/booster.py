@@ -32,7 +32,7 @@ from booster_core.ranks.launch import ensure_process_group
 from booster_core.saving import Saving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     _ModelT = TypeVar("_ModelT", bound=nn.Module)
     _CriterionT = TypeVar("_CriterionT", bound="Callable[..., Any] | None", default=None)
-    _DataLoaderT = TypeVar("_DataLoaderT", bound="DataLoader[Any] | None", default=None)
+    _DataLoaderT = TypeVar("_DataLoaderT", bound="DataLoader[Any] | Sequence[DataLoader[Any]] | None", default=None)
     _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
@@ -102,9 +102,8 @@ class Booster(Batches, Remedies):
         self.plugin = plugin
         self.precision = resolve_precision(mixed_precision, plugin)
         self._asked_device = check_device(device, plugin)
-        self._device: torch.device | None = None
-        if self._asked_device is None and not torch.cuda.is_available():
-            self._device = own_device(None, plugin)  # known before the launch
+        is_known = self._asked_device is None and not torch.cuda.is_available()  # before the launch
+        self._device = own_device(None, plugin) if is_known else None
         self._timeout_seconds = timeout_seconds
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what users passed to `boost`
 
@@ -167,7 +166,7 @@ class Booster(Batches, Remedies):
         model: nn.Module,
         optimizer: Optimizer | None = None,
         criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
+        dataloader: DataLoader[Any] | Sequence[DataLoader[Any]] | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted[Any, Any, Any, Any, Any]:
         """Make model, optimizer, criterion, data loader and scheduler ready for the plugin's strategy.
@@ -180,7 +179,7 @@ class Booster(Batches, Remedies):
             model: The user's model, on any device.
             optimizer: Any ``torch.optim.Optimizer`` over parameters of the model, with or without state.
             criterion: Computes the loss; returned as it is.
-            dataloader: Yields batches.
+            dataloader: Yields batches; of a list or tuple of loaders, each is split, and a list or tuple comes back.
             lr_scheduler: A scheduler over ``optimizer``; keeps working after the call.
 
         Returns:
@@ -197,13 +196,14 @@ class Booster(Batches, Remedies):
 
         Collective: every rank of the world.
         """
-        objects = Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
+        loaders = dataloader if isinstance(dataloader, (list, tuple)) else (dataloader,)
+        objects = Boosted(model, optimizer, criterion, loaders[0] if loaders else None, lr_scheduler)
         context = self.context
         coordinator = context.coordinator
         coordinator.rendezvous("boost", timeout_seconds=context.timeout_seconds)
         error: Exception | None = None
         try:
-            check_boost_arguments(objects)
+            check_boost_arguments(objects, further=loaders[1:])
             context.hooks.check_objects(plugin=self.plugin, objects=objects)
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
@@ -211,14 +211,17 @@ class Booster(Batches, Remedies):
         if self._verify is not False:
             self._verify_training(objects)
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
-        if dataloader is not None:
-            objects = objects._replace(dataloader=self._deal(dataloader))
+        dealt = [None if loader is None else self._deal(loader) for loader in loaders]
+        objects = objects._replace(dataloader=dealt[0] if dealt else None)
         frozen = set() if optimizer is None else untrained_names(model, optimizer)
         context.hooks.prepare_objects(plugin=self.plugin, objects=objects, context=context)
         boosted = self.plugin.configure(objects, context)
         check_boosted(boosted, objects, self.plugin)
         if isinstance(boosted.optimizer, OptimizerWrapper):
             boosted.optimizer.frozen = FrozenParameters(unwrap_model(boosted.model), frozen)
+        if isinstance(dataloader, (list, tuple)):
+            both = [boosted.dataloader, *dealt[1:]]
+            boosted = boosted._replace(dataloader=type(dataloader)(both[: len(loaders)]))
         self._models.add(model)
         self._optimizers[boosted.model] = boosted.optimizer
         context.hooks.after_configure(booster=self, plugin=self.plugin, boosted=boosted, context=context)
@@ -258,17 +261,14 @@ class Booster(Batches, Remedies):
         error: Exception | None = None
         adapted: PeftModel | None = None
         try:
-            adapted = hook_relay().add_adapters(
-                plugin=self.plugin,
+            adapted = self._run(
+                "enable_lora",
                 model=model,
-                device=self.device,
                 lora_config=lora_config,
                 pretrained_dir=pretrained_dir,
                 bnb_quantization_config=bnb_quantization_config,
                 quantize=quantize,
             )
-            if adapted is None:
-                raise ConfigError(needs_runtime("Adapters are put into models"))
         except Exception as caught:
             if pretrained_dir is None:
                 raise
@@ -293,9 +293,8 @@ class Booster(Batches, Remedies):
         Collective: every data parallel rank, in step.
         """
         if not isinstance(optimizer, OptimizerWrapper):
-            msg = (
-                f"`Booster.backward` needs the optimizer returned by `Booster.boost`; got `{type(optimizer).__name__}`."
-            )
+            got = type(optimizer).__name__
+            msg = f"`Booster.backward` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
         joined = self._joined()
         optimizer.backward(loss if joined is None else joined.weigh(loss))
@@ -396,9 +395,8 @@ class Booster(Batches, Remedies):
         Collective: none; the checks are, on every rank of the world.
         """
         boosted = self._the_model(model, "check_replicas")
-        hook = self._hook("check_replicas", "Replicas are compared")
-        check: AbstractContextManager[Any] = hook(
-            booster=self, model=boosted, optimizer=self._optimizers.get(boosted), every=every
+        check: AbstractContextManager[Any] = self._run(
+            "check_replicas", model=boosted, optimizer=self._optimizers.get(boosted), every=every
         )
         return check
 
@@ -409,47 +407,57 @@ class Booster(Batches, Remedies):
         """
         return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
 
-    def gather_for_metrics(self, values: Any, dataloader: DataLoader[Any]) -> Any:
-        """Return values of every rank's last batch, each sample once, in the order of the data set.
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own model of a boosted one.
 
-        Ranks get equally many batches, so samples at an epoch's end are repeated on some of them; those are left out.
-        Values are sent through the host: reduce them to what the metric needs, such as predictions instead of logits.
+        Collective: none.
+        """
+        return unwrap_model(self._the_model(model, "unwrap"))
+
+    def print(self, *values: object) -> None:
+        """Print on the master rank only.
+
+        Collective: none.
+        """
+        self.context.coordinator.print_on_master(*values)
+
+    def profile(self, folder: str | Path, *, wait: int = 1, warmup: int = 1, active: int = 3) -> Any:
+        """Return a context in which torch's profiler records optimizer steps, with the parts of each as named ranges.
+
+        Ranges are ``forward``, ``backward``, ``clip_grad_by_norm``, ``step``, ``save``, ``gather`` and ``reduce``, each
+        after ``booster:``. At its end each rank has written ``trace-rank0.json``, which Perfetto opens.
 
         Args:
-            values: Tensors in any nest of dicts, lists and tuples, each with one value per sample of this rank's batch
-                along its first dimension; ``None`` on a rank that has none, such as a pipeline's first stage.
-            dataloader: The loader that the batch came from, as `boost` or `prepare_dataloader` returned it.
-
-        Returns:
-            The same nest of tensors on this run's device, the same on every rank.
+            folder: Where traces go.
+            wait: Number of steps to leave out.
+            warmup: Number of further steps that are recorded and dropped.
+            active: Number of steps to keep.
 
         Raises:
-            TypeError: If the loader is another one, or a value is no tensor.
-            ConfigError: If a tensor has not one value per sample, or ranks' tensors don't fit together.
+            ConfigError: If a number is out of range.
 
-        Collective: every rank of the world, after each batch.
+        Collective: none.
         """
-        gather, coordinator = self._hook("gather_samples", "Values are gathered"), self.context.coordinator
-        index, _ = self.plugin.data_parallel_coordinates(coordinator)
-        return gather(values=values, loader=dataloader, index=index, coordinator=coordinator, device=self.device)
+        return self._run("profile", folder=folder, wait=wait, warmup=warmup, active=active)
 
     def describe(self) -> str:
         """Return, and print on the master rank, the run's plugin, ranks, device and number formats.
 
         Collective: none.
         """
-        context = self.context
+        context, formats = self.context, self.precision.describe()
+        notes = [line for found in context.hooks.describe_run(models=list(self._models)) for line in found]
+        if any(line.startswith("reduction") for line in notes):
+            del formats["reduce"]  # which only says what was asked for
         lines = [
             f"plugin     {self.plugin.name} ({type(self.plugin).__name__})",
             *(f"           {name}={value!r}" for name, value in self.plugin.describe().items()),
             f"world      {context.coordinator.world_size} rank(s), {context.timeout_seconds:g} s time limit",
             f"device     {self.device}",
-            "precision  " + ", ".join(f"{name} {kept}" for name, kept in self.precision.describe().items()),
+            "precision  " + ", ".join(f"{name} {kept}" for name, kept in formats.items()),
         ]
-        if self.precision.loss_scale is not None:
-            lines.append(f"           {self.precision.loss_scale}")
-        lines += [line for notes in context.hooks.describe_run(models=list(self._models)) for line in notes]
-        text = "\n".join(lines)
+        lines += [] if self.precision.loss_scale is None else [f"           {self.precision.loss_scale}"]
+        text = "\n".join([*lines, *notes])
         context.coordinator.print_on_master(text)
         return text
 
@@ -460,8 +468,7 @@ class Booster(Batches, Remedies):
         twin_context = replace(self.context, after_step=None)
         vars(twin).pop("checkpoint_io", None)
         vars(twin).update(_models=weakref.WeakSet(), _verify=False, _joined_batches=None, context=twin_context)
-        loss = None if self._verify is True else self._verify
-        self._hook("verify_boost", "Training is verified")(booster=twin, objects=objects, loss=loss)
+        twin._run("verify_boost", objects=objects, loss=None if self._verify is True else self._verify)  # noqa: SLF001
 
     def _deal(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Split a user's loader between data parallel ranks; one rank without booster-runtime keeps it."""

@@ -19,11 +19,10 @@ _THIRD_PARTY = ("torch", "safetensors", "transformers", "peft", "numpy", "pluggy
 _VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID",
     "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-    "PMI_RANK", "PMI_SIZE", "BOOSTER_MONITOR", "BOOSTER_TRANSPORT", "BOOSTER_DEBUG", "OMP_NUM_THREADS",
+    "PMI_RANK", "PMI_SIZE", "BOOSTER_MONITOR", "BOOSTER_TRANSPORT", "BOOSTER_DEBUG", "BOOSTER_LOG", "OMP_NUM_THREADS",
     "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE",
-    "NCCL_IB_DISABLE",
-    "GLOO_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_BLOCKING_WAIT", "PYTORCH_CUDA_ALLOC_CONF",
-    "HF_HOME", "HF_HUB_OFFLINE", "PYTHONPATH",
+    "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_BLOCKING_WAIT",
+    "PYTORCH_CUDA_ALLOC_CONF", "HF_HOME", "HF_HUB_OFFLINE", "PYTHONPATH",
 )  # fmt: skip
 
 
@@ -46,38 +45,16 @@ def command(*, as_json: bool) -> None:
         click.echo(json.dumps(report, indent=2))
         return
     for title, entries in report.items():
-        click.echo(f"{title}:")
-        for key, value in entries.items():
-            click.echo(f"  {key}: {value}")
-        if not entries:
-            click.echo("  none")
+        click.echo("\n".join([f"{title}:", *(f"  {key}: {value}" for key, value in entries.items())]))
 
 
 def _machine() -> dict[str, Any]:
+    memory = Path("/proc/meminfo")
     return {
         "system": platform.platform(),
-        "architecture": platform.machine(),
         "usable cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory": _memory(),
-        "free disk for temporary files": f"{_free_bytes() / 2**30:.1f} GiB",
+        "memory": ", ".join(memory.read_text().replace(" ", "").splitlines()[:3]) if memory.exists() else "unknown",
     }
-
-
-def _memory() -> str:
-    """Return total and available memory as Linux tells them."""
-    path = Path("/proc/meminfo")
-    if not path.exists():
-        return "unknown"
-    entries = dict(line.split(":", 1) for line in path.read_text(encoding="ascii").splitlines() if ":" in line)
-    total, available = (int(entries[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
-    return f"{total:.1f} GiB, {available:.1f} GiB of it available"
-
-
-def _free_bytes() -> int:
-    import shutil
-    import tempfile
-
-    return shutil.disk_usage(tempfile.gettempdir()).free
 
 
 def _torch() -> dict[str, Any]:
@@ -93,7 +70,6 @@ def _torch() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gloo": distributed.is_available() and distributed.is_gloo_available(),
         "nccl": distributed.is_available() and distributed.is_nccl_available(),
-        "mpi": distributed.is_available() and distributed.is_mpi_available(),
         "CUDA devices": torch.cuda.device_count(),
     }
     if torch.cuda.is_available():

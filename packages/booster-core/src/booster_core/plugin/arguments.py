@@ -15,14 +15,16 @@ from booster_core.plugin.wrappers import ModelWrapper, boosted_inside
 from booster_core.state.names import NamedTensors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from booster_core.plugin.interface import Plugin
 
 _WRAPPED_ELSEWHERE = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 _ORDER = "`boost(model, optimizer, criterion, dataloader, lr_scheduler)`"
 
 
-def check_boost_arguments(objects: Boosted) -> None:
-    """Check what a user passes to ``boost``, before anything is changed.
+def check_boost_arguments(objects: Boosted, further: Iterable[Any] = ()) -> None:
+    """Check what a user passes to ``boost``, ``further`` data loaders too, before anything is changed.
 
     Raises:
         TypeError: If an argument has another type than its place asks for.
@@ -32,7 +34,7 @@ def check_boost_arguments(objects: Boosted) -> None:
 
     Collective: none.
     """
-    _check_types(objects)
+    _check_types(objects, further)
     model, optimizer, lr_scheduler = objects.model, objects.optimizer, objects.lr_scheduler
     if isinstance(boosted_inside(model), ModelWrapper):
         msg = "The model is already boosted. Pass the user's own model: `model.unwrap()` returns it."
@@ -83,7 +85,7 @@ def check_boosted(boosted: Boosted, objects: Boosted, plugin: Plugin) -> None:
         raise PluginError(msg)
 
 
-def _check_types(objects: Boosted) -> None:
+def _check_types(objects: Boosted, further: Iterable[Any]) -> None:
     """Raise where an argument has the wrong type, as when two were passed in the wrong order."""
     model, optimizer, criterion, dataloader, lr_scheduler = objects
     if not isinstance(model, nn.Module):
@@ -92,8 +94,9 @@ def _check_types(objects: Boosted) -> None:
         raise TypeError(_wrong_type("optimizer", "a torch.optim.Optimizer", optimizer))
     if criterion is not None and not callable(criterion):
         raise TypeError(_wrong_type("criterion", "a callable", criterion))
-    if dataloader is not None and not isinstance(dataloader, DataLoader):
-        raise TypeError(_wrong_type("dataloader", "a torch.utils.data.DataLoader", dataloader))
+    for loader in (*([] if dataloader is None else [dataloader]), *further):
+        if not isinstance(loader, DataLoader):
+            raise TypeError(_wrong_type("dataloader", "a torch.utils.data.DataLoader", loader))
     if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
         raise TypeError(_wrong_type("lr_scheduler", "a scheduler with a `step` method", lr_scheduler))
 

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    import torch
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
-    from booster_core.batches import Evaluation
     from booster_core.booster import Booster
     from booster_core.plugin.interface import BoostContext, Boosted, Plugin
     from booster_core.ranks.coordinator import DistCoordinator
@@ -92,46 +90,11 @@ def prepare_dataloader(
 
 
 @hookspec(firstresult=True)
-def join_batches(booster: Booster, batches: Iterable[Any]) -> Any:
-    """Return an iterator over a rank's batches that ends on all ranks together; see `Booster.join`.
+def booster_method(name: str) -> Callable[..., Any] | None:
+    """Return the function that does the work of a method of `Booster`, or ``None`` to pass.
 
-    Its ``weigh`` and ``weighing`` weigh the loss of the batch handed out last. Collective: every rank, at each batch.
+    It is called with the ``booster`` and the arguments of the method by name; it returns what the method does.
     """
-
-
-@hookspec(firstresult=True)
-def gather_samples(
-    values: Any, loader: DataLoader[Any], index: int, coordinator: DistCoordinator, device: torch.device
-) -> Any:
-    """Return all ranks' values of one batch, each sample once; see `Booster.gather_for_metrics`.
-
-    ``index`` is this rank's among the ranks that see different samples. Collective: every rank.
-    """
-
-
-@hookspec(firstresult=True)
-def train_batch(
-    booster: Booster,
-    data_iter: Iterator[Any],
-    model: nn.Module,
-    criterion: Callable[[Any, Any], Tensor] | None,
-    optimizer: Optimizer,
-    accumulation: int,
-    max_norm: float | None,
-    weight: Callable[[Any], float | Tensor] | None,
-) -> Tensor | None:
-    """Take an optimizer step on the next batches; see `Booster.train_batch`. Collective: every rank."""
-
-
-@hookspec(firstresult=True)
-def evaluate_batch(
-    booster: Booster,
-    data_iter: Iterator[Any],
-    model: nn.Module,
-    criterion: Callable[[Any, Any], Tensor] | None,
-    weight: Callable[[Any], float | Tensor] | None,
-) -> Evaluation | None:
-    """Compute loss and outputs of the next batch; see `Booster.evaluate_batch`. Collective: every rank."""
 
 
 @hookspec(firstresult=True)
@@ -139,32 +102,6 @@ def replicated_state(
     model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator
 ) -> StateAdapter | None:
     """Return the state of a model and optimizer that every rank holds whole, or ``None`` to pass."""
-
-
-@hookspec(firstresult=True)
-def add_adapters(
-    plugin: Plugin,
-    model: nn.Module,
-    device: torch.device,
-    lora_config: Any,
-    pretrained_dir: str | Path | None,
-    bnb_quantization_config: Any,
-    quantize: bool,  # noqa: FBT001 - hooks' arguments are passed by name
-) -> nn.Module | None:
-    """Return the model with low-rank adapters, or ``None`` to pass; see `Booster.enable_lora`."""
-
-
-@hookspec
-def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
-    """Raise if the plugin does not train copies of the objects as one process does; see `Booster`'s ``verify``.
-
-    ``booster`` has the run's plugin and settings, and may boost. Collective: every rank.
-    """
-
-
-@hookspec(firstresult=True)
-def check_replicas(booster: Booster, model: nn.Module, optimizer: Optimizer | None, every: int) -> Any:
-    """Return a context in which replicas are compared every so many steps; see `Booster.check_replicas`."""
 
 
 @hookspec

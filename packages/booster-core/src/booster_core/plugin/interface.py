@@ -16,7 +16,7 @@ from booster_core.errors import CheckpointError, ConfigError, needs_runtime
 from booster_core.plugin.hooks import hook_relay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         "_CriterionT_co", bound="Callable[..., Any] | None", default="Callable[..., Any] | None", covariant=True
     )
     _DataLoaderT_co = TypeVar(
-        "_DataLoaderT_co", bound="DataLoader[Any] | None", default="DataLoader[Any] | None", covariant=True
+        "_DataLoaderT_co", bound="DataLoader[Any] | Sequence[DataLoader[Any]] | None", default=Any, covariant=True
     )
     _LRSchedulerT_co = TypeVar(
         "_LRSchedulerT_co", bound="LRScheduler | None", default="LRScheduler | None", covariant=True

@@ -72,7 +72,8 @@ class OptimizerWrapper(Optimizer):
         self._after_step = after_step
         # Whether the gradients that are there have been divided by the loss scale.
         self.is_unscaled = False
-        self._found_overflow = False
+        # Whether they overflowed; after a step, whether it was skipped.
+        self.found_overflow = False
         self._grad_norm: Tensor | None = None
 
     def unwrap(self) -> Optimizer:
@@ -129,7 +130,7 @@ class OptimizerWrapper(Optimizer):
         Collective: none.
         """
         self.is_unscaled = False
-        self._found_overflow = False
+        self.found_overflow = False
         zero_grad_inside(self.optim, set_to_none=set_to_none)
 
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
@@ -187,7 +188,7 @@ class OptimizerWrapper(Optimizer):
         check_norm_arguments(max_norm, norm_type)
         with naming_missing_ranks("clip_grad_by_norm"):
             self.unscale_gradients()
-            forbids = error_if_nonfinite and not self._found_overflow
+            forbids = error_if_nonfinite and not self.found_overflow
             self._grad_norm = self.clip_gradients(max_norm, norm_type, error_if_nonfinite=forbids)
         return self._grad_norm
 
@@ -219,7 +220,7 @@ class OptimizerWrapper(Optimizer):
             overflows.append(any_nonfinite(gradients))
             for gradient in gradients:
                 gradient.div_(self.loss_scaler.scale)
-        self._found_overflow = self.overflow_anywhere(any(overflows))
+        self.found_overflow = self.overflow_anywhere(any(overflows))
         self.is_unscaled = True
 
     def _rescale_gradients(self) -> None:
@@ -229,7 +230,7 @@ class OptimizerWrapper(Optimizer):
                 for gradient in gradients:
                     gradient.mul_(self.loss_scaler.scale)
         self.is_unscaled = False
-        self._found_overflow = False
+        self.found_overflow = False
 
     def overflow_anywhere(self, overflow: bool) -> bool:  # noqa: FBT001 - a flag is all there is to pass
         """Return whether a gradient overflowed on any rank; replicated gradients are equal everywhere."""
@@ -257,9 +258,9 @@ class OptimizerWrapper(Optimizer):
             raise GradientError(msg)
         with naming_missing_ranks("step"):
             self.unscale_gradients()
-            result = None if self._found_overflow else self._update(closure)
+            result = None if self.found_overflow else self._update(closure)
         if self.loss_scaler is not None:
-            self.loss_scaler.update(overflow=self._found_overflow)
+            self.loss_scaler.update(overflow=self.found_overflow)
         if self._after_step is not None:
             self._after_step(self, self._metrics())
         self._grad_norm = None
@@ -279,7 +280,7 @@ class OptimizerWrapper(Optimizer):
         return self.optim.step(closure) if closure is not None else self.optim.step()
 
     def _metrics(self) -> dict[str, Any]:
-        metrics: dict[str, Any] = {"skipped": self._found_overflow}
+        metrics: dict[str, Any] = {"skipped": self.found_overflow}
         if self._grad_norm is not None:
             metrics["grad_norm"] = self._grad_norm
         if self.loss_scaler is not None:

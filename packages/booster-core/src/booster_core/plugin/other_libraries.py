@@ -9,7 +9,6 @@ _CLIP = "call `optimizer.clip_grad_by_norm(max_norm)` of the boosted optimizer, 
 _STEP = "call `booster.backward(loss, optimizer)`, `optimizer.step()` and `optimizer.zero_grad()`"
 _SAVE = "call `booster.save_checkpoint(path, step=step, model=model, optimizer=optimizer)`"
 INSTEAD = {
-    "accumulate": "run all but the last micro-batch under `booster.no_sync(model)`, and step after the last",
     "backward": _STEP,
     "clip_grad_norm_": _CLIP,
     "clip_gradients": _CLIP,
@@ -21,7 +20,7 @@ INSTEAD = {
     "save_state": _SAVE,
     "setup": _BOOST,
     "step": _STEP,
-    "unwrap_model": "call `model.unwrap()`; `booster.save_model(model, path)` saves it",
+    "unwrap_model": "call `booster.unwrap(model)`; `booster.save_model(model, path)` saves it",
     "wait_for_everyone": "call `DistCoordinator().block_all()`",
 }
 OF_ENGINES = {"backward", "save_checkpoint", "step"}

@@ -9,9 +9,9 @@ import torch
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from booster_core.precision import PrecisionPolicy
@@ -34,18 +34,24 @@ def check_no_masters(policy: PrecisionPolicy, plugin_name: str) -> PrecisionPoli
     return policy
 
 
-def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy) -> None:
+def place_model(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    device: torch.device,
+    policy: PrecisionPolicy,
+    hollow: Container[int] = (),
+) -> None:
     """Move a model and its optimizer's state to a device and to the policy's format.
 
-    The optimizer keeps holding the parameters, also where a device needs new objects. Under autocast only
-    parameters that are trained change their format: a frozen base in bf16 stays as small as it is. Expanded tensors,
-    which nothing can be written to, get memory for each element where they are not trained.
+    The optimizer keeps holding the parameters, also where a device needs new objects. Under autocast only trained
+    parameters change their format: a frozen base in bf16 stays small. Expanded tensors that are not trained get memory.
 
     Args:
         model: The user's model.
         optimizer: Its optimizer; state made before is brought along.
         device: Where forward runs.
         policy: Precision of the run.
+        hollow: The ``id`` of tensors without values, which are on the device; they stay as they are.
 
     Collective: none.
     """
@@ -55,11 +61,14 @@ def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.dev
     if optimizer is not None:
         rebind(optimizer, {before[name]: after[name] for name in before if before[name] is not after[name]})
     for tensor in [*model.parameters(), *model.buffers()]:
-        if not tensor.requires_grad and _is_expanded(tensor):
+        if (
+            not (tensor.requires_grad or id(tensor) in hollow)
+            and tensor.layout == torch.strided
+            and 0 in tensor.stride()
+        ):
             tensor.data = tensor.data.contiguous()
     if policy.param_dtype is not None:
-        tensors = [*model.parameters()] if policy.uses_autocast else [*model.parameters(), *model.buffers()]
-        for tensor in tensors:
+        for tensor in [*model.parameters(), *(() if policy.uses_autocast else model.buffers())]:
             if tensor.is_floating_point() and (tensor.requires_grad or not policy.uses_autocast):
                 tensor.data = tensor.data.to(policy.param_dtype)
                 if tensor.grad is not None:
@@ -67,12 +76,6 @@ def place_model(model: nn.Module, optimizer: Optimizer | None, device: torch.dev
     if optimizer is not None and optimizer.state:
         # Loading its own state casts and moves every entry to its parameter's device and format.
         optimizer.load_state_dict(optimizer.state_dict())
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and any(
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
 
 
 def rebind(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -17,6 +17,7 @@ the keys left in the store grow with the number of ranks or meetings.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 import time
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _MAX_NAMED = 10
 _SHORTEST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.25
+_NOTE_SECONDS = 30.0
 _REMEDY = "It is a collective call: call it on every rank, not under `if rank == 0`."
 _TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 LOST_PEER = re.compile(
@@ -128,8 +130,10 @@ class Rendezvous:
             return outcome, not outcome["ok"]
         is_late = store.check([done])
         start = time.monotonic()
+        wait = LongWait()
         while not store.check([done]):
             waited = time.monotonic() - start
+            wait.note(lambda: self._describe_wait(name, meeting))
             if waited >= timeout_seconds:
                 return self._give_up(meeting, timeout_seconds), False
             gone = {rank: how for rank, how in gone_ranks().items() if rank in self._ranks}
@@ -163,6 +167,12 @@ class Rendezvous:
         key = f"at/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
+    def _describe_wait(self, name: str, meeting: str) -> str | None:
+        """Return whom the meeting waits for, on the first rank that has come; ``None`` on others."""
+        if any(self._place_of(rank) == meeting for rank in self._ranks[: self._ranks.index(self._rank)]):
+            return None
+        return f"`{name}` waits for {name_ranks([each for each in self._ranks if self._place_of(each) != meeting])}"
+
     def _is_waiting_in(self, meeting: str | None) -> bool:
         return (
             meeting is not None
@@ -192,6 +202,22 @@ class Rendezvous:
                 self._store.delete_key(f"{meeting}/problem/{index + 1}")
             for key in ("problems", "count", "done", "left"):
                 self._store.delete_key(f"{meeting}/{key}")
+
+
+class LongWait:
+    """Tells the log every half minute what this process still waits for."""
+
+    def __init__(self) -> None:
+        self._start = self._noted = time.monotonic()
+
+    def note(self, describe: Callable[[], str | None]) -> None:
+        """Log what ``describe`` returns, if it is time to and there is something to say."""
+        now = time.monotonic()
+        if now - self._noted >= _NOTE_SECONDS:
+            self._noted = now
+            if text := describe():
+                extra = {"booster_any_rank": True}  # rank 0 may be the one that is waited for
+                logging.getLogger("booster").warning("%s, %.0f s so far", text, now - self._start, extra=extra)
 
 
 class Progress:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import LaunchError, MissingRanksError
 from booster_core.ranks.environments import has_agent_store
 from booster_core.ranks.host import Host, this_host
-from booster_core.ranks.rendezvous import Rendezvous
+from booster_core.ranks.rendezvous import LongWait, Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -149,6 +149,7 @@ def _connect(environment: Environment, port: int, deadline: float, *, is_server:
     """
     rank, address = environment.rank, f"{environment.address}:{port}"
     start = time.monotonic()
+    wait = LongWait()
     while not is_server and (problem := _probe(environment.address, port, deadline)):
         if time.monotonic() + _PAUSE_SECONDS >= deadline:
             msg = (
@@ -156,6 +157,7 @@ def _connect(environment: Environment, port: int, deadline: float, *, is_server:
                 "the host name, that rank 0 runs there, and that no firewall closes the port."
             )
             raise LaunchError(msg) from problem
+        wait.note(lambda: f"The launch waits for rank 0 at {address}" if rank == 1 else None)
         time.sleep(_PAUSE_SECONDS)
     result: dict[str, Any] = {}
 
