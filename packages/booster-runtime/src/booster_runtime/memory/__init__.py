@@ -1,13 +1,15 @@
-"""Memories for tensors other than a device's and the C library's heap: files of a folder, and whole pages."""
+"""Memories for tensors other than a device's and the C library's heap: files and whole pages; and copies to them."""
 
 from __future__ import annotations
 
 from booster_runtime.memory.folder import OffloadFolder
+from booster_runtime.memory.lane import Lane
 from booster_runtime.memory.mapped import MappedFolder
 from booster_runtime.memory.pages import ALIGNMENT, aligned, aligned_buffer, zeros_in_pages
 
 __all__ = [
     "ALIGNMENT",
+    "Lane",
     "MappedFolder",
     "OffloadFolder",
     "aligned",
