@@ -1,32 +1,56 @@
 """Whole tensors of a boosted model, by name: read them, and change them in the middle of training.
 
-DeepSpeed's ``GatheredParameters``, ``safe_get_full_optimizer_state`` and ``safe_set_full_optimizer_state`` do the same
-for its ZeRO stages; here they rest on `StateAdapter`, and so work under every plugin.
+DeepSpeed's ``GatheredParameters``, ``safe_get_full_optimizer_state``, ``safe_set_full_optimizer_state`` and
+``safe_set_full_grad`` do the same for its ZeRO stages; here they rest on `StateAdapter` and `Plugin.full_gradient`, and
+so work under every plugin.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, PluginError
+from booster_core.plugin import Plugin, unwrap_model
 from booster_core.state import TensorMeta, box_shape
+from booster_runtime.sharding import write_gradient
 from booster_runtime.state.regions import regions_of, slices_of, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from booster_core import Booster
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter, TensorShard
 
-__all__ = ["full_state", "gathered", "set_full_state"]
+__all__ = ["SetsGradients", "full_state", "gathered", "set_full_gradient", "set_full_state"]
+
+
+@runtime_checkable
+class SetsGradients(Protocol):
+    """What a plugin has whose parameters don't carry whole gradients, or not always."""
+
+    def set_full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str, values: Tensor) -> None:
+        """Replace the gradient of a parameter that has one, which `Plugin.full_gradient` has returned just before.
+
+        Args:
+            model: The boosted model.
+            optimizer: The boosted optimizer.
+            name: As for `Plugin.full_gradient`.
+            values: The same on every rank, without loss scale, in the shape of the whole parameter.
+
+        Raises:
+            ConfigError: On every rank, if this can't be done for the parameter.
+
+        Collective: every rank of the plugin's mesh, in step.
+        """
 
 
 @contextlib.contextmanager
@@ -120,6 +144,57 @@ def set_full_state(booster: Booster, model: nn.Module, name: str, state: str, va
         if (shard.name, shard.state) == (adapter.tied_names().get(name, name), state):
             _write(shard, whole)
     adapter.finish_load(model=False, optimizer=True)
+
+
+def set_full_gradient(booster: Booster, model: nn.Module, name: str, values: Tensor) -> None:
+    """Replace a parameter's gradient by rank 0's values; read it by ``booster.full_gradient(model, name)``.
+
+    Call it between backward and the optimizer's step.
+
+    Args:
+        booster: Of the run.
+        model: The boosted model.
+        name: The parameter's name in the user's own model.
+        values: The average over ranks, without loss scale, in the shape of the whole parameter.
+
+    Raises:
+        TypeError: If ``values`` is no tensor, on every rank.
+        ConfigError: If the model has no parameter of the name, or it has no gradient now, ``values`` has another shape,
+            ranks ask for different names, or the gradient is not the boosted optimizer's.
+        PluginError: If the plugin does not support this.
+
+    Collective: every rank of the world.
+    """
+    coordinator = booster.context.coordinator
+    _same_names([name], coordinator, "set_full_gradient")
+    whole = booster.full_gradient(model, name)
+    error: Exception | None = None
+    if not isinstance(values, torch.Tensor):
+        error = TypeError(f"`values` is a tensor in the shape of '{name}'; got `{type(values).__name__}`.")
+    elif whole is None:
+        msg = f"'{name}' has no gradient to replace. Call `set_full_gradient` between backward and `optimizer.step()`."
+        error = ConfigError(msg)
+    elif whole.is_sparse:
+        error = ConfigError(
+            f"The gradient of '{name}' is sparse and can't be set. Build its module with `sparse=False`."
+        )
+    elif values.shape != whole.shape:
+        error = ConfigError(f"`values` has shape {tuple(values.shape)}; the gradient of '{name}' {tuple(whole.shape)}.")
+    coordinator.raise_together(error, name="set_full_gradient")
+    assert whole is not None, "raised above"
+    whole = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(values)
+    _send_values_of_first_rank([whole], coordinator)
+    plugin, optimizer = booster.plugin, booster._optimizers.get(model)  # noqa: SLF001 - core has no public name for it
+    path = plugin.parameter_paths(model)[name]
+    if isinstance(plugin, SetsGradients):
+        plugin.set_full_gradient(model, optimizer, path, whole)
+    elif type(plugin).full_gradient is Plugin.full_gradient:
+        gradient = unwrap_model(model).get_parameter(path).grad
+        assert gradient is not None, "it was read above"
+        write_gradient(gradient, whole, optimizer)
+    else:
+        msg = f"Plugin '{plugin.name}' keeps gradients in its own way, and has no `set_full_gradient`."
+        raise PluginError(msg)
 
 
 def _state(booster: Booster, model: nn.Module, name: str, state: str, call: str) -> tuple[Tensor, StateAdapter]:

@@ -9,29 +9,26 @@ from typing import TYPE_CHECKING, Any
 from booster_core.plugin import ModelWrapper, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Mapping, Sequence
 
-    import torch
-    from peft import LoraConfig, PeftModel
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
-    from booster_core import Booster, Evaluation
+    from booster_core import Booster
     from booster_core.plugin import BoostContext, Boosted, Plugin
     from booster_core.ranks import DistCoordinator, Monitor, World
     from booster_core.state import StateAdapter
-    from booster_runtime.data.uneven import UnevenBatches
-    from booster_runtime.replicas import ReplicaCheck
 
 
 @hookimpl
 def before_launch(backend: str) -> None:
-    """Refuse environment variables of collectives that have a wrong value, and let NCCL record its collectives."""
+    """Refuse environment variables with a wrong value, set up the log, and let NCCL record its collectives."""
     from booster_runtime.collectives.settings import checks_collectives, requested_transport
     from booster_runtime.liveness.flight_recorder import keep_flight_record
+    from booster_runtime.log import configure_log
 
+    configure_log()
     requested_transport()
     checks_collectives()
     if "nccl" in backend:
@@ -97,56 +94,11 @@ def prepare_dataloader(
 
 
 @hookimpl
-def join_batches(booster: Booster, batches: Iterable[Any]) -> UnevenBatches:
-    """Let ranks with uneven numbers of batches end together."""
-    from booster_runtime.data.uneven import UnevenBatches as Joined
+def booster_method(name: str) -> Callable[..., Any] | None:
+    """Do the work of methods of `Booster`."""
+    from booster_runtime.methods import METHODS, method
 
-    coordinator = booster.context.coordinator
-    _, size = booster.plugin.data_parallel_coordinates(coordinator)
-    return Joined(batches, size=size, coordinator=coordinator, device=booster.device)
-
-
-@hookimpl
-def gather_samples(
-    values: Any, loader: DataLoader[Any], index: int, coordinator: DistCoordinator, device: torch.device
-) -> Any:
-    """Gather values of all ranks' batches, each sample once."""
-    from booster_runtime.data.metrics import gather_samples as gather
-
-    return gather(values, loader, index=index, coordinator=coordinator, device=device)
-
-
-@hookimpl
-def train_batch(
-    booster: Booster,
-    data_iter: Iterator[Any],
-    model: nn.Module,
-    criterion: Callable[[Any, Any], Tensor] | None,
-    optimizer: Optimizer,
-    accumulation: int,
-    max_norm: float | None,
-    weight: Callable[[Any], float | Tensor] | None,
-) -> Tensor:
-    """Take an optimizer step on the next batches."""
-    from booster_runtime.whole_batches import train_batch as train
-
-    return train(
-        booster, data_iter, model, criterion, optimizer, accumulation=accumulation, max_norm=max_norm, weight=weight
-    )
-
-
-@hookimpl
-def evaluate_batch(
-    booster: Booster,
-    data_iter: Iterator[Any],
-    model: nn.Module,
-    criterion: Callable[[Any, Any], Tensor] | None,
-    weight: Callable[[Any], float | Tensor] | None,
-) -> Evaluation:
-    """Compute loss and outputs of the next batch."""
-    from booster_runtime.whole_batches import evaluate_batch as evaluate
-
-    return evaluate(booster, data_iter, model, criterion, weight=weight)
+    return method(name) if name in METHODS else None
 
 
 @hookimpl
@@ -170,47 +122,9 @@ def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context:
 
 
 @hookimpl
-def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
-    """Compare the training of copies under the plugin with that of one process."""
-    from booster_runtime.verification.at_boost import verify_boost as verify
-
-    verify(booster, objects, loss)
-
-
-@hookimpl
-def check_replicas(booster: Booster, model: nn.Module, optimizer: Optimizer | None, every: int) -> ReplicaCheck:
-    """Compare what ranks hold of the same values every so many steps."""
-    from booster_runtime.replicas import ReplicaCheck as Check
-
-    return Check(booster, model, optimizer, every)
-
-
-@hookimpl
 def describe_run(models: Sequence[nn.Module]) -> list[str]:
-    """Say which operations of lazy models' construction could not be recorded."""
+    """Say how gradients are summed, and which operations of lazy models' construction could not be recorded."""
     from booster_runtime.lazy.boosting import describe_lazy
+    from booster_runtime.sharding.reductions import describe_reductions
 
-    return describe_lazy(models)
-
-
-@hookimpl
-def add_adapters(
-    plugin: Plugin,
-    model: nn.Module,
-    device: torch.device,
-    lora_config: LoraConfig | None,
-    pretrained_dir: str | Path | None,
-    bnb_quantization_config: Any,
-    quantize: bool,  # noqa: FBT001 - hooks' arguments are passed by name
-) -> PeftModel:
-    """Put low-rank adapters into a model."""
-    from booster_runtime import lora
-
-    quantization = None
-    if quantize or bnb_quantization_config is not None:
-        from booster_runtime.quantization import check_quantization
-
-        quantization = check_quantization(bnb_quantization_config, device)
-    return lora.add_adapters(
-        model, plugin, lora_config=lora_config, pretrained_dir=pretrained_dir, quantization=quantization
-    )
+    return [*describe_reductions(models), *describe_lazy(models)]

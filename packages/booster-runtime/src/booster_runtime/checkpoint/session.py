@@ -172,6 +172,24 @@ class Session:
         values = {key: pickle.loads(content) for key, content in known.items()}  # noqa: S301 - of this run's own ranks
         return [[values[key] for key in rank_keys] for rank_keys in keys]
 
+    def gather_to_first(self, value: _T, group: ProcessGroup | None = None) -> list[_T]:
+        """Return what every rank passed, in rank order, on rank 0; an empty list elsewhere.
+
+        Args:
+            value: Pickled on the way.
+            group: A group with a CPU backend; one of checkpoints' own when ``None``.
+
+        Collective: every rank.
+        """
+        if self.world_size == 1:
+            return [value]
+        group = group or self.cpu_group()
+        if self.rank:
+            swap_bytes(pickle.dumps(value), 0, None, group)
+            return []
+        others = (swap_bytes(None, 0, rank, group) for rank in range(1, self.world_size))
+        return [value, *(pickle.loads(content) for content in others)]  # noqa: S301 - of this run's own ranks
+
     def total_over_ranks(self, numbers: Sequence[int], group: ProcessGroup | None = None) -> list[int]:
         """Return the sums of all ranks' numbers.
 
@@ -365,6 +383,13 @@ class Progress:
         elif self._is_shown and time.monotonic() - self._start > _PATIENCE_SECONDS and self._done < self._total:
             from tqdm import tqdm
 
+            # A log file would get each state of the bar as a line; there, tqdm is not shown.
             self._bar = tqdm(
-                total=self._total, initial=self._done, desc=self._title, unit="B", unit_scale=True, unit_divisor=1024
+                disable=None,
+                total=self._total,
+                initial=self._done,
+                desc=self._title,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
             )

@@ -1,7 +1,7 @@
 """One of the two processes that ``booster doctor`` starts: tries each collective, and prints JSON lines around it.
 
-Run as ``python -m booster_runtime.cli._doctor_rank RANK WORLD_SIZE BACKEND FOLDER``. The line before a check tells the
-parent which one hangs.
+Run as ``python -m booster_runtime.cli._doctor_rank RANK WORLD_SIZE BACKEND FOLDER PORT``. The line before a check tells
+the parent which one hangs.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+import booster_core
+from booster_core.errors import ConfigError
+from booster_runtime.cli._doctor_speed import Measured, SpeedChecks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +44,7 @@ class Checks:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
-    def __iter__(self) -> Iterator[tuple[str, Callable[[], None]]]:
+    def __iter__(self) -> Iterator[tuple[str, Callable[[], Measured | None]]]:
         """Yield the name of each check and the check."""
         for dtype in (torch.float32, torch.bfloat16):
             for check in (self.all_reduce, self.all_to_all_single, self.broadcast, self.isend_irecv, self.all_gather):
@@ -50,6 +53,7 @@ class Checks:
         yield "broadcast_object_list", self.objects
         yield "all_gather_object", self.gathered_objects
         yield "write one file together", self.file
+        yield from SpeedChecks(self.device, self.folder)
 
     def all_reduce(self, dtype: torch.dtype) -> None:
         """Sum over the ranks."""
@@ -132,43 +136,47 @@ def _say(check: str, state: str, detail: str = "") -> None:
     print(json.dumps({"check": check, "state": state, "detail": detail}), flush=True)  # noqa: T201 - the parent reads it
 
 
-def _attempt(name: str, check: Callable[[], None]) -> bool:
+def _attempt(name: str, check: Callable[[], Measured | None]) -> bool:
     _say(name, "started")
     try:
-        check()
+        measured = check()
+    except ConfigError as error:
+        _say(name, "missing", str(error))
+        return True  # what is optional is missing on every rank
     except Exception as error:  # noqa: BLE001 - whatever a backend raises is what the parent reports
         _say(name, "failed", f"{type(error).__name__}: {error}")
         return False
-    _say(name, "ok")
+    if measured is None:
+        _say(name, "ok")
+    else:
+        _say(name, "slow" if measured.is_slow else "ok", measured.text)
     return True
 
 
-def main(rank: int, world_size: int, backend: str, folder: Path) -> int:
-    """Open a process group, try each check, and return the exit status.
+def main(rank: int, world_size: int, backend: str, folder: Path, port: int) -> int:
+    """Launch as a script does, try each check, and return the exit status.
 
     Collective: every rank that the parent started.
     """
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
-    def open_group() -> None:
-        store = (folder / "store").as_uri()
-        limit = timedelta(seconds=30)
-        dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size, timeout=limit)
+    def launch() -> None:
+        try:
+            booster_core.launch(
+                rank, world_size, "127.0.0.1", port, backend, rank, seed=None, verbose=False, timeout_seconds=30.0
+            )
+        except ConfigError as error:
+            raise ValueError(str(error)) from error  # nothing works without it
 
     # After a failure the ranks may be out of step, so that what follows would tell nothing.
-    if not _attempt("start the process group", open_group):
+    if not _attempt("launch", launch):
         return 1
-    passed = all(_attempt(name, check) for name, check in Checks(device, folder))
-    if passed:
-        dist.destroy_process_group()
-    return 0 if passed else 1
+    return 0 if all(_attempt(name, check) for name, check in Checks(device, folder)) else 1
 
 
 if __name__ == "__main__":
-    status = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    status = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]))
     sys.stdout.flush()
     # Threads of a backend whose collective failed may never end.
     os._exit(status)

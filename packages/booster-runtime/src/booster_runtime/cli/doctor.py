@@ -1,4 +1,4 @@
-"""Try out this machine's collectives with two processes, and say what works.
+"""Try all that plugins need with two processes, and say what is slow, missing or broken.
 
 Each process runs `booster_runtime.cli._doctor_rank`; this module starts them, ends them at the time limit, and reports.
 """
@@ -6,15 +6,26 @@ Each process runs `booster_runtime.cli._doctor_rank`; this module starts them, e
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 WORLD_SIZE = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: ``ok``, ``slow``, ``missing`` (what plugins use where it is there) or ``FAIL``, and why."""
+
+    state: str
+    detail: str = ""
 
 
 @click.command()
@@ -23,24 +34,29 @@ WORLD_SIZE = 2
 )
 @click.option("--backend", type=click.Choice(["gloo", "nccl"]), help="Only this backend.  [default: each usable one]")
 @click.option("--folder", type=click.Path(exists=True, file_okay=False), help="Where to write; the shared file system.")
-def command(*, timeout_seconds: float, backend: str | None, folder: str | None) -> None:
-    """Try out this machine's collectives with two processes, and say what works.
+@click.option("--strict", "is_strict", is_flag=True, help="Exit with 1 for what is slow or missing as well.")
+def command(*, timeout_seconds: float, backend: str | None, folder: str | None, is_strict: bool) -> None:
+    """Try all that plugins need with two processes, and say what is slow, missing or broken.
 
     The exit status is 1 if anything fails or hangs.
     """
     backends = [backend] if backend else _usable_backends()
-    healthy = True
+    states: Counter[str] = Counter()
     for each in backends:
         click.echo(f"{each}, {WORLD_SIZE} processes:")
-        for name, problem in run_checks(each, timeout_seconds, folder).items():
-            click.echo(f"  {'ok  ' if problem is None else 'FAIL'}  {name}{'' if problem is None else ': ' + problem}")
-            healthy = healthy and problem is None
-    if not healthy:
+        for name, finding in run_checks(each, timeout_seconds, folder).items():
+            click.echo(f"  {finding.state:7}  {name}{finding.detail and ': ' + finding.detail}")
+            states[finding.state] += 1
+    if states["FAIL"] or not backends:
+        click.echo("Training on several ranks will not work here." if backends else "This torch has no backend.")
         raise SystemExit(1)
+    if states["slow"] or states["missing"]:
+        click.echo("All plugins work; what is slow or missing costs time.")
+        raise SystemExit(int(is_strict))
     click.echo("Everything that the plugins need works.")
 
 
-def run_checks(backend: str, timeout_seconds: float, folder: str | None = None) -> dict[str, str | None]:
+def run_checks(backend: str, timeout_seconds: float, folder: str | None = None) -> dict[str, Finding]:
     """Run every check in two processes.
 
     Args:
@@ -49,20 +65,21 @@ def run_checks(backend: str, timeout_seconds: float, folder: str | None = None) 
         folder: Where to make the temporary folder that both write into.
 
     Returns:
-        For each check that was reached, in order, what is wrong, or ``None``.
+        What was found, for each check that was reached, in order; the worse one where ranks differ.
 
     Collective: none; it starts ranks of its own.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="booster-doctor-") as shared:
         home = Path(shared)
         processes = []
+        port = _free_port()
         for rank in range(WORLD_SIZE):
-            arguments = [str(rank), str(WORLD_SIZE), backend, str(home)]
+            arguments = [str(rank), str(WORLD_SIZE), backend, str(home), str(port)]
             with (home / f"out-{rank}").open("wb") as out, (home / f"err-{rank}").open("wb") as err:
                 command_line = [sys.executable, "-m", "booster_runtime.cli._doctor_rank", *arguments]
                 processes.append(subprocess.Popen(command_line, stdout=out, stderr=err))  # noqa: S603 - our own module
         _wait(processes, timeout_seconds)
-        problems: dict[str, str | None] = {}
+        findings: dict[str, Finding] = {}
         for rank, process in enumerate(processes):
             text = (home / f"out-{rank}").read_text(encoding="utf-8", errors="replace")
             states = _last_states(text)
@@ -70,9 +87,24 @@ def run_checks(backend: str, timeout_seconds: float, folder: str | None = None) 
                 lines = (home / f"err-{rank}").read_text(encoding="utf-8", errors="replace").strip().splitlines()
                 states = {"start": ("failed", lines[-1] if lines else f"exit status {process.returncode}")}
             for name, (state, detail) in states.items():
-                problem = {"ok": None, "failed": detail}.get(state, f"did not return within {timeout_seconds:g} s")
-                problems[name] = problems.get(name) or (None if problem is None else f"rank {rank}: {problem}")
-        return problems
+                if state in _SEVERITY[:-1]:
+                    found = Finding(state, detail)
+                else:
+                    late = f"did not return within {timeout_seconds:g} s"
+                    found = Finding("FAIL", f"rank {rank}: {detail if state == 'failed' else late}")
+                before = findings.setdefault(name, found)
+                if _SEVERITY.index(found.state) > _SEVERITY.index(before.state):
+                    findings[name] = found
+        return findings
+
+
+_SEVERITY = ("ok", "slow", "missing", "FAIL")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _usable_backends() -> list[str]:

@@ -24,6 +24,7 @@ _RATES = {"MBPS": 1e6 / 8, "GBPS": 1e9 / 8, "TBPS": 1e12 / 8, "MB/S": 1e6, "GB/S
 @click.option("--plugin", "plugins", multiple=True, help="Compare only this plugin; repeatable.  [default: all]")
 @click.option("--batch", default="batch", show_default=True, help="Function of the same file that makes the batch.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Format of compute.  [default: fp32]")
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the comparison: .svg or .png.")
 def command(
     *,
     build: str,
@@ -34,6 +35,7 @@ def command(
     plugins: tuple[str, ...],
     batch: str,
     precision: str | None,
+    picture: Path | None,
 ) -> None:
     """Predict memory and communication of a script's training under the installed plugins, and rank them.
 
@@ -43,8 +45,12 @@ def command(
     """
     from booster_core.errors import BoosterError
     from booster_runtime.cli._script import function_of, module_of
-    from booster_runtime.planning import Devices, plan
+    from booster_runtime.pictures import write_png
+    from booster_runtime.planning import Devices, draw_plan, plan
 
+    if picture is not None and picture.suffix not in (".svg", ".png"):
+        msg = f"`--picture {picture}` must end in .svg or .png."
+        raise click.BadParameter(msg)
     try:
         file, _, function = build.partition(":")
         module = module_of(Path(file))
@@ -61,6 +67,12 @@ def command(
             mixed_precision=precision,
             progress=lambda line: click.echo(line, err=True),
         )
+        if picture is not None:
+            drawing = draw_plan(found)
+            if picture.suffix == ".svg":
+                picture.write_text(drawing, encoding="utf-8")
+            else:
+                write_png(drawing, picture)
     except (BoosterError, TypeError) as error:
         click.echo(f"booster plan: {error}", err=True)
         sys.exit(2)

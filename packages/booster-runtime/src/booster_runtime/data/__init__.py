@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from booster_runtime.data.batches import call_with, named_forward, num_samples, taken_by, to_device
-from booster_runtime.data.containers import fields_of, hidden_tensors, hides_tensors, tensors_of, with_fields
+from booster_runtime.data.containers import (
+    fields_of,
+    hidden_tensors,
+    hides_tensors,
+    leaves_by_path,
+    tensors_of,
+    with_fields,
+)
 from booster_runtime.data.first_batch import show_first_batch
 from booster_runtime.data.loader import DistributedDataLoader
 
@@ -13,6 +20,7 @@ __all__ = [
     "fields_of",
     "hidden_tensors",
     "hides_tensors",
+    "leaves_by_path",
     "named_forward",
     "num_samples",
     "show_first_batch",

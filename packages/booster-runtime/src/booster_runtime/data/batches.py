@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module, without_adapters
+from booster_runtime.data.containers import leaves_by_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,8 +102,8 @@ def num_samples(batch: Any) -> int:
     Collective: none.
     """
     shapes = {
-        pytree.keystr(path): tuple(leaf.shape)
-        for path, leaf in pytree.tree_flatten_with_path(batch)[0]
+        path: tuple(leaf.shape)
+        for path, leaf in leaves_by_path(batch)[0]
         if isinstance(leaf, torch.Tensor) and leaf.dim()
     }
     lengths = {shape[0] for shape in shapes.values()}
@@ -124,7 +125,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     Collective: none.
     """
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        # of mappings of a class of their own, such as a tokenizer's BatchEncoding
+        move = getattr(leaf, "to", None)
+        return move(device) if isinstance(leaf, Mapping) and callable(move) else leaf
+
+    return pytree.tree_map(moved, batch)
 
 
 def named_forward(module: nn.Module) -> Callable[..., Any]:

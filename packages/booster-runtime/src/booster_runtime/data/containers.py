@@ -39,6 +39,19 @@ def with_fields(value: Any, fields: Mapping[str, Any]) -> Any:
     return copied
 
 
+def leaves_by_path(value: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+    """Return what torch's pytree finds in a nest of containers, each with its path, and what to put it together with.
+
+    Collective: none.
+    """
+    try:
+        leaves, form = pytree.tree_flatten_with_path(value)
+    except ValueError:  # a class that is registered without names for its parts, as diffusers' outputs are
+        flat, form = pytree.tree_flatten(value)
+        return [(f"[{place}]", leaf) for place, leaf in enumerate(flat)], form
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves], form
+
+
 def tensors_of(value: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors in a nest of containers and dataclasses, each with its path.
 
@@ -47,8 +60,7 @@ def tensors_of(value: Any) -> list[tuple[str, Tensor]]:
     Collective: none.
     """
     found = []
-    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-        where = pytree.keystr(path)
+    for where, leaf in leaves_by_path(value)[0]:
         fields = fields_of(leaf)
         if fields is None and leaf is value:
             fields = getattr(leaf, "__dict__", None)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.ranks import current_world, name_ranks
+from booster_runtime.log import ANY_RANK, log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
     from torch.utils.hooks import RemovableHandle
 
-logger = logging.getLogger(__name__)
 
 _MOST_ELEMENTS = 4096
 """How many elements of each tensor are looked at, spread over it."""
@@ -139,11 +138,12 @@ class FirstBatch:
         same.pop(b"", None)
         for ranks in same.values():
             if len(ranks) > 1:
-                logger.warning(
+                log.warning(
                     "Data parallel %s got the same first batch: they compute the same gradients, where each should see "
                     "samples of its own. Pass the data loader to `boost`, or make it by `booster.prepare_dataloader`; "
                     "where batches are drawn, seed each rank by its rank.",
                     name_ranks(ranks),
+                    extra=ANY_RANK,
                 )
         return True
 

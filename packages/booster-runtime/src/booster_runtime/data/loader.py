@@ -54,6 +54,8 @@ class DistributedDataLoader(DataLoader[Any]):
         # Samples of the batch handed out last, and how many of them, at its end, are padding; None where not known.
         self._num_in_batch: int | None = None
         self._num_padded = 0
+        self._number = 0
+        self._start = 0
         # Called with the number of each batch and its epoch, where the loader is boosted on several ranks.
         self.on_batch: Callable[[int, int], None] | None = None
 
@@ -85,7 +87,7 @@ class DistributedDataLoader(DataLoader[Any]):
         seed = (self._seed * 1_000_003 + self._epoch) if self._user_generator is None else self._draw_seed()
         # Workers draw their seeds from here: another on every rank and in every epoch, the same in a resumed run.
         self.generator.manual_seed(wrap_seed(seed * 65_537 + self._rank))
-        self._position = start = source.start if source is not None else 0
+        self._position = self._start = start = source.start if source is not None else 0
         per_rank = self.batch_size or 1
         for number, batch in enumerate(super().__iter__(), start=1):
             if source is not None:
@@ -94,6 +96,7 @@ class DistributedDataLoader(DataLoader[Any]):
             position = start + number * per_rank * self._world_size
             self._position = position if end is None else min(position, end)
             self._is_inside = True
+            self._number = number
             if self.on_batch is not None:
                 self.on_batch(number, self._epoch)
             if isinstance(source, ShardedIterable):
@@ -110,6 +113,16 @@ class DistributedDataLoader(DataLoader[Any]):
         """Entries of the global order: samples, or batches of a batch sampler; ``None`` where that is not known."""
         source = self._source()
         return None if source is None else source.num_samples
+
+    @property
+    def progress(self) -> tuple[int, int | None]:
+        """Number of the batch handed out last, from 1 in its pass, and how many follow; ``None`` where not known."""
+        source = self._source()
+        shares = source.shares(self._start) if isinstance(source, DealtOrder) else None
+        if shares is None:
+            return self._number, None
+        total, per_batch = shares[0], self.batch_size or 1
+        return self._number, (total // per_batch if self.drop_last else -(-total // per_batch)) - self._number
 
     @property
     def deals_batches(self) -> bool:

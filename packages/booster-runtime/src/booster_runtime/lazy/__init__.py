@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from booster_runtime.lazy.boosting import hollow_objects, take_values
+from booster_runtime.lazy.boosting import hollow_objects, place_or_hollow, take_values
 from booster_runtime.lazy.context import LazyInitContext
 from booster_runtime.lazy.host_values import HostValues, shards_from_host
 from booster_runtime.lazy.model import Recording, is_lazy, materialize, take_recording
@@ -16,6 +16,7 @@ __all__ = [
     "is_lazy",
     "load_pretrained",
     "materialize",
+    "place_or_hollow",
     "shards_from_host",
     "take_recording",
     "take_values",

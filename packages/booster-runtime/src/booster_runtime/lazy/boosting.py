@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError, LazyInitError
 from booster_core.plugin import place_model, rebind
 from booster_runtime.lazy.holders import find_elsewhere
-from booster_runtime.lazy.host_values import HostValues
+from booster_runtime.lazy.host_values import HostValues, shards_from_host
 from booster_runtime.lazy.model import Recording, fill_elsewhere, is_lazy, take_recording
-from booster_runtime.sharding.agreement import send_first
+from booster_runtime.sharding.agreement import agree_on_values, send_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -120,12 +121,40 @@ def hollow_objects(
     recording = take_values(model, device)
     if optimizer is not None:
         rebind(optimizer, recording.replaced)
-    lazy = recording.name_of
-    place_model(model, optimizer, device, policy)
+    hollow = recording.name_of
+    place_model(model, optimizer, device, policy, hollow)
     for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in lazy:
+        if id(tensor) not in hollow:
             send_first(tensor.data)
     return recording
+
+
+def place_or_hollow(
+    model: nn.Module, optimizer: Optimizer | None, context: BoostContext
+) -> Recording | HostValues | None:
+    """Bring a model to the run's device in its own formats, with the first rank's values on every rank.
+
+    The values of a lazy model, and of one on the host, are left for when it is known what this rank keeps of them.
+
+    Args:
+        model: The user's model.
+        optimizer: Its optimizer.
+        context: Device and ranks.
+
+    Returns:
+        How those values are made, or where they are, see `hollow_objects`; ``None`` where the model has its values.
+
+    Raises:
+        ConfigError: If ranks built different models.
+
+    Collective: every rank of the world.
+    """
+    unchanged = replace(context.precision, param_dtype=None)
+    if is_lazy(model) or shards_from_host(model, optimizer, context.device, context.coordinator):
+        return hollow_objects(model, optimizer, context.device, unchanged)
+    place_model(model, optimizer, context.device, unchanged)
+    agree_on_values(model)
+    return None
 
 
 def take_values(model: nn.Module, device: torch.device | str = "meta") -> Recording | HostValues:

@@ -1,43 +1,84 @@
-"""Eager models are sharded as lazy ones where they are on the host and train on a device: one parameter at a time.
+"""Eager models on the host are sharded as lazy ones are: a device gets its shards, and never the whole model.
 
 Moved whole, a model that is larger than a device would end in `boost`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
+from booster_core.errors import ConfigError
+from booster_core.state import box_numel, box_shape, full_box
 from booster_runtime.lazy.holders import Holder, loosened
 from booster_runtime.sharding.agreement import send_first
-from booster_runtime.state.regions import pack, slices_of
+from booster_runtime.state.regions import intersect, regions_of, slices_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.optim import Optimizer
 
-    from booster_core.state import TensorShard
+    from booster_core.ranks import DistCoordinator
+    from booster_core.state import Box, TensorShard
+
+_SENT_BYTES = 1 << 24
+"""Most of a parameter that is on the device on its way to shards."""
 
 
-def shards_from_host(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> bool:
+def shards_from_host(
+    model: nn.Module, optimizer: Optimizer | None, device: torch.device, coordinator: DistCoordinator
+) -> bool:
     """Return whether an eager model's parameters stay on the host until a device gets its shards of them.
 
-    Collective: none.
+    They do where that is possible on every rank.
+
+    Args:
+        model: The user's model.
+        optimizer: Its optimizer.
+        device: Where the model will run.
+        coordinator: The ranks.
+
+    Raises:
+        ConfigError: If ranks built different models.
+
+    Collective: every rank of the world, where ``device`` is not the CPU.
     """
-    if device.type == "cpu" or (optimizer is not None and optimizer.state):
-        return False  # existing state moves with whole parameters
-    return all(_is_plain(parameter) for parameter in model.parameters())
+    if device.type == "cpu":
+        return False
+    # Existing state moves with whole parameters.
+    is_possible = not (optimizer is not None and optimizer.state) and all(map(_is_plain, model.parameters()))
+    shapes = [f"'{name}' of {tuple(each.shape)} and {each.dtype}" for name, each in model.named_parameters()]
+    digest = hashlib.sha256("\n".join(shapes).encode()).digest()
+    every = coordinator.all_gather_object((is_possible, digest))
+    if not all(possible for possible, _ in every):
+        return False
+    other = next((rank for rank, (_, of_rank) in enumerate(every) if of_rank != every[0][1]), None)
+    if other is not None:
+        raise _different_models(other, coordinator.all_gather_object(shapes))
+    return True
+
+
+def _different_models(rank: int, shapes: Sequence[Sequence[str]]) -> ConfigError:
+    here, there = shapes[0], shapes[rank]
+    first = next((index for index, pair in enumerate(zip(here, there, strict=False)) if len({*pair}) > 1), None)
+    found = f"{len(there)} parameters, there {len(here)}"
+    if first is not None:
+        found = f"parameter {there[first]}, there {here[first]}"
+    return ConfigError(f"Rank {rank} built another model than rank 0: {found}. Build the same model on every rank.")
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
     is_expanded = any(
         size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
     )
-    return parameter.device.type == "cpu" and parameter.layout == torch.strided and not is_expanded
+    is_dense = parameter.device.type == "cpu" and parameter.layout == torch.strided and not is_expanded
+    return is_dense and type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor
 
 
 class HostValues:
@@ -54,6 +95,7 @@ class HostValues:
         self._model = model
         self.replaced: dict[nn.Parameter, nn.Parameter] = {}
         self._holders: list[Holder] = []
+        self._absent: set[int] = set()
         by_id: dict[int, Holder] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             for name, parameter in module._parameters.items():  # noqa: SLF001 - the dictionary that holds it
@@ -72,6 +114,14 @@ class HostValues:
     def name_of(self) -> dict[int, str]:
         """First names of the parameters, by ``id`` of the tensor objects."""
         return {id(holder.tensor): holder.names[0] for holder in self._holders}
+
+    def leave_out_absent(self) -> None:
+        """Forget the values of parameters that the model has lost since; other ranks may still have them.
+
+        Collective: none.
+        """
+        present = {id(parameter) for parameter in self._model.parameters()}
+        self._absent = {id(holder) for holder in self._holders if id(holder.tensor) not in present}
 
     def hollow(self, device: torch.device | str = "meta") -> None:
         """Turn the parameters into meta tensors, or into ones of a device with one element of memory each.
@@ -95,7 +145,7 @@ class HostValues:
     ) -> None:
         """Write to each shard its part of the first rank's parameter; give all others their values on the device.
 
-        One parameter is on the device at a time.
+        A few megabytes of a parameter are on the device at a time.
 
         Args:
             shards: What this rank keeps.
@@ -113,33 +163,56 @@ class HostValues:
         error: Exception | None = None
         with loosened(self._model):
             for holder in self._holders:
-                value = self._values.pop(id(holder)).to(device)
-                send_first(value)
+                value = self._values.pop(id(holder))
                 name = next((name for name in holder.names if name in by_name), None)
-                if name is None:
-                    self._become(holder, value)
-                elif error is None:
-                    try:
-                        self._write(value, by_name[name], before_write)
-                    except Exception as caught:  # noqa: BLE001 - raised below: other ranks go on
-                        error = caught
+                is_whole = name is None and id(holder) not in self._absent
+                whole = torch.empty_like(value, device=device) if is_whole else None
+                for box in _boxes(full_box(tuple(value.shape)), _SENT_BYTES // value.element_size()):
+                    part = value[slices_of(box)].to(device).contiguous()
+                    send_first(part)
+                    if whole is not None:
+                        whole[slices_of(box)] = part
+                    if error is None:
+                        try:
+                            for shard in by_name.get(name or "", ()):
+                                _write(shard, part, box, before_write)
+                        except Exception as caught:  # noqa: BLE001 - raised below: other ranks go on
+                            error = caught
+                    del part  # before there is memory for the next one
+                if whole is not None:
+                    self._become(holder, whole)
         if error is not None:
             raise error
-
-    def _write(
-        self, value: Tensor, shards: list[TensorShard], before_write: Callable[[TensorShard], None] | None
-    ) -> None:
-        for shard in shards:
-            if before_write is not None:
-                before_write(shard)
-            part = value[slices_of(shard.box)]
-            if shard.flat is None:
-                shard.data.detach().copy_(part)
-            else:
-                pack(part, *shard.flat, shard.data.detach())
 
     def _become(self, holder: Holder, value: Tensor) -> None:
         old = holder.tensor
         holder.become(value)
         if holder.tensor is not old:
             self.replaced[cast("nn.Parameter", old)] = cast("nn.Parameter", holder.tensor)
+
+
+def _boxes(box: Box, most: int) -> Iterator[Box]:
+    """Cut a box, along as few dimensions as possible, into ones of at most so many elements."""
+    dim = next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), None)
+    if box_numel(box) <= most or dim is None:
+        yield box
+        return
+    start, stop = box[dim]
+    step = max(most * (stop - start) // box_numel(box), 1)
+    for first in range(start, stop, step):
+        yield from _boxes((*box[:dim], (first, min(first + step, stop)), *box[dim + 1 :]), most)
+
+
+def _write(shard: TensorShard, part: Tensor, box: Box, before_write: Callable[[TensorShard], None] | None) -> None:
+    """Write to a shard what it has of a box of its parameter."""
+    regions = [(region, intersect(region.box, box)) for region in regions_of(shard.box, shard.flat)]
+    if before_write is not None and any(common is not None for _, common in regions):
+        before_write(shard)
+    data = shard.data.detach()
+    for region, common in regions:
+        if common is None:
+            continue
+        values = data
+        if shard.flat is not None:
+            values = data.view(-1)[region.start : region.start + region.numel].view(box_shape(region.box))
+        values[slices_of(common, region.box)].copy_(part[slices_of(common, box)])

@@ -9,13 +9,16 @@ from booster_runtime.pictures.axes import byte_ticks, format_bytes, format_secon
 from booster_runtime.pictures.curves import draw_curve
 from booster_runtime.pictures.png import write_png
 from booster_runtime.pictures.svg import Drawing
+from booster_runtime.pictures.timeline import Phase, draw_memory
 from booster_runtime.pictures.trace import Trace
 
 __all__ = [
     "Drawing",
+    "Phase",
     "Trace",
     "byte_ticks",
     "draw_curve",
+    "draw_memory",
     "format_bytes",
     "format_seconds",
     "ticks",

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from booster_runtime.planning.candidates import Candidate
 from booster_runtime.planning.ledger import Traffic
+from booster_runtime.planning.picture import draw_plan
 from booster_runtime.planning.prediction import Prediction, measure, predict
 from booster_runtime.planning.ranking import Devices, Plan, Planned, plan
 
-__all__ = ["Candidate", "Devices", "Plan", "Planned", "Prediction", "Traffic", "measure", "plan", "predict"]
+__all__ = [
+    "Candidate",
+    "Devices",
+    "Plan",
+    "Planned",
+    "Prediction",
+    "Traffic",
+    "draw_plan",
+    "measure",
+    "plan",
+    "predict",
+]

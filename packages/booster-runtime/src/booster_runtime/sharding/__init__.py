@@ -22,12 +22,22 @@ from booster_runtime.sharding.hosting import (
     piece_shard,
     whole_shard,
 )
+from booster_runtime.sharding.layers import (
+    CONTAINERS,
+    layers_of,
+    modules_by_size,
+    parameters_by_unit,
+    without_split_ties,
+)
 from booster_runtime.sharding.narrow import kept_as_they_are, working_dtypes
 from booster_runtime.sharding.ranks import RanksOfWorld, ShardingRanks, make_ranks, sharding_groups
+from booster_runtime.sharding.reductions import describe_reductions, note_reductions
 from booster_runtime.sharding.renormalized import refuse_renormalized
 from booster_runtime.sharding.unreduced import raise_for_unused, refuse_all_gradients, refuse_gradient
+from booster_runtime.sharding.written import not_optimized, write_gradient
 
 __all__ = [
+    "CONTAINERS",
     "ELEMENTWISE",
     "WHOLE",
     "BufferWatch",
@@ -40,12 +50,18 @@ __all__ = [
     "agree_on_values",
     "check_distinct_memory",
     "check_takes_parts",
+    "describe_reductions",
     "distinct_groups",
     "dtensor_shards",
     "is_cut",
     "kept_as_they_are",
+    "layers_of",
     "local_of",
     "make_ranks",
+    "modules_by_size",
+    "not_optimized",
+    "note_reductions",
+    "parameters_by_unit",
     "partition_for",
     "piece_shard",
     "probed_steps",
@@ -56,5 +72,7 @@ __all__ = [
     "send_first",
     "sharding_groups",
     "whole_shard",
+    "without_split_ties",
     "working_dtypes",
+    "write_gradient",
 ]

@@ -28,6 +28,9 @@ class ShardingRanks:
             parameters, and reduce them at other times.
         num_shares: Number of ranks whose losses a gradient is of before it is reduced: more than 1 for experts that
             compute other ranks' tokens, too. Means are taken over these ranks as well.
+        gather_group: The ranks of ``shard_group`` again, in a group for gathers of parameters: ranks may start
+            reductions at other times among their gathers, and within a group all must make calls in one order.
+            ``None`` gathers in ``shard_group``.
     """
 
     shard_group: ProcessGroup | None
@@ -37,6 +40,12 @@ class ShardingRanks:
     replica_rank: int = 0
     holders: ProcessGroup | None = None
     num_shares: int = 1
+    gather_group: ProcessGroup | None = None
+
+    @property
+    def gathering(self) -> ProcessGroup | None:
+        """The group in which parameters are gathered; ``None`` for all ranks."""
+        return self.shard_group if self.gather_group is None else self.gather_group
 
 
 def sharding_groups(world_size: int, replica_size: int) -> tuple[list[list[int]], list[list[int]]]:

@@ -157,6 +157,9 @@ def pack(data: torch.Tensor, start: int, stop: int, out: torch.Tensor, *, non_bl
 
     Collective: none.
     """
+    if data.is_contiguous():
+        out.copy_(data.view(-1)[start:stop], non_blocking=non_blocking)
+        return
     for region in regions_of(full_box(tuple(data.shape)), (start, stop)):
         target = out[region.start : region.start + region.numel]
         target.view(box_shape(region.box)).copy_(data[slices_of(region.box)], non_blocking=non_blocking)

@@ -171,17 +171,15 @@ class ReplicatedStateAdapter(StateAdapter):
         self._masters = set()
 
     def _state_tensors(self) -> Iterator[tuple[str, str | None, Tensor]]:
-        parameters = {
-            name: parameter
-            for names, group in self._named_groups()
-            for name, parameter in zip(names, group["params"], strict=True)
-        }
         for name, tensors, _ in self._states():
             for state, tensor in tensors.items():
                 yield name, state, tensor
-        for name, parameter in parameters.items():
-            if name in self._masters:
-                yield name, MASTER, parameter
+        if not self._masters:
+            return
+        for names, group in self._named_groups():
+            for name, parameter in zip(names, group["params"], strict=True):
+                if name in self._masters:
+                    yield name, MASTER, parameter
 
     def _states(self) -> Iterator[tuple[str, dict[str, Tensor], dict[str, JSONValue]]]:
         optimizer = self._required_optimizer()

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from booster_runtime.tracking.interface import Tracker
 from booster_runtime.tracking.json_lines import JsonLines, read_json_lines
+from booster_runtime.tracking.memory import MemoryTimeline, watch_memory
 from booster_runtime.tracking.run import TrackedRun, track
 from booster_runtime.tracking.tensorboard import TensorBoard
 from booster_runtime.tracking.weights_and_biases import WeightsAndBiases
 
-__all__ = ["JsonLines", "TensorBoard", "TrackedRun", "Tracker", "WeightsAndBiases", "read_json_lines", "track"]
+__all__ = [
+    "JsonLines",
+    "MemoryTimeline",
+    "TensorBoard",
+    "TrackedRun",
+    "Tracker",
+    "WeightsAndBiases",
+    "read_json_lines",
+    "track",
+    "watch_memory",
+]

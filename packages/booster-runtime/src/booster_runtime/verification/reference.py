@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_runtime.data import leaves_by_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -138,9 +139,9 @@ def share_of(batch: Any, index: int, size: int) -> Any:
 
 def floating_leaves(outputs: Any) -> dict[str, Tensor]:
     """Return the floating-point tensors of outputs, by their path."""
-    leaves = pytree.tree_flatten_with_path(dict(outputs) if isinstance(outputs, Mapping) else outputs)[0]
+    leaves = leaves_by_path(dict(outputs) if isinstance(outputs, Mapping) else outputs)[0]
     return {
-        pytree.keystr(path): leaf.detach().float().cpu().clone()
+        path: leaf.detach().float().cpu().clone()
         for path, leaf in leaves
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import CheckpointError
 from booster_core.ranks import this_host
 from booster_runtime.checkpoint.files.layout import new_token
+from booster_runtime.log import log
 
 if TYPE_CHECKING:
     from booster_runtime.checkpoint.run.steps import Steps
 
 LEASE = "lease.json"
-_log = logging.getLogger(__name__)
 
 
 class Leases:
@@ -54,7 +53,7 @@ class Leases:
         }
         steps.write_text(LEASE, json.dumps(content) + "\n")
         if found is not None:
-            _log.info("This job saves into '%s' from here on, in place of %s.", steps.root, _described(found))
+            log.info("This job saves into '%s' from here on, in place of %s.", steps.root, _described(found))
 
     def hold(self, steps: Steps) -> None:
         """Make sure that this job may save into a root; take the lease where it has not been taken here.

@@ -6,13 +6,13 @@ between them by its values and a digest of its tensors, and stored once; else ea
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from booster_core.errors import CheckpointError, shorten
 from booster_runtime.data.loader import DistributedDataLoader
+from booster_runtime.log import log
 from booster_runtime.state.jsonable import decode_json, encode_json, tensor_references
 from booster_runtime.state.regions import as_bytes
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from booster_core.checkpoint_io import TrainingObjects
 
-_log = logging.getLogger(__name__)
 LOADER = "dataloader/"
 """The name of a data loader that is not ours; users' names contain no slash."""
 
@@ -144,7 +143,7 @@ def chosen_states(
         msg = f"'{where}' does not fit what is registered. {' '.join(problems)} Pass `strict=False` to load what fits."
         raise CheckpointError(msg)
     if problems:
-        _log.warning("'%s' does not fit all that is registered. %s", where, " ".join(problems))
+        log.warning("'%s' does not fit all that is registered. %s", where, " ".join(problems))
     return chosen
 
 

@@ -10,7 +10,6 @@ A step is never replaced in place: saving the same step once more makes ``step-0
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ from booster_runtime.checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS,
 from booster_runtime.checkpoint.run.lease import LEASE
 from booster_runtime.checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
 from booster_runtime.checkpoint.save.writer import sync_folder
+from booster_runtime.log import log
 from booster_runtime.state.jsonable import decode_json
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from booster_runtime.checkpoint.run.retention import Retention
 
-_log = logging.getLogger(__name__)
 
 LATEST, NEWEST_WHOLE = "latest", "newest-whole"
 METRIC = "metric"
@@ -53,7 +52,7 @@ def parse_name(name: str) -> tuple[int, int] | None:
 
 def log_failed_removal(where: str | Path, error: Exception) -> None:
     """Log that an old step, or a part of one, is still there."""
-    _log.warning("'%s' could not be removed: %s. The next save into this folder tries again.", where, error)
+    log.warning("'%s' could not be removed: %s. The next save into this folder tries again.", where, error)
 
 
 class Steps(ABC):
@@ -163,7 +162,7 @@ class Steps(ABC):
         try:
             obsolete = self._obsolete(kept, step, retention)
         except Exception as error:  # noqa: BLE001 - a storage has errors of its own
-            _log.warning("Old steps in '%s' could not be listed: %s. The next save tries again.", self.root, error)
+            log.warning("Old steps in '%s' could not be listed: %s. The next save tries again.", self.root, error)
             return
         for name in obsolete:
             try:
@@ -197,7 +196,7 @@ class Steps(ABC):
             try:
                 value = decode_json(self.manifest(name).facts.get(METRIC))
             except Exception as error:  # noqa: BLE001 - a storage has errors of its own
-                _log.warning("'%s/%s' is kept, since it is not known how good it is: %s", self.root, name, error)
+                log.warning("'%s/%s' is kept, since it is not known how good it is: %s", self.root, name, error)
                 unknown.add(number)
                 continue
             if isinstance(value, (int, float)):

@@ -10,7 +10,6 @@ so that damage there is found when some values have changed. Random states come 
 from __future__ import annotations
 
 import itertools
-import logging
 import shutil
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,6 +24,7 @@ from booster_runtime.checkpoint.run.steps import LATEST, METRIC, NEWEST_WHOLE, a
 from booster_runtime.checkpoint.run.steps_remote import folder_of, open_steps
 from booster_runtime.checkpoint.run.training_part import BASE, TENSORS, VALUES, SavedTraining, TrainingPart
 from booster_runtime.checkpoint.save.parts import ModelPart, OptimizerPart
+from booster_runtime.log import log
 from booster_runtime.state.jsonable import encode_json
 from booster_runtime.storage import RemotePath, path_at
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from booster_runtime.checkpoint.save.parts import Part
     from booster_runtime.checkpoint.session import Session
 
-_log = logging.getLogger(__name__)
 _EMA_NAMES = FileNames(base=MODEL, prefix=EMA)
 _SAVE, _LOAD = "save_checkpoint", "load_checkpoint"
 
@@ -199,7 +198,7 @@ def load_training_state(
         if next_name is None:
             _raise_damaged(session, steps, name, problem)
         if coordinator.rank == 0:
-            _log.warning("%s Trying '%s' instead.", problem, next_name)
+            log.warning("%s Trying '%s' instead.", problem, next_name)
     msg = "a load tries one step at least"
     raise AssertionError(msg)
 
@@ -293,7 +292,7 @@ def _names_to_try(steps: Steps, step: int | str, leases: Leases | None) -> list[
         try:
             leases.take(steps)
         except OSError as error:
-            _log.warning("'%s' can be loaded from, but not saved into: %s.", steps.root, error)
+            log.warning("'%s' can be loaded from, but not saved into: %s.", steps.root, error)
     return steps.candidates() if step == NEWEST_WHOLE else [steps.find(step)]
 
 

@@ -7,7 +7,6 @@ sees any of it, so a save that fails leaves what was there.
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from booster_core.errors import CheckpointError
 from booster_runtime.checkpoint.files.checksums import BlockHasher, block_sizes
 from booster_runtime.checkpoint.files.layout import WrittenFile
 from booster_runtime.checkpoint.save.owners import OwnerWrite, spread_over_hosts
+from booster_runtime.log import ANY_RANK, log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _NUMBERED = re.compile(r"-\d{5,}-of-\d{5,}\.")
 _MOST_THREADS = 8
-_log = logging.getLogger(__name__)
 
 
 class Uploads:
@@ -99,7 +98,7 @@ class Uploads:
             try:
                 stream.discard()
             except Exception as error:  # noqa: BLE001 - what stopped the save is what matters
-                _log.warning("%s The next save into this folder tries again.", error)
+                log.warning("%s The next save into this folder tries again.", error, extra=ANY_RANK)
         if self._layouts is not None:
             shutil.rmtree(self._layouts, ignore_errors=True)
 
@@ -151,9 +150,7 @@ def save_at_url(
         with session.together(f"{name} (write)", where, for_long=True):
             told = job.run(group)
             uploads.finish()
-        told = {
-            key: entry for part in session.gather(name, where, lambda: told, save.group) for key, entry in part.items()
-        }
+        told = {key: entry for part in session.gather_to_first(told, save.group) for key, entry in part.items()}
         # One file is replaced at once. Several are not: until the last is in place, a note tells readers so.
         is_replacing = not present.isdisjoint(plan.names) or any(map(plan.obsolete, present))
         marks = plan.marks if is_replacing else ()

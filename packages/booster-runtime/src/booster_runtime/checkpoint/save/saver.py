@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from booster_core.state import TensorShard
     from booster_runtime.checkpoint.files.layout import PlannedFile, SavePlan
     from booster_runtime.checkpoint.save.parts import Part
     from booster_runtime.checkpoint.session import Session
@@ -157,6 +158,7 @@ class Saver:
         Collective: every rank.
         """
         self.begin(name, check)
+        held = _HeldParts(parts)
         job = Save(
             name=name,
             folder=folder,
@@ -164,8 +166,8 @@ class Saver:
             texts=dict(texts or {}),
             want_checksums=want_checksums,
             commit=commit,
-            facts=lambda: [(part.local_facts(), OwnedTensors.of(part)) for part in parts],
-            fragments=lambda: _fragments_of(parts),
+            facts=held.facts,
+            fragments=held.fragments,
             keeps_values=all(part.keeps_values for part in parts),
             is_shown=self._session.rank == 0,
             home=home,
@@ -284,7 +286,7 @@ class Saver:
         return make_plan(folder, gathered[0][-1], save.parts, specs, texts)
 
     def _read_checksums(self, save: Save, plan: SavePlan) -> Told:
-        """Return each file's size and blocks, read back from this host's page cache; ranks share the work by bytes."""
+        """Return, on rank 0, each file's size and blocks, read back from the page cache; ranks share the work."""
         session, told = self._session, Told()
         with session.together(f"{save.name} (compute checksums)", save.folder, for_long=True):
             if session.rank == 0:
@@ -301,12 +303,12 @@ class Saver:
                         mine.append(block)
                     begin += block
                 told[file.name] = size, tuple(blocks_of_file(path, mine, first - (begin - size)))
-        return _merged(session.gather(save.name, save.folder, lambda: told, save.group))
+        return _merged(session.gather_to_first(told, save.group))
 
     def _write_by_owners(
         self, save: Save, plan: SavePlan, fragments: Iterable[Fragment], advance: Callable[[int], None]
     ) -> Told:
-        """Let one rank write each file; return what all say of theirs."""
+        """Let one rank write each file; return, on rank 0, what all say of theirs."""
         from booster_runtime.checkpoint.save.owners import OwnerWrite, choose_owners
 
         session, told = self._session, Told()
@@ -334,7 +336,7 @@ class Saver:
         finally:
             if not save.keeps_values:
                 self.buffers.release()
-        return _merged(session.gather(save.name, save.folder, lambda: told, save.group))
+        return _merged(session.gather_to_first(told, save.group))
 
 
 def _merged(gathered: Sequence[Told]) -> Told:
@@ -351,20 +353,47 @@ def _size_and_blocks(path: Path) -> tuple[int, tuple[Block, ...]]:
     return nbytes, tuple(blocks_of_file(path, block_sizes([nbytes])))
 
 
-def _fragments_of(parts: Sequence[Part]) -> Iterator[Fragment]:
-    """Yield what this rank writes, one shard after the other; a fragment is read before the next one is asked for."""
-    for index, part in enumerate(parts):
-        for shard in itertools.chain(part.owned_shards(), part.extra_shards()):
-            if shard.numel:
-                yield Fragment(
-                    part=index,
-                    key=shard.key,
-                    shape=shard.global_shape,
-                    dtype=part.file_dtype(shard),
-                    box=shard.box,
-                    flat=shard.flat_range,
-                    data=shard.data.detach(),
-                )
+class _HeldParts:
+    """What this rank holds of the parts of a save.
+
+    Shards whose values stay where they are, are listed once: a model of thousands of tensors takes as long to list as
+    hundreds of megabytes to copy.
+
+    Args:
+        parts: Models and optimizers.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._listed: dict[int, list[TensorShard]] = {}
+
+    def facts(self) -> list[tuple[list[Any], OwnedTensors]]:
+        """Return, for each part, what this rank tells the others, and the tensors that it owns parts of."""
+        facts = []
+        for index, part in enumerate(self._parts):
+            told = part.local_facts()
+            if part.keeps_values:
+                self._listed[index] = list(part.owned_shards())
+            facts.append((told, OwnedTensors.of(part, self._owned(index))))
+        return facts
+
+    def fragments(self) -> Iterator[Fragment]:
+        """Yield what this rank writes; a fragment is read before the next one is asked for."""
+        for index, part in enumerate(self._parts):
+            for shard in itertools.chain(self._owned(index), part.extra_shards()):
+                if shard.numel:
+                    yield Fragment(
+                        part=index,
+                        key=shard.key,
+                        shape=shard.global_shape,
+                        dtype=part.file_dtype(shard),
+                        box=shard.box,
+                        flat=shard.flat_range,
+                        data=shard.data.detach(),
+                    )
+
+    def _owned(self, index: int) -> Iterable[TensorShard]:
+        return self._listed[index] if index in self._listed else self._parts[index].owned_shards()
 
 
 def _create(plan: SavePlan, files: Iterable[PlannedFile]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from booster_core.state import TensorShard
     from booster_runtime.checkpoint.save.parts import OwnedSpec, Part
     from booster_runtime.checkpoint.session import Session
 
@@ -40,8 +41,12 @@ class OwnedTensors:
     numels: tuple[int, ...]
 
     @classmethod
-    def of(cls, part: Part) -> OwnedTensors:
+    def of(cls, part: Part, shards: Iterable[TensorShard]) -> OwnedTensors:
         """Return what this rank owns of a part.
+
+        Args:
+            part: The part.
+            shards: Its `Part.owned_shards`.
 
         Raises:
             CheckpointError: If shards of one tensor have different shapes.
@@ -50,7 +55,7 @@ class OwnedTensors:
         """
         specs: dict[str, tuple[tuple[int, ...], str]] = {}
         numels: dict[str, int] = {}
-        for shard in part.owned_shards():
+        for shard in shards:
             key = shard.key
             shape, _ = specs.setdefault(key, (shard.global_shape, str(part.file_dtype(shard)).removeprefix("torch.")))
             if shape != shard.global_shape:

@@ -37,6 +37,8 @@ _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB per call."""
 _MOST_OPEN = 32
 """How many files are open at a time, however many a save writes."""
+_ALIGNMENT = 64
+"""Of copies, in bytes: a copy to memory that is aligned to its elements only takes a quarter longer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,7 +101,7 @@ def fill_buckets(
         while done < fragment.numel:
             if buffer is None:
                 buffer, used, held = next_buffer(), 0, []
-            used += -used % itemsize
+            used += -used % _ALIGNMENT
             count = min(fragment.numel - done, (buffer.numel() - used) // itemsize)
             if count <= 0:
                 yield held

@@ -221,7 +221,7 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
             made.extend(parent for parent in path.parents if not parent.exists())
             path.parent.mkdir(parents=True, exist_ok=True)
             clear_temporaries(path)
-        owned = OwnedTensors.of(part)
+        owned = OwnedTensors.of(part, part.owned_shards())
         mine = (new_token(), (path / METADATA).exists()) if session.rank == 0 else None
         return [*part.local_facts(), tables.tell(part, owned), part.aliases(), mine]
 

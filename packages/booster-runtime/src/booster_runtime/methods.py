@@ -1,0 +1,78 @@
+"""The functions that do the work of methods of `Booster`, imported at their first use."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from peft import PeftModel
+    from torch.utils.data import DataLoader
+
+    from booster_core import Booster
+    from booster_runtime.data.uneven import UnevenBatches
+
+METHODS = {
+    "accumulate": "accumulation:accumulate",
+    "check_replicas": "replicas:ReplicaCheck",
+    "enable_lora": "methods:enable_lora",
+    "evaluate_batch": "whole_batches:evaluate_batch",
+    "gather_for_metrics": "methods:gather_for_metrics",
+    "join": "methods:join",
+    "profile": "profiling:profile",
+    "to_device": "methods:to_device",
+    "train_batch": "whole_batches:train_batch",
+    "verify_boost": "verification.at_boost:verify_boost",
+}
+"""Module and name of each, by the method's name."""
+
+
+@functools.cache
+def method(name: str) -> Callable[..., Any]:
+    """Return the function of a method; it takes the Booster and the method's arguments by name.
+
+    Collective: none.
+    """
+    module, function = METHODS[name].split(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"booster_runtime.{module}"), function)
+    return found
+
+
+def join(booster: Booster, batches: Iterable[Any]) -> UnevenBatches:
+    """Let ranks with uneven numbers of batches end together; see `Booster.join`."""
+    from booster_runtime.data.uneven import UnevenBatches
+
+    coordinator = booster.context.coordinator
+    _, size = booster.plugin.data_parallel_coordinates(coordinator)
+    return UnevenBatches(batches, size=size, coordinator=coordinator, device=booster.device)
+
+
+def gather_for_metrics(booster: Booster, values: Any, loader: DataLoader[Any]) -> Any:
+    """Gather values of all ranks' batches, each sample once; see `Booster.gather_for_metrics`."""
+    from booster_runtime.data.metrics import gather_samples
+
+    coordinator = booster.context.coordinator
+    index, _ = booster.plugin.data_parallel_coordinates(coordinator)
+    return gather_samples(values, loader, index=index, coordinator=coordinator, device=booster.device)
+
+
+def enable_lora(booster: Booster, bnb_quantization_config: Any, *, quantize: bool, **arguments: Any) -> PeftModel:
+    """Put low-rank adapters into a model; see `Booster.enable_lora`."""
+    from booster_runtime import lora
+
+    quantization = None
+    if quantize or bnb_quantization_config is not None:
+        from booster_runtime.quantization import check_quantization
+
+        quantization = check_quantization(bnb_quantization_config, booster.device)
+    return lora.add_adapters(plugin=booster.plugin, quantization=quantization, **arguments)
+
+
+def to_device(booster: Booster, batch: Any) -> Any:
+    """Move a batch to the run's device; see `Booster.to_device`."""
+    from booster_runtime.data.batches import to_device as move
+
+    return move(batch, booster.device)

@@ -1,0 +1,69 @@
+"""What `Booster.describe` says of sums of gradients: the format that is sent, and how it is added up.
+
+On the CPU, booster-runtime adds narrow formats up in fp32. Backends of devices, such as NCCL, add up in the format that
+is sent, whatever format the result is stored in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from booster_core.precision import NARROW
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+_REDUCTIONS = "_booster_reductions"
+"""Attribute of a model: lines about how its gradients are summed."""
+_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def note_reductions(
+    model: nn.Module,
+    sent: Iterable[torch.dtype],
+    device: torch.device,
+    *,
+    by_backend: bool = False,
+    is_rounded: bool = False,
+) -> None:
+    """Remember in which formats a model's gradients are sent, for `Booster.describe`.
+
+    Args:
+        model: The user's model.
+        sent: The formats.
+        device: Where the gradients are.
+        by_backend: Whether the backend adds up on the CPU too, instead of `booster_runtime.collectives`.
+        is_rounded: Whether sums are stored in the format that is sent.
+
+    Collective: none.
+    """
+    formats = sorted(set(sent), key=lambda dtype: -dtype.itemsize)
+    if dist.get_world_size() == 1:
+        lines = []
+    else:
+        by_backend = by_backend or device.type != "cpu"
+        lines = [_described(dtype, device, by_backend=by_backend, is_rounded=is_rounded) for dtype in formats]
+    model.__dict__[_REDUCTIONS] = lines
+
+
+def describe_reductions(models: Iterable[nn.Module]) -> list[str]:
+    """Return lines that say how gradients of models are summed over ranks.
+
+    Collective: none.
+    """
+    found = dict.fromkeys(line for model in models for line in model.__dict__.get(_REDUCTIONS, ()))
+    return [f"reduction  gradients are {line}" for line in found]
+
+
+def _described(dtype: torch.dtype, device: torch.device, *, by_backend: bool, is_rounded: bool) -> str:
+    name = _NAMES.get(dtype, str(dtype))
+    if not by_backend:
+        rounded = f", and rounded to {name}" if is_rounded and dtype in NARROW else ""
+        return f"sent in {name}, summed in {'fp32' if dtype in NARROW else name} in rank order{rounded}"
+    backends = dict(each.split(":") for each in dist.get_backend_config().split(","))
+    return f"sent in {name}, summed in {name} by {backends.get(device.type, 'the backend')}"

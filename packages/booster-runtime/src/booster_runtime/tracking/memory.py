@@ -1,0 +1,149 @@
+"""`watch_memory`: what a rank's memory holds at each moment of some steps, under any plugin, as a plot and a trace."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import ConfigError
+from booster_core.plugin import ModelWrapper, hookimpl, register_hooks, unregister_hooks
+from booster_core.ranks import DistCoordinator
+from booster_runtime.pictures import Phase, Trace, draw_memory
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+    from typing_extensions import Self
+
+_STATUS = Path("/proc/self/statm")
+
+
+def watch_memory(model: nn.Module, folder: str | Path, *, interval_seconds: float = 0.002) -> MemoryTimeline:
+    """Sample this rank's memory in a ``with``, and plot it over time with the phases of each step.
+
+    On CUDA devices it is what torch's allocator has allocated; else the anonymous resident memory of the process, which
+    freed memory may stay in for a while. Watch a few steps: samples are kept until the end of the block. It writes
+    ``step-memory-rankN.svg`` and ``step-memory-rankN.trace.json``, which Perfetto (ui.perfetto.dev) opens.
+
+    Example::
+
+        with watch_memory(model, "run"):
+            for _, batch in zip(range(3), dataloader):
+                ...
+
+    Args:
+        model: The boosted model, whose calls are the forward phase.
+        folder: Where to write, on each rank's host.
+        interval_seconds: Time between samples, taken by a thread.
+
+    Raises:
+        TypeError: If the model is not a boosted one.
+        ConfigError: If the interval is not positive, or this machine tells no process how much memory it has.
+
+    Collective: none; on the ranks that are to be watched.
+    """
+    if not isinstance(model, ModelWrapper):
+        msg = f"`watch_memory` needs the model returned by `Booster.boost`; got `{type(model).__name__}`."
+        raise TypeError(msg)
+    if not 0 < interval_seconds < float("inf"):
+        msg = f"`interval_seconds={interval_seconds}` is not a positive, finite number of seconds."
+        raise ConfigError(msg)
+    device = next((each.device for each in model.parameters() if each.device.type == "cuda"), None)
+    if device is None and not _STATUS.exists():
+        msg = f"Without a CUDA device, `watch_memory` reads {_STATUS}, which only Linux has."
+        raise ConfigError(msg)
+    return MemoryTimeline(model, Path(folder), interval_seconds, device)
+
+
+class MemoryTimeline:
+    """Samples of memory, and the phases of steps; made by `watch_memory`.
+
+    Attributes:
+        samples: Seconds since the start, and bytes at that moment.
+        phases: The forward passes, and the times from the last forward to the end of each optimizer step.
+    """
+
+    def __init__(self, model: nn.Module, folder: Path, interval_seconds: float, device: torch.device | None) -> None:
+        self.samples: list[tuple[float, int]] = []
+        self.phases: list[Phase] = []
+        self._model = model
+        self._folder = folder
+        self._interval_seconds = interval_seconds
+        self._device = device
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="booster memory timeline", daemon=True)
+        self._handles: list[RemovableHandle] = []
+        self._start = self._since = 0.0
+
+    def __enter__(self) -> Self:
+        """Begin to sample."""
+        self._start = time.perf_counter()
+        self._handles = [
+            self._model.register_forward_pre_hook(self._begin_forward),
+            self._model.register_forward_hook(self._end_forward),
+        ]
+        register_hooks(self)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End sampling, and write the plot and the trace, unless the block raised."""
+        self._stop.set()
+        self._thread.join()
+        unregister_hooks(self)
+        for handle in self._handles:
+            handle.remove()
+        if kind is not None:
+            return
+        rank = DistCoordinator().rank
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stem = self._folder / f"step-memory-rank{rank}"
+        where = str(self._device) if self._device is not None else "process"
+        title = f"Memory of rank {rank} ({where})"
+        stem.with_suffix(".svg").write_text(draw_memory(self.samples, self.phases, title=title), encoding="utf-8")
+        trace = Trace()
+        trace.name_process(rank, f"rank {rank}")
+        for phase in self.phases:
+            trace.slice(rank, "phases", phase.name, phase.start, phase.end)
+        for at, nbytes in self.samples:
+            trace.counter(rank, "memory", at, {"bytes": nbytes})
+        trace.write(stem.with_suffix(".trace.json"))
+
+    @hookimpl
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Note that a step has ended."""
+        del optimizer
+        self._end_phase("backward and step")
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._since = self._now()
+
+    def _end_forward(self, *_: Any) -> None:
+        self._end_phase("forward")
+
+    def _end_phase(self, name: str) -> None:
+        now = self._now()
+        self.phases.append(Phase(name, self._since, now))
+        self._since = now
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start
+
+    def _sample(self) -> None:
+        while True:
+            self.samples.append((self._now(), self._bytes()))
+            if self._stop.wait(self._interval_seconds):
+                self.samples.append((self._now(), self._bytes()))
+                return
+
+    def _bytes(self) -> int:
+        if self._device is not None:
+            return torch.cuda.memory_allocated(self._device)
+        _, resident, shared, *_ = map(int, _STATUS.read_text(encoding="ascii").split())
+        return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
