@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.plugin import BoostContext
-    from booster_gemini.chunk.manager import ChunkManager
     from booster_runtime.lazy import HostValues, Recording
     from booster_zero.engine import Bucket
+    from booster_zero.gathering import ChunkManager
 
 
 def fill_chunks(

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from booster_core.errors import ConfigError
-from booster_core.plugin import ModelWrapper
 from booster_core.precision import NARROW, cast_floating
-from booster_core.ranks import naming_missing_ranks
-from booster_gemini.param_hooks import ParameterHooks, copy_error
+from booster_zero.gathering import GatheringModel, ParameterHooks, copy_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from torch import nn
 
     from booster_core.precision import PrecisionPolicy
-    from booster_gemini.chunk.manager import ChunkManager
     from booster_gemini.optimizer import GeminiOptimizer
+    from booster_zero.gathering import ChunkManager, LeafModules
 
 
-class GeminiModel(ModelWrapper):
+class GeminiModel(GatheringModel):
     """The user's model, whose parameters are in chunks, and whole only while they are used.
 
     Args:
@@ -33,8 +27,6 @@ class GeminiModel(ModelWrapper):
             have that format: inputs and buffers may then be wider.
         optimizer: The optimizer that steps on the chunks; ``None`` where nothing is trained.
         leaves: As for `ParameterHooks`.
-
-    ``state_dict`` and `whole_parameters` gather; every rank must call them.
     """
 
     def __init__(
@@ -44,11 +36,10 @@ class GeminiModel(ModelWrapper):
         *,
         precision: PrecisionPolicy,
         optimizer: GeminiOptimizer | None,
-        leaves: Mapping[nn.Module, Sequence[nn.Module]],
+        leaves: LeafModules,
     ) -> None:
         super().__init__(module, precision=precision)
-        module.register_state_dict_pre_hook(_refuse_placeholders)  # type: ignore[no-untyped-call]
-        self.manager = manager
+        self.attach_chunks(module, manager)
         self._optimizer = optimizer
         self.hooks = ParameterHooks(module, manager, self._before_forward, self._after_forward, leaves)
 
@@ -59,15 +50,6 @@ class GeminiModel(ModelWrapper):
             ConfigError: Always.
         """
         raise copy_error()
-
-    def _before_forward(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.reducer.watch()
-            self._optimizer.reducer.hide_stand_ins()
-
-    def _after_forward(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.reducer.show_stand_ins()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         precision = self.precision
@@ -85,67 +67,3 @@ class GeminiModel(ModelWrapper):
         super().zero_grad(set_to_none)
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none)
-
-    @contextlib.contextmanager
-    def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
-        """Have all parameters of the user's model whole on every rank for the block.
-
-        Args:
-            writes: Keep what the block writes into them in place; it must write the same on every rank.
-
-        Memory: the whole model on every rank.
-
-        Collective: every rank of the world.
-        """
-        chunks = self.manager.layout.buckets
-        for chunk in chunks:
-            chunk.pins += 1
-        try:
-            for chunk in chunks:
-                self.manager.use(chunk)
-            yield
-            if writes:
-                for chunk in chunks:
-                    chunk.write_back()
-                    chunk.mark_changed()
-        finally:
-            for chunk in chunks:
-                chunk.pins = max(chunk.pins - 1, 0)
-            self.manager.end()
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return copies of the user's model's whole state, on every rank; see `Booster.save_model` for files.
-
-        Collective: every rank of the world.
-        """
-        with naming_missing_ranks("state_dict"), self.whole_parameters():
-            state = super().state_dict(*args, **kwargs)
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[name] = value.detach().clone()
-        return state
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's signature
-        """Load a whole state, the same on every rank, into the user's model; see `Booster.load_model` for files.
-
-        Collective: every rank of the world.
-        """
-        with naming_missing_ranks("load_state_dict"), self.whole_parameters(writes=True):
-            return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-def _refuse_placeholders(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 - torch's signature
-    """Raise where the user's own model is asked for a state that it does not hold.
-
-    Raises:
-        ConfigError: If so.
-    """
-    if keep_vars:
-        return  # asks for the parameters themselves, whatever they hold; checks of names do
-    for name, parameter in module.named_parameters():
-        if parameter.numel() > 1 and not any(parameter.stride()):  # one element of memory, shown as many
-            msg = (
-                f"The user's own model has no value of '{prefix}{name}' here, which Gemini keeps in shards. Call "
-                "`state_dict` of the boosted model on every rank, or `booster.save_model(model, path)`."
-            )
-            raise ConfigError(msg)

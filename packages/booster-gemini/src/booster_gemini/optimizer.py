@@ -10,19 +10,19 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError
 from booster_core.gradients import check_finite_norm, global_norm
 from booster_runtime import collectives
-from booster_zero.engine import Role, ZeroOptimizer
+from booster_zero.engine import Role
+from booster_zero.gathering import GatheringOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_gemini.chunk.manager import ChunkManager
-    from booster_zero.engine import Bucket
+    from booster_zero.gathering import ChunkManager
 
 
-class GeminiOptimizer(ZeroOptimizer):
+class GeminiOptimizer(GatheringOptimizer):
     """Steps the user's optimizer on this rank's slices of the chunks, wherever they are.
 
     Args:
@@ -50,28 +50,9 @@ class GeminiOptimizer(ZeroOptimizer):
         chosen: set[int],
         **kwargs: Any,
     ) -> None:
-        self.manager = manager
-        self._held = held
         self._chosen = chosen
-        super().__init__(
-            optim,
-            model,
-            layout=manager.layout,
-            home=manager.home,
-            gathers=manager,
-            offloads=manager.home.moves,
-            **kwargs,
-        )
+        super().__init__(optim, model, manager=manager, held=held, offloads=manager.home.moves, **kwargs)
         self.reducer.repeated = {*chosen}
-
-    def _adopt_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        # They are trained from now on, which takes a master where they are narrow.
-        self._held.update(id(parameter) for group in groups for parameter in group["params"])
-        super()._adopt_groups(groups)
-
-    def in_order_of_forward(self) -> Sequence[Bucket]:
-        """Return the chunks in the order in which they are laid out, which is that of their first use."""
-        return self.layout.buckets
 
     def lay_out_again(self, order: list[int]) -> None:
         """Lay the chunks out in the order in which rank 0 used parameters first.
@@ -84,15 +65,6 @@ class GeminiOptimizer(ZeroOptimizer):
         manager.first_uses = None
         if new != self.layout.order():
             self.rebuild(new)
-
-    def rebuild(self, order: Sequence[int]) -> None:
-        """Move values, gradients and state to where they are when parameters are laid out in another order.
-
-        Collective: every rank of the shard group.
-        """
-        self.manager.release_all()
-        super().rebuild(order)
-        self.manager.after_laying_out()
 
     def end_step(self) -> None:
         """Raise on every rank what went wrong on any apart from the step itself, which is complete.
@@ -124,26 +96,7 @@ class GeminiOptimizer(ZeroOptimizer):
 
         Collective: every rank of the world.
         """
-        self._meet()
         return super().agree_on_record(order, late) | self._chosen
-
-    def _meet(self) -> None:
-        self.manager.order.meet(self.device)
-
-    def settle(self) -> None:
-        """Bring all gradients into the shards, and agree on which parameters were used.
-
-        Raises:
-            ConfigError: If ranks used parameters in different orders, so that their gradients are wrong.
-
-        Collective: every rank of the world.
-        """
-        before = self._agreed_rounds
-        if self.reducer.num_rounds != before:
-            self._meet()
-        super().settle()
-        if self._agreed_rounds != before:
-            self.manager.check_same_order()
 
     def gradients_in_parts(self) -> Iterator[list[Tensor]]:
         """Yield the gradients of this rank's pieces, averaged over ranks, one chunk's at a time.

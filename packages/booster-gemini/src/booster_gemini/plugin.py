@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from booster_core.plugin import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin, place_model, unwrap_model
+from booster_core.plugin import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin, unwrap_model
 from booster_core.precision import PrecisionPolicy
-from booster_gemini.chunk.manager import ChunkManager
-from booster_gemini.chunk.search import search_chunk_numel
 from booster_gemini.config import GeminiConfig
 from booster_gemini.lazy import fill_chunks
 from booster_gemini.leaves import find_leaves
 from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_numel
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
-from booster_gemini.param_hooks import check_modules
-from booster_gemini.state import GeminiStateAdapter
-from booster_runtime.lazy import hollow_objects, is_lazy, shards_from_host
+from booster_gemini.search import search_chunk_numel
+from booster_runtime.lazy import place_or_hollow
 from booster_runtime.sharding import (
     RanksOfWorld,
-    agree_on_values,
     check_distinct_memory,
+    note_reductions,
     partition_for,
     refuse_all_gradients,
     refuse_renormalized,
 )
+from booster_zero.engine import set_gradient
+from booster_zero.gathering import ChunkManager, ChunkStateAdapter, check_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +38,12 @@ if TYPE_CHECKING:
     from booster_core.state import StateAdapter
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine import Format
+
+
+_REMEDY = (
+    "If the data chooses which modules run, such as experts, pass the module around them to the plugin: "
+    "`GeminiPlugin(leaf_modules=[...])`."
+)
 
 
 class GeminiPlugin(Plugin):
@@ -145,15 +150,9 @@ class GeminiPlugin(Plugin):
         check_distinct_memory(model)
         check_modules(model)
         leaves = find_leaves(model, self.config.leaf_modules)
-        unchanged = replace(context.precision, param_dtype=None)  # chunks have formats of their own
-        recording, lazy = None, set[int]()
-        if is_lazy(model) or shards_from_host(model, objects.optimizer, context.device):
-            recording = hollow_objects(model, objects.optimizer, context.device, unchanged)
-            named = recording.name_of
-            lazy = {index for index, parameter in enumerate(model.parameters()) if id(parameter) in named}
-        else:
-            place_model(model, objects.optimizer, context.device, unchanged)
-            agree_on_values(model)
+        recording = place_or_hollow(model, objects.optimizer, context)  # chunks have formats of their own
+        hollow = {} if recording is None else recording.name_of
+        lazy = {index for index, parameter in enumerate(model.parameters()) if id(parameter) in hollow}
         groups = [] if objects.optimizer is None else objects.optimizer.param_groups
         held = {id(parameter) for group in groups for parameter in group["params"]}
         format_of = self.config.formats(model, context.precision, context.device, held=held)
@@ -169,6 +168,7 @@ class GeminiPlugin(Plugin):
             shard_param_frac=self.config.shard_param_frac,
             home=make_home(self.config, context),
             lazy=lazy,
+            remedy=_REMEDY,
             debug=self.config.debug,
         )
         if recording is not None:
@@ -192,23 +192,37 @@ class GeminiPlugin(Plugin):
                 precision=context.precision,
                 after_step=context.after_step,
             )
+            trained = [chunk.format.wire for chunk in manager.layout.buckets if chunk.format.is_trained]
+            note_reductions(model, trained, context.device)
         else:
             refuse_all_gradients(model)
         context.coordinator.raise_together(manager.home.problem())
-        wrapped = GeminiModel(model, manager, precision=context.precision, optimizer=optimizer, leaves=leaves)
+        gathered = {
+            module: [parameter for leaf in inside for parameter in leaf.parameters()]
+            for module, inside in leaves.items()
+        }
+        wrapped = GeminiModel(model, manager, precision=context.precision, optimizer=optimizer, leaves=gathered)
         return objects._replace(model=wrapped, optimizer=optimizer)
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
         """Return the view of this rank's slices of parameters, masters and optimizer state."""
         assert isinstance(model, GeminiModel), "Booster passes what `configure` returned"
         gemini = optimizer if isinstance(optimizer, GeminiOptimizer) else None
-        return GeminiStateAdapter(model, gemini, context.coordinator)
+        return ChunkStateAdapter(model, gemini, context.coordinator)
 
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
         if not isinstance(optimizer, GeminiOptimizer):
             return None
         return optimizer.full_gradient(unwrap_model(model).get_parameter(name))
+
+    def set_full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str, values: Tensor) -> None:
+        """Replace a parameter's gradient in the shards, which `full_gradient` has returned just before.
+
+        Raises:
+            ConfigError: If the boosted optimizer does not hold the parameter.
+        """
+        set_gradient(optimizer, unwrap_model(model).get_parameter(name), values, name)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""

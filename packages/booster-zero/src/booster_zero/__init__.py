@@ -5,7 +5,8 @@ from __future__ import annotations
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.optimizer import ZeroOptimizer
 from booster_zero.engine.state import ZeroStateAdapter
+from booster_zero.lazy import fill_model
 from booster_zero.model import ZeroModel
 from booster_zero.plugin import LowLevelZeroPlugin
 
-__all__ = ["LowLevelZeroPlugin", "ZeroConfig", "ZeroModel", "ZeroOptimizer", "ZeroStateAdapter"]
+__all__ = ["LowLevelZeroPlugin", "ZeroConfig", "ZeroModel", "ZeroOptimizer", "ZeroStateAdapter", "fill_model"]

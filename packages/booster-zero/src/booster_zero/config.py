@@ -1,4 +1,4 @@
-"""`ZeroConfig`: the options of ZeRO stages 1 and 2, checked without a process group."""
+"""`ZeroConfig`: the options of ZeRO's stages, checked without a process group."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _MOST_BYTES, _LEAST_BYTES, _BUCKETS = 25 * 2**20, 2**20, 8
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig(ShardingOptions):
-    """Options of ZeRO stages 1 and 2; `ShardingOptions` documents those that are not here.
+    """Options of ZeRO; `ShardingOptions` documents those that are not here.
 
     Args:
         stage: 1 shards the optimizer state over the data parallel ranks; 2 shards the gradients as well, also while
-            they accumulate under ``no_sync``.
+            they accumulate under ``no_sync``. 3, of hybrid parallelism alone, shards parameters, too.
         bucket_bytes: Size in bytes of the buckets in which gradients are reduced and parameters gathered. A larger
-            parameter has a bucket of its own. ``None`` is 25 MiB; in stage 2 at most an eighth of all gradients, and at
-            least 1 MiB: a few buckets exist at a time, and larger ones would hold all gradients of a small model.
+            parameter has a bucket of its own. ``None`` is 25 MiB; from stage 2 on at most an eighth of all gradients,
+            and at least 1 MiB: a few buckets exist at a time, and larger ones would hold all gradients of a small
+            model.
         overlap_allgather: Let ``step`` return while updated parameters are gathered; the first use of each in the
             model's forward waits for it.
         cpu_offload: The same as ``offload="cpu"``.
@@ -44,12 +45,13 @@ class ZeroConfig(ShardingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stage not in (1, 2):
-            msg = f"`stage={self.stage}` is not one of 1 (optimizer state) and 2 (gradients too)."
+        if self.stage not in (1, 2, 3):
+            msg = f"`stage={self.stage}` is not one of 1 (optimizer state), 2 (gradients too) and 3 (parameters too)."
             raise ConfigError(msg)
         self._check_positive("bucket_bytes", "the size of a bucket in bytes")
         self._check_known("offload", (None, "cpu", "disk"))
         self._check_offload()
+        self._check_sharded()
 
     def _check_offload(self) -> None:
         if self.cpu_offload and self.offload == "disk":
@@ -65,6 +67,16 @@ class ZeroConfig(ShardingOptions):
             raise TypeError(msg)
         if self.offload != "disk":
             msg = f"`offload_dir='{os.fspath(self.offload_dir)}'` is for `offload='disk'`; `offload={self.offload!r}`."
+            raise ConfigError(msg)
+
+    def _check_sharded(self) -> None:
+        if self.stage == 3 and self.overlap_allgather:
+            msg = (
+                "`overlap_allgather=True` is for stages 1 and 2: stage 3 gathers no parameters in a step. Leave it out."
+            )
+            raise ConfigError(msg)
+        if self.stage == 3 and self.offload == "disk":
+            msg = "`offload='disk'` is for stages 1 and 2. Use `offload='cpu'`, or plugin='gemini' with `offload_dir`."
             raise ConfigError(msg)
 
     def bucket_bytes_for(self, gradient_bytes: int) -> int:

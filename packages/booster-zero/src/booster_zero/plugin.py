@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,17 @@ from booster_core.plugin import (
     Boosted,
     Capability,
     Plugin,
-    place_model,
     unscaled_gradient,
     unwrap_model,
 )
 from booster_core.precision import PrecisionPolicy
 from booster_runtime import collectives
+from booster_runtime.lazy import place_or_hollow
 from booster_runtime.memory import MappedFolder
 from booster_runtime.sharding import (
     RanksOfWorld,
-    agree_on_values,
     check_distinct_memory,
+    note_reductions,
     partition_for,
     refuse_all_gradients,
     refuse_renormalized,
@@ -38,6 +38,8 @@ from booster_zero.engine.home import Home
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.optimizer import ZeroOptimizer
 from booster_zero.engine.state import ZeroStateAdapter
+from booster_zero.engine.written import set_gradient
+from booster_zero.lazy import fill_model
 from booster_zero.model import ZeroModel
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class LowLevelZeroPlugin(Plugin):
 
     name: ClassVar[str] = "zero"
     api_version: ClassVar[int] = 1
+    handles_lazy: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
@@ -95,6 +98,12 @@ class LowLevelZeroPlugin(Plugin):
         broadcast_buffers: bool = True,
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
+        if stage not in (1, 2):
+            msg = (
+                f"`stage={stage}` is not one of 1 (optimizer state) and 2 (gradients too). To shard parameters, use "
+                "plugin='gemini', 'fsdp', or 'hybrid' with `zero_stage=3`."
+            )
+            raise ConfigError(msg)
         self.config = ZeroConfig(
             stage=stage,
             max_norm=max_norm,
@@ -133,7 +142,8 @@ class LowLevelZeroPlugin(Plugin):
 
         Raises:
             ConfigError: If ``replica_size`` does not divide the number of ranks, the optimizer or a parameter can't
-                be sharded, or ``offload_dir`` is not a folder that can be written to.
+                be sharded, ranks built different models, or ``offload_dir`` is not a folder that can be written to.
+            CheckpointError: If a file that a lazy model's values come from can't be read.
             OffloadError: If ``offload_dir`` has no room for the masters and the state that there is.
 
         Collective: every rank of the world.
@@ -143,9 +153,12 @@ class LowLevelZeroPlugin(Plugin):
         check_distinct_memory(model)
         if context.coordinator.world_size > 1:
             refuse_renormalized(model)
-        place_model(model, objects.optimizer, context.device, replace(context.precision, param_dtype=None))
-        agree_on_values(model)
-        return self.shard(objects, context, self._ranks.get(), home=home)
+        recording = place_or_hollow(model, objects.optimizer, context)
+        boosted = self.shard(objects, context, self._ranks.get(), home=home)
+        if recording is not None:
+            adapter = self.state_adapter(boosted.model, boosted.optimizer, context)
+            fill_model(model, recording, adapter, context, cast("ZeroOptimizer | None", boosted.optimizer))
+        return boosted
 
     def shard(
         self,
@@ -158,7 +171,7 @@ class LowLevelZeroPlugin(Plugin):
         home: Home | None = None,
         ranks_of: Mapping[int, ShardingRanks] | None = None,
     ) -> Boosted:
-        """Shard a model that is on its device already, over ranks that were given the same values of it.
+        """Shard a model that is on its device already, over ranks that have the same values of it or none yet.
 
         For strategies that are composed with this one, and have ranks that hold other parts of the model.
 
@@ -204,6 +217,10 @@ class LowLevelZeroPlugin(Plugin):
                 precision=context.precision,
                 after_step=context.after_step,
             )
+            buckets = optimizer.layout.buckets
+            is_rounded = any(bucket.averages_at_once for bucket in buckets)
+            sent = {bucket.format.wire for bucket in buckets}
+            note_reductions(model, sent, context.device, is_rounded=is_rounded)
             optimizer.raise_together(home.problem("Nothing is lost: what found no room is in RAM."))
         else:
             refuse_all_gradients(model)
@@ -237,6 +254,14 @@ class LowLevelZeroPlugin(Plugin):
         whole = torch.zeros_like(parameter) if own is None else own.contiguous()
         collectives.all_reduce(whole).wait()
         return whole / dist.get_world_size()
+
+    def set_full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str, values: Tensor) -> None:
+        """Replace a parameter's gradient in the shards, which `full_gradient` has returned just before.
+
+        Raises:
+            ConfigError: If the boosted optimizer does not hold the parameter.
+        """
+        set_gradient(optimizer, unwrap_model(model).get_parameter(name), values, name)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""

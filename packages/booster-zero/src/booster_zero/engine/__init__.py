@@ -13,6 +13,7 @@ from booster_zero.engine.partition import plan_flat
 from booster_zero.engine.shard import Format
 from booster_zero.engine.state import ZeroStateAdapter
 from booster_zero.engine.whole import BufferPool, Keep, WholeState, is_free
+from booster_zero.engine.written import set_gradient
 
 __all__ = [
     "Bucket",
@@ -31,4 +32,5 @@ __all__ = [
     "is_free",
     "only_describes",
     "plan_flat",
+    "set_gradient",
 ]

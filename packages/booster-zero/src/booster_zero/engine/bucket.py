@@ -18,7 +18,8 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
 from booster_runtime.collectives import Pending, sum_into
-from booster_zero.engine.home import Lane, Role, zeros_in_memory
+from booster_runtime.memory import Lane
+from booster_zero.engine.home import Role, zeros_in_memory
 from booster_zero.engine.shard import Shard
 from booster_zero.engine.whole import Keep, WholeState, check_transition
 
@@ -193,7 +194,7 @@ class Bucket(Shard):
         self.whole = self._pool.take(self.plan.numel, self.format.working, self.format.device)
         self.whole[bounds[rank] : bounds[rank + 1]].copy_(self.own)
         self._release(Role.PARAM, changed=False)
-        self._pending = collectives.all_gather(self.whole, bounds, self.ranks.shard_group)
+        self._pending = collectives.all_gather(self.whole, bounds, self.ranks.gathering)
 
     def finish_gather(self, names: Mapping[int, str]) -> None:
         """Wait for the whole values, and let the parameters be views of them.

@@ -7,7 +7,6 @@ done so; in between, such a home may have it in another memory, or on a disk.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from booster_runtime.collectives import Pending
 from booster_runtime.memory import zeros_in_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -147,29 +146,3 @@ def zeros_in_memory(numel: int, dtype: torch.dtype, device: torch.device, comput
     if compute.type != "cpu":
         return torch.zeros(numel, dtype=dtype, pin_memory=True)
     return zeros_in_pages(numel, dtype)
-
-
-class Lane:
-    """A stream of copies and collectives in parallel to the one that computes; nothing on the CPU, which has none.
-
-    Args:
-        device: The device whose memory is copied from and to.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run what the body starts after what has been started so far, and in parallel to what is started later."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            yield
-
-    def mark(self) -> torch.Event | None:
-        """Return an event that comes when everything started in the lane so far has ended."""
-        return None if self._stream is None else self._stream.record_event()

@@ -21,13 +21,13 @@ import contextlib
 import functools
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from booster_core.errors import GradientError
 from booster_core.precision import NARROW
+from booster_zero.engine.filling import Filling
 from booster_zero.engine.stand_ins import ShardedGradient, StandIns, assigned_error, holds_values
 
 if TYPE_CHECKING:
@@ -41,16 +41,6 @@ if TYPE_CHECKING:
 
 _MOST_IN_FLIGHT = 2
 """Buckets that are underway at once. Each keeps full gradients of its size alive."""
-
-
-@dataclass
-class _Filling:
-    """How far a bucket has come in the present round."""
-
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    taken: set[int] = field(default_factory=set)
-    missing: int = 0
-    is_started: bool = False
 
 
 class Reducer:
@@ -95,7 +85,7 @@ class Reducer:
         self._names = names
         self._overlap = overlap
         self._place: dict[int, tuple[Bucket, Slot]] = {}
-        self._filling: dict[Bucket, _Filling] = {}
+        self._filling: dict[Bucket, Filling] = {}
         self._underway: deque[tuple[Pending, Tensor]] = deque()
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._is_open = False
@@ -287,7 +277,7 @@ class Reducer:
         self._is_open = True
         self._has_local = False
         self._filling = {
-            bucket: _Filling(missing=sum(parameter.requires_grad for parameter in bucket.parameters))
+            bucket: Filling(missing=sum(parameter.requires_grad for parameter in bucket.parameters))
             for bucket in self._in_order()
             if bucket.is_active
         }
@@ -356,7 +346,7 @@ class Reducer:
             self._begin_direct(parameter)
         filling = self._filling.get(bucket)
         if filling is None:
-            filling = self._filling[bucket] = _Filling(missing=len(bucket.parameters))
+            filling = self._filling[bucket] = Filling(missing=len(bucket.parameters))
         if filling.is_started:
             self._come_late(index)
             return
@@ -366,6 +356,15 @@ class Reducer:
         self._take(bucket, filling, slot, parameter)
         filling.missing -= is_new
         self._start_complete()
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """Await no gradient of these parameters in this round: backward has passed all their uses."""
+        if self._is_open:
+            for index in indices:
+                bucket, slot = self._place[index]
+                if bucket in self._filling and bucket.parameters[bucket.plan.slots.index(slot)].requires_grad:
+                    self._filling[bucket].leave_out(index)
+            self._start_complete()
 
     def _begin_direct(self, parameter: nn.Parameter) -> None:
         """Begin a round for a script that called ``loss.backward()`` itself; autograd tells when that has ended.
@@ -417,7 +416,7 @@ class Reducer:
             before = self._local.get(slot.index)
             self._local[slot.index] = gradient if before is None else _sum(before, gradient)
 
-    def _take(self, bucket: Bucket, filling: _Filling, slot: Slot, parameter: nn.Parameter) -> None:
+    def _take(self, bucket: Bucket, filling: Filling, slot: Slot, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, without a copy where it has the format that travels."""
         filling.taken.add(slot.index)
         if bucket.adds_at_once:
@@ -459,7 +458,7 @@ class Reducer:
                 return
             self._start(bucket, filling)
 
-    def _start(self, bucket: Bucket, filling: _Filling) -> None:
+    def _start(self, bucket: Bucket, filling: Filling) -> None:
         gradients, filling.gradients, filling.is_started = filling.gradients, {}, True
         scratch = self._borrow(bucket)
         self._underway.append((bucket.start_reduction(gradients, scratch), scratch))

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from booster_zero.engine.partition import BucketPlan
 
 _ALIGNMENT_BYTES = 64
+_BLOCK_NUMEL = 1 << 20
+"""Values are compared in blocks of this many elements, which need little memory."""
 _numbers = itertools.count()
 
 
@@ -222,10 +224,13 @@ class Shard:
 
         Where a master rounds to the working value that is there, it is the truer of the two, and stays.
         """
-        if self.format.has_copy:
-            own = self.own.to(self.values.device)
-            is_stale = self.values.to(own.dtype) != own
-            self.values.copy_(torch.where(is_stale, own.to(self.values.dtype), self.values))
+        if not self.format.has_copy:
+            return
+        for start in range(0, self.numel, _BLOCK_NUMEL):
+            values = self.values[start : start + _BLOCK_NUMEL]
+            own = self.own[start : start + _BLOCK_NUMEL].to(values.device)
+            is_stale = values.to(own.dtype) != own
+            values.copy_(torch.where(is_stale, own.to(values.dtype), values))
 
     def _rebind_own(self, flat: Tensor | None) -> None:
         self.own = _placeholder(self.own) if flat is None else flat
@@ -312,6 +317,7 @@ class Shard:
             if self.home.moves:
                 stack.enter_context(self.in_use(changes=True))
                 stack.enter_context(self._beside_state())
+                self._bring_whole_state()
             shown = [piece.values.grad for piece in self.pieces]
             for piece in self.pieces:
                 piece.values.grad = None
@@ -337,6 +343,16 @@ class Shard:
         finally:
             own.copy_(self.values)
             self._point(own)
+
+    def _bring_whole_state(self) -> None:
+        """Move state that is not elementwise, and so in no block, to where the optimizer steps this time."""
+        device = self.values.device
+        for index, state in self._states.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device != device:
+                    is_step_on_host = key == "step" and value.device.type == "cpu"
+                    if not is_step_on_host and not _is_elementwise(self.piece_of[index], key, value):
+                        state[key] = value.to(device)
 
     def memory_for_state(self, piece: BucketPiece, key: str, dtype: torch.dtype) -> Tensor:
         """Return memory for a piece's part of an elementwise state, in the shape of the piece's values; not filled."""

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_zero.engine import Bucket
+    from booster_zero.engine.bucket import Bucket
 
 _PHASES = 12
 _SAMPLES = 256
+_OTHER_MEMORY = "was given other memory"
 
 
 class ChangeWatch:
-    """Remembers what parameters were like when Gemini last changed them, and finds those that are not.
+    """Remembers what parameters were like when they were last updated, and finds those that are not.
 
     Args:
         names: The parameters' names, by number.
@@ -64,7 +65,11 @@ class ChangeWatch:
             return
         for slot, parameter in zip(chunk.plan.slots, chunk.parameters, strict=True):
             now, before = self._look_at(chunk, parameter), self._seen.get(slot.index)
-            how = None if before is None else now.difference(before)
+            if before is None:
+                continue
+            how = now.difference(before)
+            if how == _OTHER_MEMORY and not parameter.requires_grad and now.has_values_of(before):
+                continue  # bitsandbytes' layers do so in each forward, and have a copy of their own anyway
             if how is not None:
                 self.found.setdefault(self._names[slot.index], how)
                 self._seen[slot.index] = now
@@ -103,12 +108,14 @@ class _Look(NamedTuple):
     def difference(self, before: _Look) -> str | None:
         """Return how a parameter was changed since ``before``; ``None`` if it was not."""
         if self.address != before.address:
-            return "was given other memory"
+            return _OTHER_MEMORY
         if self.version != before.version:
             return "was changed in place"
+        return None if self.has_values_of(before) else "was changed through `.data`"
+
+    def has_values_of(self, before: _Look) -> bool:
+        """Return whether the values that were looked at are the same."""
         if isinstance(self.content, int):
-            is_same = self.content == before.content
-        else:
-            assert isinstance(before.content, torch.Tensor), "a watch looks in one way"
-            is_same = torch.equal(self.content, before.content)
-        return None if is_same else "was changed through `.data`"
+            return self.content == before.content
+        assert isinstance(before.content, torch.Tensor), "a watch looks in one way"
+        return torch.equal(self.content, before.content)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
-from booster_zero.engine import Bucket
+from booster_zero.engine.bucket import Bucket
 
 if TYPE_CHECKING:
     from typing import Any, NoReturn
@@ -30,13 +30,15 @@ class OrderCheck:
 
     Args:
         ranks: These ranks.
+        remedy: What to do where the data chooses which modules run, for the error.
 
     Attributes:
         is_on: Whether it compares; the same on every rank.
     """
 
-    def __init__(self, ranks: ShardingRanks) -> None:
+    def __init__(self, ranks: ShardingRanks, remedy: str) -> None:
         self._ranks = ranks
+        self._remedy = remedy
         self.is_on = ranks.shard_size > 1
 
     def meet(self, device: torch.device) -> None:
@@ -63,10 +65,24 @@ class OrderCheck:
         if not self.is_on:
             return
         told = torch.tensor([number, -number], device=device)
-        collectives.all_reduce(told, dist.ReduceOp.MAX, self._ranks.shard_group).wait()
+        collectives.all_reduce(told, dist.ReduceOp.MAX, self._ranks.gathering).wait()
         largest, smallest = told.tolist()
         if largest != -smallest:
-            raise_other_order()
+            self.raise_other_order()
+
+    def raise_other_order(self) -> NoReturn:
+        """Raise the error about ranks that used parameters in different orders.
+
+        Raises:
+            ConfigError: Always.
+
+        Collective: none.
+        """
+        msg = (
+            "Ranks used the model's parameters in different orders, so that they would gather, or have gathered, "
+            f"different ones together, and compute with wrong values. {self._remedy}"
+        )
+        raise ConfigError(msg)
 
 
 class Chunk(Bucket):
@@ -90,19 +106,3 @@ class Chunk(Bucket):
         """
         self._order.gather(self)
         super().start_gather()
-
-
-def raise_other_order() -> NoReturn:
-    """Raise the error about ranks that used parameters in different orders.
-
-    Raises:
-        ConfigError: Always.
-
-    Collective: none.
-    """
-    msg = (
-        "Ranks used the model's parameters in different orders, so that they would gather, or have gathered, different "
-        "ones together, and compute with wrong values. If the data chooses which modules run, such as experts, pass "
-        "the module around them to the plugin: `GeminiPlugin(leaf_modules=[...])`."
-    )
-    raise ConfigError(msg)

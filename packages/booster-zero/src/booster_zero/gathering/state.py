@@ -1,4 +1,4 @@
-"""Gemini's state as shards: this rank's slices of chunks, streamed from where they are."""
+"""The state of chunks as shards: this rank's slices of them, streamed from where they are."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from typing import TYPE_CHECKING
 from booster_core.state import NamedTensors, TensorShard
 from booster_runtime.sharding import piece_shard
 from booster_runtime.state import MASTER, balanced_shards
-from booster_zero.engine import Role, ZeroStateAdapter
+from booster_zero.engine.home import Role
+from booster_zero.engine.state import ZeroStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from booster_core.ranks import DistCoordinator
-    from booster_gemini.module import GeminiModel
-    from booster_gemini.optimizer import GeminiOptimizer
+    from booster_runtime.state import Replica
+    from booster_zero.engine.optimizer import ZeroOptimizer
+    from booster_zero.gathering.model import GatheringModel
 
 
-class GeminiStateAdapter(ZeroStateAdapter):
+class ChunkStateAdapter(ZeroStateAdapter):
     """Shows a model whose parameters and optimizer state are split over ranks.
 
     Args:
         model: The boosted model.
         optimizer: Its optimizer.
-        coordinator: Tells rank and number of ranks.
+        coordinator: Tells rank and number of ranks, of those that share the chunks.
     """
 
-    def __init__(self, model: GeminiModel, optimizer: GeminiOptimizer | None, coordinator: DistCoordinator) -> None:
+    def __init__(
+        self, model: GatheringModel, optimizer: ZeroOptimizer | None, coordinator: DistCoordinator | Replica
+    ) -> None:
         super().__init__(model, optimizer, coordinator)
         self._manager = model.manager
         self._module = model.unwrap()

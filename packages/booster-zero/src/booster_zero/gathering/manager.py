@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
-from booster_gemini.chunk.order import Chunk, OrderCheck, raise_other_order
-from booster_gemini.chunk.timeline import Timeline
-from booster_gemini.chunk.watch import ChangeWatch
 from booster_runtime import collectives
-from booster_zero.engine import BufferPool, Keep, Layout, WholeState
+from booster_zero.engine.layout import Layout
+from booster_zero.engine.whole import BufferPool, Keep, WholeState
+from booster_zero.gathering.order import Chunk, OrderCheck
+from booster_zero.gathering.timeline import Timeline
+from booster_zero.gathering.watch import ChangeWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
     from booster_runtime.collectives import Pending
     from booster_runtime.sharding import ShardingRanks
-    from booster_zero.engine import Bucket, Format, Home
+    from booster_zero.engine.bucket import Bucket
+    from booster_zero.engine.home import Home
+    from booster_zero.engine.shard import Format
 
 
 _BACKWARD = "backward"
@@ -44,6 +47,9 @@ class ChunkManager:
         shard_param_frac: Fraction of the parameters whose chunks are released after use.
         home: Keeps the chunks' blocks.
         lazy: Numbers of parameters that have no values yet.
+        units: Numbers of the parameters that share no chunk with others, such as those of a layer, for each unit;
+            ``None`` for one unit of all.
+        remedy: What to do where ranks use other parameters, for the error.
         debug: Look for parameters that are changed by hand at all times, not only in the first phases.
 
     Attributes:
@@ -68,6 +74,8 @@ class ChunkManager:
         shard_param_frac: float,
         home: Home,
         lazy: Container[int] = (),
+        units: Sequence[Sequence[int]] | None = None,
+        remedy: str,
         debug: bool = False,
     ) -> None:
         self.ranks = ranks
@@ -82,7 +90,7 @@ class ChunkManager:
             self.names[index] = named.name_of[id(parameter)]
             self.index_of[id(parameter)] = index
         self._watch = ChangeWatch(self.names, is_thorough=debug)
-        self.order = OrderCheck(ranks)
+        self.order = OrderCheck(ranks, remedy)
         self.first_uses: dict[int, None] | None = {}
         self._max_prefetch = max_prefetch
         self._has_looked_ahead = False
@@ -98,7 +106,10 @@ class ChunkManager:
         self._number_of: dict[Bucket, int] = {}
         self._valued = frozenset(index for index in self.parameters if index not in lazy)
         self.layout = Layout(ranks, self._make, kind=kind, bucket_bytes=chunk_bytes)
-        self.layout.add(self.parameters, {i: format_of(parameter) for i, parameter in self.parameters.items()})
+        formats = {index: format_of(parameter) for index, parameter in self.parameters.items()}
+        for unit in [[*self.parameters]] if units is None else units:
+            of_unit = {index: self.parameters[index] for index in unit}
+            self.layout.add(of_unit, {index: formats[index] for index in unit})
         self._enumerate()
 
     def _make(self, *described: Any) -> Bucket:
@@ -238,9 +249,9 @@ class ChunkManager:
         # The largest of each byte, and of its difference to 255: a rank that differs from any other sees a larger one.
         flags = torch.tensor([*own, *(255 - byte for byte in own)], dtype=torch.uint8, device=self._device())
         told = flags.clone()
-        collectives.all_reduce(told, dist.ReduceOp.MAX, self.ranks.shard_group).wait()
+        collectives.all_reduce(told, dist.ReduceOp.MAX, self.ranks.gathering).wait()
         if not torch.equal(told, flags):
-            raise_other_order()
+            self.order.raise_other_order()
 
     def _device(self) -> torch.device:
         return self.layout.buckets[0].format.device
@@ -305,7 +316,7 @@ class ChunkManager:
             self._watch.look(chunk)
         self._watch.end_phase()
         found, self._watch.found = self._watch.found, {}
-        every = collectives.all_gather_object(found, self.ranks.shard_group)
+        every = collectives.all_gather_object(found, self.ranks.gathering)
         told = [
             f"rank {rank}: " + ", ".join(f"'{name}' {how}" for name, how in [*of_rank.items()][:10])
             for rank, of_rank in enumerate(every)

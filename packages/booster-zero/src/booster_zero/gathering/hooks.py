@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +22,19 @@ from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from booster_core.errors import ConfigError
-from booster_gemini.leaves import LeafUse
-from booster_gemini.saved_uses import SavedUses
-from booster_zero.engine import only_describes
+from booster_zero.engine.described import only_describes
+from booster_zero.gathering.leaves import LeafUse
+from booster_zero.gathering.saved_uses import SavedUses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable
 
-    from booster_gemini.chunk.manager import ChunkManager
-    from booster_zero.engine import Bucket
+    from booster_zero.engine.bucket import Bucket
+    from booster_zero.gathering.manager import ChunkManager
+
+
+LeafModules = Mapping[nn.Module, Sequence[nn.Parameter]]
+"""Parameters that are gathered as one, by the module in whose forward and backward that happens."""
 
 
 def check_modules(model: nn.Module) -> None:
@@ -44,7 +49,7 @@ def check_modules(model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             which = f"Module '{name}'" if name else "The model"
             msg = (
-                f"{which} is scripted, so Gemini can't gather its parameters when it runs. Boost the module without "
+                f"{which} is scripted, so its parameters can't be gathered when it runs. Boost the module without "
                 "`torch.jit.script`, or use plugin='zero'."
             )
             raise ConfigError(msg)
@@ -59,6 +64,7 @@ class _Frame:
     leaf: LeafUse | None = None
     holder: object = field(default_factory=object)
     saves: bool = False
+    is_covered: bool = False
     is_outermost: bool = False
     is_differentiated: bool = field(default_factory=torch.is_grad_enabled)
 
@@ -71,7 +77,9 @@ class ParameterHooks:
         manager: Its chunks.
         before_forward: Called before each outermost forward.
         after_forward: Called after it.
-        leaves: Modules whose parameters are gathered as one, below the module in whose forward that happens.
+        leaves: What is gathered as one.
+        with_model: Parameters that stay gathered during the forward of the whole model.
+        on_passed: Called with the numbers of a leaf's parameters when backward has passed it.
     """
 
     def __init__(
@@ -80,7 +88,10 @@ class ParameterHooks:
         manager: ChunkManager,
         before_forward: Callable[[], None],
         after_forward: Callable[[], None],
-        leaves: Mapping[nn.Module, Sequence[nn.Module]],
+        leaves: LeafModules,
+        *,
+        with_model: Sequence[nn.Parameter] = (),
+        on_passed: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self._manager = manager
         self._before_forward, self._after_forward = before_forward, after_forward
@@ -89,9 +100,10 @@ class ParameterHooks:
         self._mode = _FunctionUses(self)
         self._handles: list[Any] = []
         for name, module in model.named_modules():
-            own = [manager.index_of[id(parameter)] for parameter in module.parameters(recurse=False)]
-            inside = [parameter for leaf in leaves.get(module, ()) for parameter in leaf.parameters()]
-            leaf = LeafUse(manager, [manager.index_of[id(parameter)] for parameter in inside]) if inside else None
+            used = with_model if module is model and with_model else module.parameters(recurse=False)
+            own = [manager.index_of[id(parameter)] for parameter in used]
+            inside = [manager.index_of[id(parameter)] for parameter in leaves.get(module, ())]
+            leaf = LeafUse(manager, inside, on_passed) if inside else None
             if own or any(True for _ in module.parameters()):
                 self._hook(module, own, name or type(model).__name__, leaf)
 
@@ -145,6 +157,7 @@ class ParameterHooks:
             self._manager.note_first_use(own)
             self._pin(frame, own)
             frame.saves = self._saved_uses.push()
+        frame.is_covered = frame.saves or self._saved_uses.is_on()
         if leaf is not None:
             self._manager.note_first_use(leaf.indices)
             self._manager.hold(frame.holder, leaf.chunks())
@@ -199,11 +212,11 @@ class ParameterHooks:
             self._manager.note_first_use(indices)
             # They stay until the running forward ends: it may go on with views of them.
             self._pin(frame, indices)
-        if frame.is_differentiated and not frame.saves and not torch.is_grad_enabled():
+        if frame.is_differentiated and not frame.is_covered and not torch.is_grad_enabled():
             # The forward of a custom autograd function has gradients off, and saves its inputs after it has returned.
-            frame.saves = self._saved_uses.push(before_saving=True)
+            frame.saves = frame.is_covered = self._saved_uses.push(before_saving=True)
         # Also where they were gathered already: autograd would keep the parameter itself, a placeholder in backward.
-        saves = not frame.saves and self._saved_uses.push()
+        saves = not frame.is_covered and self._saved_uses.push()
         # A traced call is a part of a graph, where version counters are no values.
         used = [] if torch.compiler.is_compiling() else [self._manager.parameters[index] for index in indices]
         versions = [parameter._version for parameter in used]  # noqa: SLF001 - as autograd notices changes
@@ -215,7 +228,7 @@ class ParameterHooks:
         if versions != [parameter._version for parameter in used]:  # noqa: SLF001
             msg = (
                 f"Forward changed a parameter in place, of shape {tuple(used[0].shape)}, by "
-                f"`{getattr(func, '__name__', func)}`. Gemini drops that change with the gathered copy. Change "
+                f"`{getattr(func, '__name__', func)}`. That change is dropped with the gathered copy. Change "
                 "parameters after `optimizer.step()`, inside of `with model.whole_parameters(writes=True):`."
             )
             raise ConfigError(msg)
