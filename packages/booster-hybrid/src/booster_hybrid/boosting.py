@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from booster_core.plugin import place_model
 from booster_core.state import named_modules, without_adapters
 from booster_hybrid.axes import make_axes
 from booster_hybrid.expert_parallel.apply import ExpertsModule, SpreadExperts, find_experts, spread_experts
 from booster_hybrid.expert_parallel.check import check_experts
 from booster_hybrid.local_model import LocalModel
+from booster_hybrid.mesh import with_experts
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import check_entries, example_batch
 from booster_hybrid.pipeline.p2p import Link
@@ -25,15 +26,15 @@ from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.check import check_policy
 from booster_hybrid.policy.experts import expert_rules
 from booster_hybrid.policy.registry import given_policy, policy_for
+from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime.collectives import new_group
 from booster_runtime.data import to_device
-from booster_runtime.lazy import Recording, hollow_objects, is_lazy
+from booster_runtime.lazy import hollow_objects, is_lazy, place_or_hollow, shards_from_host
 from booster_runtime.sharding import (
     ShardingRanks,
-    agree_on_values,
     check_distinct_memory,
     working_dtypes,
 )
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from booster_hybrid.model import HybridModel
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.policy.base import ShardingPolicy
+    from booster_runtime.lazy import HostValues, Recording
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +117,13 @@ class HybridSetup:
         self._experts: list[ExpertsModule] = []
         self._spread = SpreadExperts()
         self._entries_seen: list[dict[str, int]] = []
+        self._gathering: dict[tuple[int, ...], Axis] = {}
+        self._is_on_host = False
 
-    def place_values(self) -> Recording | None:
-        """Bring the model to its device with the same values on every rank; a lazy one's are left for later.
+    def place_values(self) -> Recording | HostValues | None:
+        """Bring the model to its device with the same values on every rank; see `place_or_hollow`.
+
+        One on the host stays there until `take_from_host`: checks run it.
 
         Returns:
             How a lazy model's values are made; ``None`` for others.
@@ -127,15 +133,26 @@ class HybridSetup:
 
         Collective: every rank of the world.
         """
-        check_distinct_memory(self._model)
+        model, optimizer, context = self._model, self._objects.optimizer, self._context
+        check_distinct_memory(model)
+        if not is_lazy(model) and shards_from_host(model, optimizer, context.device, context.coordinator):
+            self._is_on_host = True
+            return None
+        return place_or_hollow(model, optimizer, context)
+
+    def take_from_host(self) -> Recording | HostValues | None:
+        """Take the values of the parameters out of a model that was left on the host.
+
+        Returns:
+            Where they are; ``None`` for other models.
+
+        Collective: every rank of the world.
+        """
+        if not self._is_on_host:
+            return None
+        self._is_on_host = False
         unchanged = replace(self._context.precision, param_dtype=None)
-        if is_lazy(self._model):
-            recording = hollow_objects(self._model, self._objects.optimizer, self._context.device, unchanged)
-            assert isinstance(recording, Recording), "the model is lazy"
-            return recording
-        place_model(self._model, self._objects.optimizer, self._context.device, unchanged)
-        agree_on_values(self._model)
-        return None
+        return hollow_objects(self._model, self._objects.optimizer, self._context.device, unchanged)
 
     def check(self, *, is_lazy: bool) -> dict[str, str]:
         """Check that the model's layers and its optimizer can be split as asked.
@@ -296,7 +313,7 @@ class HybridSetup:
         cut.staged.forward = model.run_stage
         link = Link(plan.sent_names, up.ranks, up.index, up.group, down.group, device)
         link.connect((rank, (rank + 1) % up.size) for rank in range(up.size))
-        return PipelineEngine(
+        engine = PipelineEngine(
             cut.staged,
             self._config.pipeline,
             up.index,
@@ -309,6 +326,18 @@ class HybridSetup:
             exchanges_tokens=bool(self._experts),
             run_options={"split": cut.split_backward, "record": self._record()},
         )
+        if isinstance(model, ShardedHybridModel):
+            engine.gathered = model.whole_parameters
+        return engine
+
+    def make_gathering(self) -> None:
+        """Make the groups in which sharded parameters are gathered.
+
+        Collective: every rank of the world.
+        """
+        split = with_experts(self._shape, self._config.expert.size)
+        made = make_axes(split, [("edp", "ep", "sp"), ("edp", "sp")])
+        self._gathering = {axis.ranks: axis for axis in made.values()}
 
     def sharding_ranks(self) -> ShardingRanks:
         """Return who shares the optimizer's state: the data parallel ranks; none do where each has all of it."""
@@ -321,6 +350,7 @@ class HybridSetup:
 
     def _sharing(self, alike: Axis, num_shares: int) -> ShardingRanks:
         data = self._axes["dp", "sp"]
+        gathering = self._gathering[alike.ranks].group if self._gathering else None
         if self._config.zero is None:
             return ShardingRanks(
                 shard_group=self._axes[()].group,
@@ -337,6 +367,7 @@ class HybridSetup:
             shard_size=alike.size,
             holders=data.group,
             num_shares=num_shares,
+            gather_group=gathering,
         )
 
     def _policy(self) -> ShardingPolicy:
@@ -344,7 +375,7 @@ class HybridSetup:
 
     def _example_batch(self) -> Any:
         batch = example_batch(self._model, self._objects.dataloader, self._options.example_batch)
-        return to_device(batch, self._context.device)
+        return to_device(batch, torch.device("cpu") if self._is_on_host else self._context.device)
 
     def _run_dry(self, policy: ShardingPolicy) -> Any:
         """Return the trace of the model, what stages send each other, and the lengths of entries of known batches."""

@@ -75,10 +75,10 @@ def zero_options(zero: ZeroConfig | None, zero_stage: int, max_norm: float, *, c
     Collective: none.
     """
     if zero is None:
-        if zero_stage not in (0, 1, 2):
+        if zero_stage not in (0, 1, 2, 3):
             msg = (
                 f"`zero_stage={zero_stage}` is not one of 0 (each rank keeps all of the state), 1 (optimizer state is "
-                "split over the data parallel ranks) and 2 (gradients too)."
+                "split over the data parallel ranks), 2 (gradients too) and 3 (parameters too)."
             )
             raise ConfigError(msg)
         if cpu_offload and zero_stage == 0:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from booster_core.state import NamedTensors
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
     from booster_hybrid.tensor_parallel.group import TensorGroup
@@ -56,6 +57,33 @@ class LocalModel:
                 local = split.spread(local, owned_only=True)
                 collectives.all_reduce(local, group=ranks.group).wait()
         return local
+
+    def whole_shapes(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
+        """Return the shapes that parameters of this rank have in the whole model, by name.
+
+        Args:
+            model: The user's model, split.
+
+        Collective: none.
+        """
+        name_of = NamedTensors.of(model).name_of
+        shapes = {}
+        for parameter in model.parameters():
+            name = name_of[id(parameter)]
+            split = self.expert_splits.get(name) or self.splits.get(name)
+            shapes[name] = tuple(parameter.shape) if split is None else split.global_shape
+        return shapes
+
+    def take(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of the whole model's shape, for a parameter that is here.
+
+        Collective: none.
+        """
+        for splits in (self.expert_splits, self.splits):
+            split = splits.get(name)
+            if split is not None:
+                whole = split.take(whole)
+        return whole
 
     def from_stage(self, value: Tensor | None, stage: int) -> Tensor | None:
         """Return on every rank of the pipeline what one of them has.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from booster_zero.engine import Bucket
 
 _IN_SHARDS = 2
-"""The stage of ZeRO that keeps gradients in shards alone."""
+"""The first stage of ZeRO that keeps gradients in shards alone."""
 
 
 class HybridOptimizer(ZeroOptimizer):
@@ -49,7 +49,7 @@ class HybridOptimizer(ZeroOptimizer):
     local: LocalModel
 
     def __init__(self, *args: Any, config: ZeroConfig, **kwargs: Any) -> None:
-        self.reduces_each = config.stage == _IN_SHARDS
+        self.reduces_each = config.stage >= _IN_SHARDS
         self._joined = False
         super().__init__(*args, config=config, **kwargs)
 

@@ -6,8 +6,8 @@ is booster-zero's.
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from booster_core.plugin import (
     unwrap_model,
 )
 from booster_core.precision import PrecisionPolicy
+from booster_core.ranks import DistCoordinator
 from booster_core.state import NamedTensors
 from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.boosting import HybridSetup, SetupOptions
@@ -35,21 +36,24 @@ from booster_hybrid.config import (
     check_used,
 )
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
-from booster_hybrid.lazy import fill_model
 from booster_hybrid.mesh import AXES, check_order, make_groups
 from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer
+from booster_hybrid.sharded.apply import shard_parameters
+from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
 from booster_runtime.sharding import refuse_renormalized
 from booster_runtime.state import Replica, mark_as_local
-from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter
+from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter, fill_model
+from booster_zero.engine import set_gradient
+from booster_zero.gathering import ChunkStateAdapter
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -57,12 +61,15 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext
     from booster_core.precision import LossScaleConfig
-    from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter
     from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
+
+
+_PARAMETERS = 3
+"""The stage of ZeRO that shards parameters."""
 
 
 class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
@@ -77,7 +84,9 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             number. They send each other the tokens of their batches, so that they must call the model equally often.
         mesh_order: The axes of the mesh from the outermost to the innermost, whose ranks are adjacent. The order does
             not change results.
-        zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 and 2 shard it.
+        zero_stage: 0 replicates the optimizer state over the data parallel ranks, 1 shards it, 2 shards gradients as
+            well, and 3 parameters as well: those of a layer are gathered for its forward and its backward, and with
+            ``pp_size`` all of a rank once for each batch.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
         num_microbatches: Number of microbatches of a batch; ``pp_size`` if neither this nor ``microbatch_size`` is
             given.
@@ -95,7 +104,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             computes its own loss of split sequences), so that they are gathered only where needed, see `SplitLogits`.
             ``False`` gathers them in each forward.
         max_norm: Clip gradients by this global norm in each step; 0 disables clipping.
-        cpu_offload: Offload optimizer state and masters to host memory and step there, for ``zero_stage`` 1 and 2.
+        cpu_offload: Offload optimizer state and masters to host memory and step there, for ``zero_stage`` 1 to 3.
         custom_policy: A `ShardingPolicy` for a model that is not known.
         ddp: How gradients are averaged under ``zero_stage=0``.
         zero: All of ZeRO's options, instead of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
@@ -182,15 +191,16 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             raise ConfigError(msg)
         self.precision = None if precision is None else PrecisionPolicy.parse(precision, loss_scale=loss_scale)
         options = self.config.data_parallel(max_norm)
-        self._zero = LowLevelZeroPlugin(
-            **{each.name: getattr(options, each.name) for each in fields(options)}, precision=self.precision
-        )
+        given = {each.name: getattr(options, each.name) for each in fields(options)}
+        given["stage"] = min(options.stage, 2)  # stage 3 is this plugin's, and reduces gradients as stage 2
+        self._zero = LowLevelZeroPlugin(**given, precision=self.precision)
 
     @classmethod
     def settings_to_plan(cls, world_size: int) -> list[dict[str, Any]]:
         """Return the settings that ``booster plan`` compares: ZeRO over what tensor parallelism leaves."""
         sizes = [size for size in (2, 4, 8) if world_size % size == 0]
-        return [{"tp_size": size, "zero_stage": stage} for size in sizes for stage in (1, 2) if size < world_size] + [
+        stages = (1, 2, 3)
+        return [{"tp_size": size, "zero_stage": stage} for size in sizes for stage in stages if size < world_size] + [
             {"tp_size": size} for size in sizes if size == world_size
         ]
 
@@ -219,33 +229,67 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         setup = HybridSetup(self._options(), objects, context, axes, self._shape(dist.get_world_size()))
         recording = setup.place_values()
         self._unchecked_layers = setup.check(is_lazy=recording is not None)
+        recording = recording or setup.take_from_host()
         plan = setup.plan_stages()
         local = setup.local_model(setup.split_layers(), plan)
         cut = None if plan is None else setup.cut(plan)
         copies = {} if cut is None else cut.copies
-        boosted = self._zero.shard(
-            objects,
-            context,
-            setup.sharding_ranks(),
-            HybridOptimizer,
-            model_class=HybridModel,
-            copies=copies,
-            ranks_of=setup.expert_ranks(),
-        )
+        boosted = self._shard(setup, objects, context, copies, frozenset() if recording is None else recording.name_of)
         hybrid: Any = boosted.model
         hybrid.local, hybrid.replica, hybrid.callers = local, axes["pp", "sp", "tp"], axes["ep", "pp", "sp", "tp"]
+        if isinstance(hybrid, ShardedHybridModel):  # a forward gathers over the data parallel ranks, too
+            hybrid.callers = replace(hybrid.callers, ranks=tuple(range(dist.get_world_size())))
         if isinstance(boosted.optimizer, HybridOptimizer):
             boosted.optimizer.local = local
-            # Tokens travel in backward, between ranks that may have come less far in their buckets.
-            boosted.optimizer.reducer.waits_in_backward = self.config.expert.size == 1
+            if self.config.expert.size > 1:
+                # Tokens travel in backward, between ranks that may have come less far in their buckets.
+                boosted.optimizer.reducer.waits_in_backward = False
         if self.config.tensor.size > 1 or self.config.expert.size > 1 or plan is not None:
             mark_as_local(hybrid.unwrap())
         if plan is not None and cut is not None:
             hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
         if recording is not None:
             adapter = self.state_adapter(hybrid, boosted.optimizer, context)
-            fill_model(objects.model, recording, adapter, context, has_optimizer=boosted.optimizer is not None)
+            fill_model(
+                objects.model,
+                recording,
+                adapter,
+                context,
+                cast("HybridOptimizer | None", boosted.optimizer),
+                sharded=local.whole_shapes(objects.model) if isinstance(hybrid, ShardedHybridModel) else None,
+            )
         return boosted
+
+    def _shard(
+        self,
+        setup: HybridSetup,
+        objects: Boosted,
+        context: BoostContext,
+        copies: Mapping[int, tuple[int, ...]],
+        without_values: Collection[int],
+    ) -> Boosted:
+        """Let the data parallel ranks share the optimizer's state, and in stage 3 the parameters."""
+        if self.config.zero is None or self.zero_stage != _PARAMETERS:
+            return self._zero.shard(
+                objects,
+                context,
+                setup.sharding_ranks(),
+                HybridOptimizer,
+                model_class=HybridModel,
+                copies=copies,
+                ranks_of=setup.expert_ranks(),
+            )
+        setup.make_gathering()
+        return shard_parameters(
+            objects,
+            context,
+            self.config.zero,
+            setup.sharding_ranks(),
+            copies=copies,
+            ranks_of=setup.expert_ranks(),
+            without_values=without_values,
+            is_pipeline=self.config.pipeline.size > 1,
+        )
 
     def has_pipeline(self, model: nn.Module) -> bool:
         """Return whether the model is cut into stages."""
@@ -319,8 +363,14 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         local: LocalModel = boosted.local
         data, alike = axes["dp", "sp"], axes["edp", "sp"]
         held_by = dict.fromkeys(local.expert_splits, Replica(alike.index, alike.size))
+        everyone = Replica(data.index, data.size)
+        inner = (
+            ChunkStateAdapter(boosted, hybrid, everyone)
+            if isinstance(boosted, ShardedHybridModel)
+            else ZeroStateAdapter(model, hybrid, everyone, held_by)
+        )
         adapter = HybridStateAdapter(
-            ZeroStateAdapter(model, hybrid, Replica(data.index, data.size), held_by),
+            inner,
             local.splits,
             is_first=axes["tp",].index == 0,
             stages=boosted.stages,
@@ -331,7 +381,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         return HybridStateAdapter(adapter, local.expert_splits, is_first=axes["ep",].index == 0, owns_whole=True)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
-        """Return a context in which gradients accumulate here; under ZeRO 2 each is reduced into its shard."""
+        """Return a context in which gradients accumulate here; from ZeRO 2 on each is reduced into its shard."""
         return self._zero.no_sync(model, optimizer)
 
     def parameter_paths(self, model: nn.Module) -> Mapping[str, str]:
@@ -356,6 +406,29 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             parameter = unwrap_model(model).get_parameter(name)
             whole = self._gradient_here(boosted, hybrid, parameter)
         return local.from_stage(whole, owner)
+
+    def set_full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str, values: Tensor) -> None:
+        """Replace a parameter's gradient on every stage that has it, which `full_gradient` has returned just before.
+
+        Raises:
+            ConfigError: On every rank, if the boosted optimizer does not hold the parameter.
+        """
+        boosted: Any = boosted_inside(model)
+        stages: StageMap | None = boosted.stages
+        paths = {name}
+        if stages is not None:  # a tied tensor may be here under another name
+            first = stages.name_at(name)
+            paths = {path for each, path in stages.paths.items() if stages.aliases.get(each, each) == first}
+        module = unwrap_model(model)
+        names = NamedTensors.of(module).name_of
+        error: Exception | None = None
+        try:
+            for path, parameter in module.named_parameters():
+                if path in paths:
+                    set_gradient(optimizer, parameter, boosted.local.take(names[id(parameter)], values), name)
+        except ConfigError as caught:
+            error = caught
+        DistCoordinator().raise_together(error, name="set_full_gradient")
 
     def _gradient_here(
         self, model: HybridModel, optimizer: HybridOptimizer | None, parameter: nn.Parameter

@@ -22,7 +22,7 @@ from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.p2p import check_sendable
 from booster_hybrid.pipeline.trace import is_carried, named_arguments
-from booster_runtime.data import call_with, named_forward, taken_by
+from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -218,10 +218,10 @@ class StagedModel:
         wanted = {extra.path: extra.name for extra in extras if extra.call == call}
         if self._active is None or not wanted:
             return output
-        leaves, form = pytree.tree_flatten_with_path(output)
+        leaves, form = leaves_by_path(output)
         values = []
         for path, leaf in leaves:
-            key = wanted.get(pytree.keystr(path))
+            key = wanted.get(path)
             values.append(leaf if key is None else self._received.get(key, leaf))
             if key is not None:
                 self._made[key] = values[-1]

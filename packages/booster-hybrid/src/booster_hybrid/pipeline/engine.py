@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from booster_runtime.data import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -48,6 +50,10 @@ class PipelineEngine:
         device: Where batches are moved.
         exchanges_tokens: Whether data parallel ranks take part in each other's microbatches, as spread experts do.
         run_options: Further arguments of each `PipelineRun`.
+
+    Attributes:
+        staged: As above.
+        gathered: Makes a context in which the stages' parameters can be read.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class PipelineEngine:
         run_options: dict[str, Any] | None = None,
     ) -> None:
         self.staged = staged
+        self.gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._exchanges_tokens = exchanges_tokens
         self._config, self._index, self._link, self._entries = config, index, link, entries
         self._replica, self._data, self._coordinator, self._device = replica, data, coordinator, device
@@ -118,7 +125,7 @@ class PipelineEngine:
             )
             if optimizer is not None:
                 optimizer.begin_batch()
-            with pipeline_stream(self.staged.model, self._index, self._device):
+            with self.gathered(), pipeline_stream(self.staged.model, self._index, self._device):
                 run.run()
             if optimizer is not None:
                 backwards = [each for each in schedule.actions(self._index) if each.work is not Work.FORWARD]

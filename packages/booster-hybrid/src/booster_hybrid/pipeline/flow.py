@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_runtime.data import tensors_of
+from booster_runtime.data import leaves_by_path, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,8 +73,8 @@ class Crossing:
 
 def tensors_in(value: Any) -> dict[str, torch.Tensor]:
     """Return the differentiable tensors in a nest of containers by where they are."""
-    found = pytree.tree_flatten_with_path(value)[0]
-    return {pytree.keystr(path): leaf for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    found = leaves_by_path(value)[0]
+    return {path: leaf for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
 
 
 class Flow:

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_runtime.data import fields_of, hides_tensors, num_samples, with_fields
+from booster_runtime.data import fields_of, hides_tensors, leaves_by_path, num_samples, with_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,10 +20,10 @@ def count_samples(batch: Any) -> int:
     Raises:
         ConfigError: If it has no tensors, they are of different lengths, or an object hides some.
     """
-    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+    for path, leaf in leaves_by_path(batch)[0]:
         if hides_tensors(leaf):
             msg = (
-                f"The batch can't be split into microbatches: {pytree.keystr(path) or 'it'} is a "
+                f"The batch can't be split into microbatches: {path or 'it'} is a "
                 f"`{type(leaf).__name__}` that holds tensors. Pass tensors in dicts, lists and tuples."
             )
             raise ConfigError(msg)

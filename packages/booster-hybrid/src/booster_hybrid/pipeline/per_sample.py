@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_runtime.data import taken_by
+from booster_runtime.data import leaves_by_path, taken_by
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,8 +124,4 @@ class SampleEntries:
 
 
 def _entries(batch: Any) -> dict[str, torch.Tensor]:
-    return {
-        pytree.keystr(path): leaf
-        for path, leaf in pytree.tree_flatten_with_path(batch)[0]
-        if isinstance(leaf, torch.Tensor) and leaf.dim()
-    }
+    return {path: leaf for path, leaf in leaves_by_path(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()}

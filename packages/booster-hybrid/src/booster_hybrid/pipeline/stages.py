@@ -15,7 +15,7 @@ from booster_core.state import NamedTensors
 from booster_hybrid.pipeline.cut import StagedModel, given_names, held_modules, share_layers
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.values import add_values
-from booster_runtime.activation_checkpointing import enable_activation_checkpointing
+from booster_runtime.activations import enable_activation_checkpointing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

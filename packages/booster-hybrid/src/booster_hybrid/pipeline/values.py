@@ -28,7 +28,7 @@ from booster_hybrid.pipeline.cut import given_names
 from booster_hybrid.pipeline.flow import Extra
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.pipeline.trace import is_carried, named_arguments, replace_forward, run_dry, stand_ins
-from booster_runtime.data import call_with, tensors_of
+from booster_runtime.data import call_with, leaves_by_path, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -292,10 +292,9 @@ class _Values:
         """Take the label of those stages off that get what a module returned."""
         call = self._num_returns[name]
         self._num_returns[name] += 1
-        leaves, form = pytree.tree_flatten_with_path(output)
+        leaves, form = leaves_by_path(output)
         values = []
-        for path, leaf in leaves:
-            key = pytree.keystr(path)
+        for key, leaf in leaves:
             if isinstance(leaf, torch.Tensor) and name in self._sources:
                 self._send_return(Extra(name, call, key, self._num_calls))
             getting = [index for index, each in enumerate(self.crossings) if _holds(each.extras, name, call, key)]

@@ -152,7 +152,7 @@ class _Values:
             if is_repeated(buffer):
                 msg = f"its buffer '{name}' has no values yet"
                 raise _UncheckableError(msg)
-        return cls(parameters, dict(layer.named_buffers()))
+        return cls(parameters, {name: buffer.to(device) for name, buffer in layer.named_buffers()})
 
 
 class _Comparison:
@@ -362,7 +362,7 @@ class _Calls:
             with contextlib.suppress(Exception):  # no batch, or one that the model can't take: see the caller's reason
                 self._record()
         if path in self._recorded:
-            args, kwargs = self._recorded[path]
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), self._recorded[path])
             generator = torch.Generator(device).manual_seed(_SEED)
 
             def drawn(value: Tensor) -> Tensor:

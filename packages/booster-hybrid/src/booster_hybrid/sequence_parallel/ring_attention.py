@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from booster_hybrid.sequence_parallel.mask import Visibility
     from booster_hybrid.tensor_parallel.group import TensorGroup
 
+_MOST_BLOCKS = 1 << 20
+"""More blocks than a rank's queries and another rank's keys have. Seeds are made of it, and of a seed, the CPU's
+generator reads 32 bits: this leaves 12 of them for the ranks."""
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -55,16 +59,14 @@ class _Settings:
     def blocks(self, sender: int, bias: Tensor | None) -> Iterator[Block]:
         """Yield the blocks of this rank's queries and a rank's keys, the same ones in both passes."""
         own, theirs = self.layout.ranges[self.group.rank], self.key_layout.ranges[sender]
-        # More than a block for each pair of positions there can't be.
-        first = sender * (self.layout.length + 1) * (self.key_layout.length + 1)
         is_cut = self.kernel.is_cut or bias is not None
-        return find_blocks(own, theirs, self.visibility, first_number=first, is_cut=is_cut)
+        return find_blocks(own, theirs, self.visibility, first_number=sender * _MOST_BLOCKS, is_cut=is_cut)
 
     def mask(self, block: Block, bias: Tensor | None, device: torch.device) -> Tensor | None:
         """Return what may be seen in a block, or what is added to its scores."""
         mask = self.visibility.mask(block.query_range, block.key_range, device) if block.kind == "some" else None
-        if mask is not None and mask.shape[0] > 1:
-            mask = mask[block.samples]
+        if mask is not None:
+            mask = mask[block.samples]  # of one for all samples, all
         if bias is None:
             return mask
         part = bias[block.samples] if bias.shape[0] > 1 else bias
@@ -176,10 +178,13 @@ class _Ring(torch.autograd.Function):
                     of_query[rows] += of_parts[0]
                     of_keys[columns] += of_parts[1]
                     of_values[columns] += of_parts[2]
-                    if of_bias is not None and of_parts[3] is not None:
+                    if of_bias is not None:
+                        of_added = of_parts[3]
+                        assert of_added is not None, "only explicit scores train a bias"
                         samples = block.samples if of_bias.shape[0] > 1 else slice(None)
                         where = (samples, slice(None), block.queries, slice(*block.key_range))
-                        of_bias[where] += of_parts[3].sum_to_size(of_bias[where].shape)
+                        of_bias[where] += of_added.sum_to_size(of_bias[where].shape)
+                        del of_added
                     del of_parts
             del keys, values, of_keys, of_values
             home.send(sender)

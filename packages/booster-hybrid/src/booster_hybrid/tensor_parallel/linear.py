@@ -297,6 +297,9 @@ class _Row(torch.autograd.Function):
             outputs = nn.functional.linear(
                 source, weight.t() if transposed else weight, bias if group.rank == 0 else None
             ).contiguous()
+        if torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - no public name
+            # Selective checkpointing may keep the product, and would sum it once more in backward.
+            outputs = outputs.clone()
         group.all_reduce(outputs).wait()
         return not_a_view(outputs)
 

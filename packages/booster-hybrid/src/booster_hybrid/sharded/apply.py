@@ -1,0 +1,105 @@
+"""Sharding a model's parameters over the data parallel ranks, once its layers are split and cut into stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_hybrid.sharded.chunks import Chunks
+from booster_hybrid.sharded.model import ShardedHybridModel
+from booster_hybrid.sharded.optimizer import ShardedHybridOptimizer
+from booster_hybrid.sharded.units import find_units
+from booster_runtime.sharding import partition_for, refuse_all_gradients
+from booster_zero.engine import Home
+from booster_zero.gathering import check_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
+
+    from booster_core.plugin import BoostContext, Boosted
+    from booster_runtime.sharding import ShardingRanks
+    from booster_zero import ZeroConfig
+
+_REMEDY = (
+    "Run the same modules on every rank, or use `zero_stage=2`, under which each rank keeps its layers' parameters."
+)
+
+
+def shard_parameters(
+    objects: Boosted,
+    context: BoostContext,
+    config: ZeroConfig,
+    ranks: ShardingRanks,
+    *,
+    copies: Mapping[int, tuple[int, ...]],
+    ranks_of: Mapping[int, ShardingRanks],
+    without_values: Container[int],
+    is_pipeline: bool,
+) -> Boosted:
+    """Shard the parameters of a model that is on its device, over ranks that were given the same values of it.
+
+    Args:
+        objects: As for `HybridParallelPlugin.configure`.
+        context: The same.
+        config: Options.
+        ranks: The ranks that share a parameter.
+        copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
+        ranks_of: For parameters that others share than ``ranks``, by ``id``.
+        without_values: The ``id`` of parameters of a lazy model, which get their values later.
+        is_pipeline: Whether the model is cut into stages.
+
+    Raises:
+        ConfigError: If the optimizer or a parameter can't be sharded, or a module is scripted.
+
+    Collective: every rank of the world.
+    """
+    model = objects.model
+    check_modules(model)
+    groups = [] if objects.optimizer is None else objects.optimizer.param_groups
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    host = torch.device("cpu") if config.offloads else None
+    format_of = config.formats(
+        model, context.precision, context.device, home=host, held=held, copies=copies, ranks=ranks_of
+    )
+    units = find_units(model, copies)
+    gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in model.parameters())
+    manager = Chunks(
+        model,
+        ranks,
+        format_of,
+        kind="flat" if objects.optimizer is None else partition_for(objects.optimizer, config.partition),
+        chunk_bytes=config.bucket_bytes_for(gradient_bytes),
+        max_prefetch=1,
+        shard_param_frac=1.0,
+        home=Home(),
+        lazy=frozenset(index for index, each in enumerate(model.parameters()) if id(each) in without_values),
+        units=units.order,
+        remedy=_REMEDY,
+    )
+    optimizer = None
+    if objects.optimizer is not None:
+        optimizer = ShardedHybridOptimizer(
+            objects.optimizer,
+            model,
+            manager=manager,
+            held=held,
+            config=config,
+            format_of=format_of,
+            offloads=config.offloads,
+            waits_in_backward=not ranks_of,
+            device=context.device,
+            precision=context.precision,
+            after_step=context.after_step,
+        )
+    else:
+        refuse_all_gradients(model)
+    wrapped = ShardedHybridModel(
+        model,
+        manager,
+        units,
+        precision=context.precision,
+        optimizer=optimizer,
+        gathers_on_use=not is_pipeline,
+    )
+    return objects._replace(model=wrapped, optimizer=optimizer)
