@@ -20,6 +20,7 @@ from booster_core.plugin import (
     Plugin,
     check_no_masters,
     place_model,
+    unwrap_model,
 )
 from booster_ddp.comm_hooks import BY_DTYPE, register_comm_hook
 from booster_ddp.config import DDPConfig
@@ -29,7 +30,7 @@ from booster_ddp.names import with_users_names
 from booster_ddp.rank_local import RankLocal
 from booster_ddp.sync_batchnorm import convert_sync_batchnorm
 from booster_ddp.unreduced import UnreducedGradients
-from booster_runtime.sharding import refuse_renormalized
+from booster_runtime.sharding import note_reductions, refuse_renormalized, write_gradient
 from booster_runtime.state import ReplicatedStateAdapter
 
 if TYPE_CHECKING:
@@ -153,6 +154,11 @@ class TorchDDPPlugin(Plugin):
             unreduced.follow(ddp)
             return with_users_names(ddp)
 
+        hook = self.config.comm_hook or BY_DTYPE.get(context.precision.reduce_dtype)
+        narrow = next((dtype for dtype, name in BY_DTYPE.items() if name == hook), None)
+        if hook in (None, "allreduce") or narrow is not None:  # others send something else than gradients
+            averaged = [each for each in original.parameters() if each.requires_grad and each not in rank_local]
+            note_reductions(original, {narrow or each.dtype for each in averaged}, context.device, by_backend=True)
         first_step = None
         # DDP refuses a model without trainable parameters, such as a frozen teacher.
         if is_reduced and asked is None and has_optimizer:
@@ -196,6 +202,12 @@ class TorchDDPPlugin(Plugin):
         if isinstance(optimizer, DDPOptimizer):
             optimizer.settle()
         return super().full_gradient(model, optimizer, name)
+
+    def set_full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str, values: Tensor) -> None:
+        """Replace a parameter's gradient, which `full_gradient` has returned just before, by the same on every rank."""
+        gradient = unwrap_model(model).get_parameter(name).grad
+        assert gradient is not None, "`full_gradient` has returned it"
+        write_gradient(gradient, values, optimizer)
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
         """Return the view of the state that checkpoints are written against; ignored parameters are rank 0's."""

@@ -120,16 +120,5 @@ def _dtype(parameter: nn.Parameter, policy: PrecisionPolicy) -> torch.dtype:
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Return a sharded parameter like a meta one, with uninitialized memory."""
-    sharded: DTensor = parameter.detach()  # type: ignore[assignment]
-    local = torch.empty_like(local_of(parameter), device=device)
-    return nn.Parameter(
-        DTensor.from_local(
-            local,
-            sharded.device_mesh,
-            sharded.placements,
-            run_check=False,
-            shape=sharded.shape,
-            stride=sharded.stride(),
-        ),
-        requires_grad=parameter.requires_grad,
-    )
+    # Not `DTensor.from_local`, which moves what is offloaded to the device of the mesh.
+    return nn.Parameter(torch.empty_like(parameter.detach(), device=device), requires_grad=parameter.requires_grad)

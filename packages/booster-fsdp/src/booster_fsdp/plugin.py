@@ -28,8 +28,8 @@ from booster_fsdp.settling import Settlement
 from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, shard_model
 from booster_fsdp.state import FSDPStateAdapter
 from booster_runtime.lazy import is_lazy, shards_from_host
-from booster_runtime.sharding import agree_on_values
-from booster_runtime.state import mark_as_local
+from booster_runtime.sharding import agree_on_values, dtensor_shards, write_gradient
+from booster_runtime.state import mark_as_local, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,7 +146,7 @@ class TorchFSDPPlugin(Plugin):
         methods = self._forward_methods(model)
         check_parameters(model)
         recording = None
-        if is_lazy(model) or shards_from_host(model, objects.optimizer, context.device):
+        if is_lazy(model) or shards_from_host(model, objects.optimizer, context.device, context.coordinator):
             recording = hollow_model(model, objects.optimizer, context.device, context.precision)
         else:
             place_model(model, objects.optimizer, context.device, context.precision)
@@ -219,6 +219,16 @@ class TorchFSDPPlugin(Plugin):
             return None
         whole: Tensor = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
         return whole.detach()
+
+    def set_full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str, values: Tensor) -> None:
+        """Replace this rank's part of a parameter's gradient, which `full_gradient` has returned just before."""
+        gradient = unwrap_model(model).get_parameter(name).grad
+        assert gradient is not None, "`full_gradient` has returned it"
+        if not isinstance(gradient, DTensor):
+            write_gradient(gradient, values, optimizer)
+            return
+        for shard in dtensor_shards(name, None, gradient):
+            write_gradient(shard.data, values[slices_of(shard.box)], optimizer)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""

@@ -16,18 +16,20 @@ from booster_core.state import NamedTensors
 from booster_fsdp.communication import use_runtime_collectives
 from booster_fsdp.outputs import return_no_views
 from booster_fsdp.units import Units
-from booster_fsdp.wrapping import choose_units, find_ignored, parameters_by_unit
+from booster_fsdp.wrapping import choose_units, find_ignored
 from booster_runtime.sharding import (
     ShardingRanks,
     check_distinct_memory,
     kept_as_they_are,
     make_ranks,
+    note_reductions,
+    parameters_by_unit,
     refuse_renormalized,
     sharding_groups,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from booster_core.precision import PrecisionPolicy
     from booster_fsdp.config import FSDPConfig
@@ -155,7 +157,8 @@ def shard_model(
     offload_policy = OffloadPolicy()
     if offload:
         offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    for name in (*reversed(chosen), ""):
+    formats = {name: _mixed_precision(policy, dtype_of[name]) for name in (*reversed(chosen), "")}
+    for name, policy_of_unit in formats.items():
         module = modules[name]
         return_no_views(module)
         options: dict[str, Any] = {} if not whole else {"ignored_params": whole}
@@ -165,7 +168,7 @@ def shard_model(
                 mesh=mesh,
                 # `None` lets torch keep the outermost unit gathered, which backward needs first.
                 reshard_after_forward=asked if name or not asked else None,
-                mp_policy=_mixed_precision(policy, dtype_of[name]),
+                mp_policy=policy_of_unit,
                 offload_policy=offload_policy,
                 **options,
             )
@@ -177,6 +180,9 @@ def shard_model(
     if mesh.device_type == "cpu":
         for unit in (model, *sharded):
             use_runtime_collectives(cast("FSDPModule", unit))
+    is_summed_here = hasattr(model, "set_custom_reduce_scatter")
+    sent = _sent_dtypes(formats, dtype_of, whole)
+    note_reductions(model, sent, torch.device(mesh.device_type), by_backend=not is_summed_here, is_rounded=True)
     _prefetch(cast("FSDPModule", model), sharded, config)
     return Units([cast("FSDPModule", model), *sharded])
 
@@ -206,6 +212,19 @@ def _mixed_precision(policy: PrecisionPolicy, dtype: torch.dtype | None) -> Mixe
     if is_wider or (gathered is None and reduced == dtype):
         reduced = None
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
+
+
+def _sent_dtypes(
+    formats: Mapping[str, MixedPrecisionPolicy],
+    dtype_of: Mapping[str, torch.dtype | None],
+    replicated: Iterable[nn.Parameter],
+) -> set[torch.dtype]:
+    """Return the dtypes in which gradients of units and of replicated parameters are reduced."""
+    trained = {name: each for name, each in formats.items() if dtype_of[name] is not None}
+    units = {each.reduce_dtype or each.param_dtype or dtype_of[name] for name, each in trained.items()}
+    # Those of replicated parameters are averaged in fp32 at least.
+    others = {torch.promote_types(each.dtype, torch.float32) for each in replicated if each.requires_grad}
+    return {dtype for dtype in units if dtype is not None} | others
 
 
 def _prefetch(root: FSDPModule, units: Sequence[FSDPModule], config: FSDPConfig) -> None:

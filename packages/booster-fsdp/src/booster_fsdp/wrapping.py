@@ -1,7 +1,6 @@
 """Choose the modules that become FSDP units: by class, by size, by a function, or the model's layers.
 
-A unit's parameters are gathered together, right before its forward. Modules that share parameters are wrapped together,
-in the unit around them. No process group is needed here.
+A unit's parameters are gathered together, right before its forward. No process group is needed here.
 """
 
 from __future__ import annotations
@@ -9,19 +8,15 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from booster_core.errors import ConfigError
+from booster_runtime.sharding import CONTAINERS, layers_of, modules_by_size, without_split_ties
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
 
     from booster_fsdp.config import FSDPConfig
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward, which can't be units."""
-_LAYER_NUMEL = 1 << 16
-"""A smaller layer is part of the unit around it: a separate gather costs more than it saves."""
 
 
 def choose_units(model: nn.Module, config: FSDPConfig) -> list[str]:
@@ -39,12 +34,12 @@ def choose_units(model: nn.Module, config: FSDPConfig) -> list[str]:
     if config.unit_classes:
         chosen = _by_class(model, config.unit_classes)
     elif config.unit_min_numel is not None:
-        chosen = _by_size(model, config.unit_min_numel, bool)
+        chosen = modules_by_size(model, config.unit_min_numel, bool)
     elif config.unit_if is not None:
         chosen = _by_function(model, config.unit_if)
     else:
-        chosen = _layers(model)
-    kept = _without_split_ties(model, {id(module) for module in chosen.values()})
+        chosen = layers_of(model)
+    kept = without_split_ties(model, {id(module) for module in chosen.values()})
     return [name for name, module in chosen.items() if id(module) in kept]
 
 
@@ -74,21 +69,6 @@ def find_ignored(model: nn.Module, config: FSDPConfig) -> set[nn.Parameter]:
     return ignored
 
 
-def parameters_by_unit(model: nn.Module, units: Sequence[str]) -> dict[str, list[nn.Parameter]]:
-    """Return, for each unit and for ``""`` (the model itself), the parameters that it gathers.
-
-    Collective: none.
-    """
-    names = {id(module): name for name, module in model.named_modules() if name in set(units)}
-    seen: set[nn.Parameter] = set()
-    found: dict[str, list[nn.Parameter]] = {name: [] for name in (*units, "")}
-    for chain, parameter in _occurrences(model, set(names)):
-        if parameter not in seen:
-            seen.add(parameter)
-            found[names[chain[-1]] if chain else ""].append(parameter)
-    return found
-
-
 def _by_class(model: nn.Module, classes: Sequence[str]) -> dict[str, nn.Module]:
     present = _class_names(model)
     for name in classes:
@@ -111,96 +91,8 @@ def _by_function(model: nn.Module, choose: Callable[[str, nn.Module], bool]) -> 
     return chosen
 
 
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the model's layers: as transformers lists them, or the members of its containers."""
-    listed = {name for module in model.modules() for name in _names_in(getattr(module, "_no_split_modules", None))}
-    chosen = {name: module for name, module in model.named_modules() if name and _class_name(module) in listed}
-    chosen = {name: module for name, module in chosen.items() if any(True for _ in module.parameters())}
-    if chosen:
-        return chosen
-    members = {
-        f"{name}.{key}" if name else key
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential))
-        for key, _ in module.named_children()
-    }
-    return _by_size(model, _LAYER_NUMEL, lambda name: name in members)
-
-
-def _names_in(listed: object) -> set[str]:
-    return {str(name) for name in listed} if isinstance(listed, (list, tuple, set, frozenset)) else set()
-
-
-def _by_size(model: nn.Module, min_numel: int, is_candidate: Callable[[str], bool]) -> dict[str, nn.Module]:
-    chosen: set[str] = set()
-    counted: set[nn.Parameter] = set()
-
-    def visit(name: str, module: nn.Module) -> int:
-        """Return the number of elements below a module that are not in a unit yet."""
-        own = [p for p in module.parameters(recurse=False) if p not in counted]
-        counted.update(own)
-        numel = sum(parameter.numel() for parameter in own)
-        for key, child in module.named_children():
-            # MultiheadAttention uses the weights of its projections without calling them.
-            inside = _count(child) if isinstance(module, nn.MultiheadAttention) else visit(_join(name, key), child)
-            numel += inside
-        if numel >= min_numel and not isinstance(module, _CONTAINERS) and is_candidate(name):
-            chosen.add(name)
-            return 0
-        return numel
-
-    def _count(module: nn.Module) -> int:
-        new = {p for p in module.parameters() if p not in counted}
-        counted.update(new)
-        return sum(parameter.numel() for parameter in new)
-
-    visit("", model)
-    return {name: module for name, module in model.named_modules() if name in chosen}
-
-
-def _without_split_ties(model: nn.Module, units: set[int]) -> set[int]:
-    """Drop units until all occurrences of each parameter are in one unit; return the others."""
-    while True:
-        chains: dict[nn.Parameter, list[tuple[int, ...]]] = {}
-        for chain, parameter in _occurrences(model, units):
-            chains.setdefault(parameter, []).append(chain)
-        split: set[int] = set()
-        for found in chains.values():
-            if len({chain[-1:] for chain in found}) > 1:
-                depth = _common_prefix(found)
-                split.update(unit for chain in found for unit in chain[depth:])
-        if not split:
-            return units
-        units = units - split
-
-
-def _occurrences(model: nn.Module, units: set[int]) -> Iterator[tuple[tuple[int, ...], nn.Parameter]]:
-    """Yield each registration of a parameter, with the units around it from the outermost to the innermost."""
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-
-    def visit(module: nn.Module, chain: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], nn.Parameter]]:
-        if id(module) in units:
-            chain = (*chain, id(module))
-        if (id(module), chain) in seen:
-            return
-        seen.add((id(module), chain))
-        for parameter in module.parameters(recurse=False):
-            yield chain, parameter
-        for child in module.children():
-            yield from visit(child, chain)
-
-    yield from visit(model, ())
-
-
-def _common_prefix(chains: Sequence[tuple[int, ...]]) -> int:
-    depth = 0
-    while all(len(chain) > depth and chain[depth] == chains[0][depth] for chain in chains):
-        depth += 1
-    return depth
-
-
 def _check_has_forward(name: str, module: nn.Module, option: str) -> None:
-    if isinstance(module, _CONTAINERS):
+    if isinstance(module, CONTAINERS):
         msg = (
             f"{option} chooses '{name}', a {_class_name(module)}, which has no forward and so can't be a unit. "
             "Choose the modules inside it."
@@ -214,10 +106,6 @@ def _class_name(module: nn.Module) -> str:
 
 def _class_names(model: nn.Module) -> list[str]:
     return sorted({_class_name(module) for name, module in model.named_modules() if name})
-
-
-def _join(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:
