@@ -127,7 +127,7 @@ def returns_outputs(training: PipelineTraining) -> None:
     assert (outputs is None) == (result["loss"] is None), "outputs are returned with the loss"
     if outputs is not None:
         assert not outputs.requires_grad
-        torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(outputs.cpu(), expected, rtol=1e-5, atol=1e-6)
     every = DistCoordinator().all_gather_object(outputs is not None)
     assert any(every), "no rank has the outputs"
     optimizer.zero_grad()

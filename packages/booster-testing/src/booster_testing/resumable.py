@@ -13,11 +13,13 @@ from torch.utils.data import Dataset
 
 from booster_core import Booster
 from booster_core.ranks import DistCoordinator
+from booster_testing.mutants import ReferencePlugin
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from booster_core.checkpoint_io import LoadedCheckpoint
+    from booster_core.plugin import Plugin
 
 
 class NumberedSamples(Dataset[tuple[int, Tensor]]):
@@ -73,7 +75,7 @@ class ResumableRun:
         seed: Seed of the random generators, different on each rank. The model and the order of samples don't depend on
             it.
         width: Size of the model.
-        plugin: Plugin for runs with several ranks.
+        plugin: Plugin for runs with several ranks; `ReferencePlugin` by default.
     """
 
     def __init__(
@@ -86,13 +88,15 @@ class ResumableRun:
         drop_last: bool = False,
         seed: int = 0,
         width: int = 32,
-        plugin: str = "ddp",
+        plugin: Plugin | str | None = None,
     ) -> None:
         world = DistCoordinator()
         torch.manual_seed(100 * seed + world.rank)
         random.seed(100 * seed + world.rank)
         np.random.seed(100 * seed + world.rank)  # noqa: NPY002 - the global generator is meant
-        self.booster = Booster("cpu", precision, plugin if world.world_size > 1 else None)
+        # What needs no other distribution, so that the tests of the toolkit run without strategies.
+        several = ReferencePlugin() if plugin is None else plugin
+        self.booster = Booster("cpu", precision, several if world.world_size > 1 else None)
         multiprocessing.set_forkserver_preload([__name__])  # else each worker process imports torch
         loader = self.booster.prepare_dataloader(
             NumberedSamples(samples),

@@ -384,7 +384,7 @@ def _assemble(pieces: Sequence[Any]) -> Tensor:
     for _, _, box, (start, stop), data in pieces:
         window = tuple(slice(low, high) for low, high in box)
         for target, values in ((whole, data.flatten()), (covered, torch.ones(data.numel(), dtype=torch.int32))):
-            part = target[window].flatten()
+            part = target[window].flatten().clone()  # of a single row it would be a view, with other strides
             part[start:stop] += values
             target[window] = part.view(target[window].shape)
     assert bool((covered == 1).all()), f"owned shards do not cover {pieces[0][0]} exactly once"

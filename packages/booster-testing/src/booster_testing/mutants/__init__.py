@@ -30,6 +30,12 @@ from booster_testing.mutants.parameters import (
     StartsApart,
     UntiesWeights,
 )
+from booster_testing.mutants.pipeline import (
+    DropsLastMicrobatch,
+    ReferencePipelinePlugin,
+    ReversesOutputs,
+    TakesOneBatchAhead,
+)
 from booster_testing.mutants.reference import ReferencePlugin
 from booster_testing.mutants.state import (
     ForgetsBuffers,
@@ -45,6 +51,7 @@ __all__ = [
     "ChangesWeightsInEvaluation",
     "ComputesInFP32",
     "DecidesOverflowLocally",
+    "DropsLastMicrobatch",
     "ForgetsBuffers",
     "ForgetsExtraState",
     "ForgetsMasters",
@@ -60,13 +67,16 @@ __all__ = [
     "OffByOneRounding",
     "OffByOneRoundingOutsideOfShards",
     "OtherBeta2",
+    "ReferencePipelinePlugin",
     "ReferencePlugin",
+    "ReversesOutputs",
     "SameSamples",
     "StartsApart",
     "SumsGradients",
     "SwapsMoments",
     "SyncsModelThatWasBoostedFirst",
     "SyncsUnderNoSync",
+    "TakesOneBatchAhead",
     "UntiesWeights",
     "WithoutAveraging",
 ]
