@@ -5,13 +5,13 @@ Timings are noisy and drift, so only ratios of adjacent steps are reported. A st
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from _results import compare
 from torch import nn
 
 from booster_runtime.collectives.transports import override
@@ -109,54 +109,29 @@ def take_turns(contenders: Mapping[str, Callable[[], None]], rounds: int, warmup
     return seconds
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median of the ratios over rounds, and their quartiles."""
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-    low, _, high = statistics.quantiles(ratios, n=4)
-    return statistics.median(ratios), low, high
-
-
 def report_transports(
     what: str,
     seconds: Mapping[str, Sequence[float]],
     ours: str,
     theirs: str,
-    bar: float,
+    bar: float | None,
     portable_bar: float | None = None,
+    *,
+    yardstick: str,
 ) -> bool:
-    """Print a contender's ratios, one column per transport, and return whether the bars are met.
+    """Report a contender's ratios, one per transport, and return whether the bars are met.
 
     Args:
-        what: Beginning of the line.
+        what: What was measured.
         seconds: What `take_turns` returned.
         ours: Name of the contender that was run on each transport.
         theirs: Name of the one that it is compared with.
         bar: Bar of the direct transport.
         portable_bar: Bar of the portable one, if it has any.
+        yardstick: What the other one is.
     """
-    columns, met = [], True
-    for transport, limit in zip(TRANSPORTS, (bar, portable_bar), strict=True):
-        own = seconds[f"{ours} {transport}"]
-        median, low, high = ratio(own, seconds[theirs])
-        met &= limit is None or median <= limit
-        columns.append(
-            f"{transport} {median:.3f} ({low:.3f} to {high:.3f}; {statistics.median(own) * 1e3:.0f} ms; "
-            f"bar {'none' if limit is None else format(limit, 'g')})"
-        )
-    print(
-        f"{what}: {' | '.join(columns)}, to {statistics.median(seconds[theirs]) * 1e3:.0f} ms over "
-        f"{len(seconds[theirs])} rounds",
-        flush=True,
-    )
-    return met
-
-
-def report(what: str, ours: Sequence[float], theirs: Sequence[float], bar: float) -> bool:
-    """Print a ratio and its bar, and return whether the bar is met."""
-    median, low, high = ratio(ours, theirs)
-    print(
-        f"{what}: {median:.3f} (quartiles {low:.3f} to {high:.3f}; {statistics.median(ours) * 1e3:.0f} ms to "
-        f"{statistics.median(theirs) * 1e3:.0f} ms over {len(ours)} rounds); bar {bar:g}",
-        flush=True,
-    )
-    return median <= bar
+    met = [
+        compare(what, seconds[f"{ours} {name}"], seconds[theirs], yardstick=yardstick, bar=limit, transport=name)
+        for name, limit in zip(TRANSPORTS, (bar, portable_bar), strict=True)
+    ]
+    return all(met)

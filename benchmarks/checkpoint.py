@@ -22,7 +22,6 @@ import ctypes
 import mmap
 import os
 import shutil
-import statistics
 import tempfile
 import time
 import warnings
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from _results import compare
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
@@ -110,12 +110,19 @@ def in_turns(
     return times
 
 
-def report(text: str, numerator: list[float], denominator: list[float], bar: str) -> None:
-    """Print a ratio on rank 0."""
-    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+def report(text: str, ours: list[float], theirs: list[float], bar: float) -> None:
+    """Report seconds on rank 0; ``text`` is what is measured and its yardstick, ``A / of B``."""
     if dist.get_rank() == 0:
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"{text:52s} {statistics.median(ratios):6.2f}  ({spread}; bar {bar})", flush=True)
+        what, _, yardstick = text.partition(" / of ")
+        compare(what, ours, theirs, yardstick=yardstick, bar=bar)
+
+
+def report_speed(text: str, ours: list[float], theirs: list[float], nbytes: int, bar: float) -> None:
+    """Report the speeds, on rank 0, at which bytes were moved in some seconds; see `report`."""
+    if dist.get_rank() == 0:
+        what, _, yardstick = text.partition(" / of ")
+        speeds = ([nbytes / each for each in seconds] for seconds in (ours, theirs))
+        compare(what, *speeds, yardstick=yardstick, bar=bar, at_least=True, unit="B/s")
 
 
 def drop_from_page_cache(path: Path) -> None:
@@ -291,15 +298,15 @@ class Bench:
     def run(self) -> None:
         """Run all comparisons."""
         ours, raw, theirs = in_turns([self.save, self.write_raw, self.save_dcp], self.rounds, self.clean)
-        report("speed of saving / of a raw write with the same sync", raw, ours, ">= 0.8")
-        report("time of saving / of DCP", ours, theirs, "<= 0.9")
+        report_speed("speed of saving / of a raw write with the same sync", ours, raw, self.total, 0.8)
+        report("time of saving / of DCP", ours, theirs, 0.9)
         self.clean()
         self.save()
         self.save_dcp()
         self.buffer = torch.empty(self.total, dtype=torch.uint8)
         ours, raw, theirs = in_turns([self.load, self.read_raw, self.load_dcp], self.rounds)
-        report("speed of loading / of a raw read into memory", raw, ours, ">= 0.8")
-        report("time of loading / of DCP", ours, theirs, "<= 0.5")
+        report_speed("speed of loading / of a raw read into memory", ours, raw, self.total, 0.8)
+        report("time of loading / of DCP", ours, theirs, 0.5)
         self.buffer = torch.empty(0, dtype=torch.uint8)
         copies = [torch.empty_like(data) for data in self.owned]
 
@@ -310,8 +317,8 @@ class Bench:
         actions = [self.save_in_background, copy, self.save_dcp_in_background]
         blocked, copied, theirs = in_turns(actions, self.rounds, self.wait)
         self.wait()
-        report("time blocked by a save in the background / of a copy", blocked, copied, "<= 1.2")
-        report("time blocked by a save in the background / of DCP's", blocked, theirs, "<= 0.5")
+        report("time blocked by a save in the background / of a copy", blocked, copied, 1.2)
+        report("time blocked by a save in the background / of DCP's", blocked, theirs, 0.5)
         self.io.close()
 
     def drop(self) -> None:
@@ -337,14 +344,14 @@ class Bench:
             booster.load_checkpoint(root, model=model, optimizer=optimizer)
 
         ours, theirs = in_turns([save, self.save_dcp], self.rounds, self.clean)
-        report("time of save_checkpoint / of DCP", ours, theirs, "<= 0.7")
+        report("time of save_checkpoint / of DCP", ours, theirs, 0.7)
         self.clean()
         save()
         self.save_dcp()
         ours, theirs = in_turns([load, self.load_dcp], self.rounds)
-        report("time of load_checkpoint, warm / of DCP", ours, theirs, "<= 0.5")
+        report("time of load_checkpoint, warm / of DCP", ours, theirs, 0.5)
         ours, theirs = in_turns([load, self.load_dcp], self.rounds, self.drop)
-        report("time of load_checkpoint, cold / of DCP", ours, theirs, "<= 0.9")
+        report("time of load_checkpoint, cold / of DCP", ours, theirs, 0.9)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
 import sys
 import time
 from itertools import pairwise
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from _results import compare
 from _side_by_side import TRANSPORTS
 
 from booster_runtime import collectives
@@ -53,12 +53,12 @@ def make_calls(numel: int) -> dict[str, Callable[[], None]]:
     }
 
 
-def timed(nbytes: int, rounds: int) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return the median microseconds and CPU microseconds of each collective on each transport.
+def timed(nbytes: int, rounds: int) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
+    """Return the seconds and CPU seconds of each collective on each transport, by round.
 
     Collective: every rank of the world.
     """
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+    found: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
     for name, call in make_calls(nbytes // 4).items():
         seconds: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
         busy: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
@@ -72,10 +72,7 @@ def timed(nbytes: int, rounds: int) -> dict[str, dict[str, tuple[float, float]]]
                     if number:  # the first call chooses the transport
                         seconds[transport].append((time.perf_counter() - started) / CALLS)
                         busy[transport].append((time.process_time() - busy_before) / CALLS)
-        found[name] = {
-            transport: (statistics.median(seconds[transport]) * 1e6, statistics.median(busy[transport]) * 1e6)
-            for transport in TRANSPORTS
-        }
+        found[name] = {transport: (seconds[transport], busy[transport]) for transport in TRANSPORTS}
     return found
 
 
@@ -93,15 +90,17 @@ def main() -> None:
     sys.modules["collectives_benchmark"] = here
     spec.loader.exec_module(here)
     for ranks in asked.ranks:
-        print(f"{ranks} ranks, {asked.rounds} rounds of {CALLS} calls, us of the slower rank (of them on a CPU)")
+        print(f"{ranks} ranks, {asked.rounds} rounds of {CALLS} calls, times of the slower rank")
         for nbytes in SIZES:
             of_ranks = run_on_ranks(here.timed, ranks, nbytes, asked.rounds, timeout_seconds=600)
             for name in of_ranks[0]:
-                columns = []
-                for transport in TRANSPORTS:
-                    wall, busy = (max(each[name][transport][part] for each in of_ranks) for part in (0, 1))
-                    columns.append(f"{transport} {wall:7.0f} ({busy:6.0f})")
-                print(f"  {name:15} {nbytes:8} B   {'   '.join(columns)}", flush=True)
+                for part, clock in enumerate(("time", "CPU time")):
+                    direct, torch_ = (
+                        [max(times) for times in zip(*(each[name][transport][part] for each in of_ranks), strict=True)]
+                        for transport in TRANSPORTS
+                    )
+                    what = f"{clock} of {name}, {nbytes} B, {ranks} ranks"
+                    compare(what, direct, torch_, yardstick="the portable transport", bar=None, transport="direct")
     close_ranks()
 
 

@@ -5,11 +5,13 @@ Bar: 1.01, with the same options, optimizer, clipping and batch.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import TYPE_CHECKING
 
 import torch
-from _side_by_side import llama, report, take_turns, tokens
+from _results import compare
+from _side_by_side import llama, take_turns, tokens
 from torch.nn.parallel import DistributedDataParallel
 
 from booster_core import Booster
@@ -64,11 +66,14 @@ def on_rank(size: str, samples: int, precision: str | None, rounds: int) -> dict
 
 def main() -> int:
     """Print the ratios; return 1 if the bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    rounds = parser.parse_args().rounds
     met = True
     for precision in (None, "bf16"):
-        seconds, _ = run_on_ranks(on_rank, 2, "25M", 2, precision, 40, timeout_seconds=900)
-        what = f"DDP plugin, Llama 25M, {precision or 'fp32'}, to DDP by hand"
-        met &= report(what, seconds["ours"], seconds["theirs"], 1.01)
+        seconds, _ = run_on_ranks(on_rank, 2, "25M", 2, precision, rounds, timeout_seconds=900)
+        what = f"step of the DDP plugin, Llama 25M, {precision or 'fp32'}"
+        met &= compare(what, seconds["ours"], seconds["theirs"], yardstick="DistributedDataParallel", bar=1.01)
     return 0 if met else 1
 
 

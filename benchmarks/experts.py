@@ -171,8 +171,8 @@ def main() -> int:
     spec.loader.exec_module(here)
     seconds, *_ = run_on_ranks(here.timed, asked.ranks, asked.rounds, timeout_seconds=900)
     what = f"ep={asked.ranks}, {EXPERTS} experts, {LAYERS} layers, hidden {HIDDEN}, fp32"
-    met = report_transports(f"{what}, to replicated experts", seconds, "spread", "replicated", BAR)
-    report_transports(f"{what}, to transformers' exchange", seconds, "spread", "transformers", BAR)
+    met = report_transports(what, seconds, "spread", "replicated", BAR, yardstick="replicated experts")
+    report_transports(what, seconds, "spread", "transformers", BAR, yardstick="transformers' AllToAllEP")
     for kind in ("spread", "replicated") if asked.memory else ():
         close_ranks()  # a new process each: freed memory may stay in the old process
         peak = max(run_on_ranks(here.peak_bytes, asked.ranks, kind, timeout_seconds=900))

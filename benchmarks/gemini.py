@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from _results import compare
 from _side_by_side import TRANSPORTS
 from torch import nn
 
@@ -40,6 +41,7 @@ LAYER_BYTES = {"25M": 7 * 2**20, "110M": 28 * 2**20}
 """Bytes of a layer's parameters in fp32: chunks have this size, so that both gather as much at a time."""
 TIME_BARS = {"fsdp2": 0.75, "alone": 1.25}
 MEMORY_BAR = 0.85
+YARDSTICKS = {"fsdp2": "fully_shard with reshard", "alone": "one process without communication"}
 SAMPLES, LENGTH = 2, 128
 
 
@@ -167,21 +169,19 @@ def main() -> None:
         }
         for kind in kinds:
             print(f"  {kind:13} median {1e3 * statistics.median(slowest[kind]):8.1f} ms")
+        what = f"step of the Gemini plugin, Llama {asked.size}, {asked.dtype}"
         for kind, bar in TIME_BARS.items():
-            columns = []
             for transport in TRANSPORTS:
-                times = zip(slowest[f"gemini {transport}"], slowest[kind], strict=True)
-                ratios = sorted(own / other for own, other in times)
-                low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
-                columns.append(f"{transport} {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
-            print(f"  gemini / {kind:7} {' | '.join(columns)}; bar of direct {bar}")
+                own, limit = slowest[f"gemini {transport}"], bar if transport == "direct" else None
+                compare(what, own, slowest[kind], yardstick=YARDSTICKS[kind], bar=limit, transport=transport)
     if not asked.no_memory:
         peaks = {}
         for kind in ("gemini", *TIME_BARS):
             close_ranks()  # a new process each: freed memory may stay in the old process
             peaks[kind] = max(run_on_ranks(here.peak_bytes, asked.ranks, kind, *case, timeout_seconds=3600))
             print(f"  {kind:7} peak {peaks[kind] / 2**20:8.1f} MiB")
-        print(f"  gemini / fsdp2 memory {peaks['gemini'] / peaks['fsdp2']:.3f} (bar {MEMORY_BAR})")
+        what, theirs = f"peak memory of the Gemini plugin, Llama {asked.size}, {asked.dtype}", peaks["fsdp2"]
+        compare(what, [peaks["gemini"]], [theirs], yardstick=YARDSTICKS["fsdp2"], bar=MEMORY_BAR, unit="B")
     close_ranks()
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _results import compare
 
 _BAR_SECONDS, _BAR_MEMORY, _BAR_RESIDENT = 1.3, 1.1, 0.8
 _BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 18}
@@ -180,12 +180,15 @@ def main() -> None:
     still, moved, _ = rounds[-1]
     activations = max(still["peak"] - _BYTES_PER_PARAMETER[options.precision] * still["parameters"], 0)
     print(f"{moved['parameters'] / 1e6:.0f} M parameters, {options.precision}, budget {moved['budget'] / 1e9:.2f} GB")
-    print(f"step / longer: {statistics.median(ratio for _, _, ratio in rounds[_WARM:]):.3f}; bar {_BAR_SECONDS}")
-    over = (moved["peak"] - activations) / moved["budget"]
-    print(f"peak {moved['peak'] / 1e9:.2f} GB, activations {activations / 1e9:.2f} GB; (peak - activations) / budget: "
-          f"{over:.3f}; bar {_BAR_MEMORY}")  # fmt: skip
-    fallen = (still["resident"] - moved["resident"]) / moved["on_disk"]
-    print(f"reduction of RSS / bytes on disk: {fallen:.3f}; bar {_BAR_RESIDENT}")
+    what = f"step of Gemini with a third in memory, {options.precision}"
+    theirs = [moved["seconds"] / ratio for _, moved, ratio in rounds[_WARM:]]
+    ours = [moved["seconds"] for _, moved, _ in rounds[_WARM:]]
+    compare(what, ours, theirs, yardstick="the longer of compute alone and of moving its bytes", bar=_BAR_SECONDS)
+    what = f"peak memory of it without activations, {options.precision}"
+    own = [moved["peak"] - activations]
+    compare(what, own, [moved["budget"]], yardstick="the budget", bar=_BAR_MEMORY, unit="B")
+    what, fallen = f"resident memory saved, {options.precision}", [still["resident"] - moved["resident"]]
+    compare(what, fallen, [moved["on_disk"]], yardstick="bytes on disk", bar=_BAR_RESIDENT, at_least=True, unit="B")
     print(f"same losses: {all(one['loss'] == other['loss'] for one, other, _ in rounds)}")
 
 

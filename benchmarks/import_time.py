@@ -6,13 +6,13 @@ and ``booster plugins`` less than 0.3 s.
 
 from __future__ import annotations
 
-import statistics
+import argparse
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-NUM_PAIRS = 15
+from _results import compare
 
 
 def seconds(*command: str) -> float:
@@ -24,20 +24,20 @@ def seconds(*command: str) -> float:
 
 def main() -> int:
     """Print each figure and its bar; return 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=15)
+    num_pairs = parser.parse_args().pairs
     baseline = (sys.executable, "-c", "import torch")
     status = 0
     for statement in ("import booster_core", "from booster_core import Booster"):
         command = (sys.executable, "-c", statement)
         seconds(*baseline), seconds(*command)  # all files are in the page cache now
-        pairs = [(seconds(*baseline), seconds(*command)) for _ in range(NUM_PAIRS)]
-        ratio = statistics.median(ours / theirs for theirs, ours in pairs)
-        ours, theirs = (statistics.median(pair[index] for pair in pairs) for index in (1, 0))
-        status |= ratio > 1.05
-        print(f"{statement}: {ratio:.3f} of `import torch` ({ours:.3f} s to {theirs:.3f} s); bar 1.05")
+        pairs = [(seconds(*baseline), seconds(*command)) for _ in range(num_pairs)]
+        theirs, ours = zip(*pairs, strict=True)
+        status |= not compare(f"`{statement}`", ours, theirs, yardstick="`import torch`", bar=1.05)
     booster = str(Path(sys.executable).with_name("booster"))
-    listing = statistics.median(seconds(booster, "plugins") for _ in range(NUM_PAIRS))
-    status |= listing >= 0.3
-    print(f"booster plugins: {listing:.3f} s; bar 0.3 s")
+    listing = [seconds(booster, "plugins") for _ in range(num_pairs)]
+    status |= not compare("`booster plugins`", listing, [0.3] * num_pairs, yardstick="0.3 s", bar=1.0)
     return int(status)
 
 

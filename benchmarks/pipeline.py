@@ -8,9 +8,9 @@ schedules that do not split backward.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from _results import compare
 from _side_by_side import LENGTH, SIZES, llama
 from torch import Tensor, nn
 
@@ -150,20 +151,11 @@ def computing(size: str, samples: int, folder: str, rounds: int) -> tuple[list[f
     return seconds, [sum(stop - start for *_, start, stop in each["actions"]) for each in batches]
 
 
-def _report(what: str, seconds: list[float], ideal: list[float], bar: float) -> bool:
-    ratios = [taken / least for taken, least in zip(seconds, ideal, strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    median = statistics.median(ratios)
-    print(
-        f"{what}: {median:.3f} (quartiles {low:.3f} to {high:.3f}; {statistics.median(seconds) * 1e3:.0f} ms to "
-        f"{statistics.median(ideal) * 1e3:.0f} ms over {len(ratios)} steps); bar {bar:g}",
-        flush=True,
-    )
-    return median <= bar
-
-
 def main() -> int:
     """Print the ratios, return 1 if the bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    rounds = parser.parse_args().rounds
     met = True
     for num_ranks, style, num_chunks in (
         (2, "1f1b", 1),
@@ -172,7 +164,7 @@ def main() -> int:
         (4, "interleaved", 2),
         (4, "zbv", 2),
     ):
-        seconds = run_on_ranks(sleeping, num_ranks, style, num_chunks, 5, timeout_seconds=300)[0]
+        seconds = run_on_ranks(sleeping, num_ranks, style, num_chunks, min(rounds, 5), timeout_seconds=300)[0]
         layers = 8 / num_ranks / num_chunks  # of each stage
         plan = make_schedule(style, num_ranks, MICROBATCHES, num_chunks).duration
         ideal = plan * layers * FORWARD_SECONDS
@@ -180,13 +172,15 @@ def main() -> int:
             # The bound for schedules with one stage per rank that compute gradients of inputs and weights together.
             ideal = 3 * (MICROBATCHES + num_ranks - 1) * 8 / num_ranks * FORWARD_SECONDS
         against = "(m + p - 1) / m" if style == "zbv" else "the plan"
-        what = f"Pipeline step, {num_ranks} ranks that sleep, {style}, to {against}"
-        met &= _report(what, seconds, [ideal] * len(seconds), 1.0 if style == "zbv" else 1.1)
+        what = f"pipeline step, {num_ranks} ranks that sleep, {style}"
+        bar = 1.0 if style == "zbv" else 1.1
+        met &= compare(what, seconds, [ideal] * len(seconds), yardstick=against, bar=bar)
     with tempfile.TemporaryDirectory() as folder:
-        of_ranks = run_on_ranks(computing, 2, "25M", 2, folder, 8, timeout_seconds=300)
+        of_ranks = run_on_ranks(computing, 2, "25M", 2, folder, rounds, timeout_seconds=300)
     compute = [max(of_rank) for of_rank in zip(*(each for _, each in of_ranks), strict=True)]
     ideal_seconds = [(MICROBATCHES + 1) / MICROBATCHES * each for each in compute]
-    met &= _report("Pipeline step, Llama 25M, 2 stages, 1f1b, to (m + p - 1) / m", of_ranks[0][0], ideal_seconds, 1.1)
+    what = "pipeline step, Llama 25M, 2 stages, 1f1b"
+    met &= compare(what, of_ranks[0][0], ideal_seconds, yardstick="(m + p - 1) / m of the compute", bar=1.1)
     return 0 if met else 1
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from _results import compare
 from torch import nn
 
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
@@ -145,19 +145,21 @@ def main() -> int:
         print(f"{asked.tokens} tokens, {asked.heads} heads of {SIZE}, {dtype}, {asked.ranks} ranks", flush=True)
         seconds, *_ = run_on_ranks(here.timed, asked.ranks, list(CONTENDERS), *case, asked.rounds, timeout_seconds=1800)
         for name in ("ours", "torch"):
-            ratios = [
-                [mine * asked.ranks / base for mine, base in zip(*pair, strict=True)]
-                for pair in zip(seconds[name], seconds["whole"], strict=True)
-            ]
-            wall, processor = (statistics.median(each) for each in zip(*ratios, strict=True))
-            print(f"  time of {name:5} to the whole / ranks: wall {wall:.3f}, CPU {processor:.3f}", flush=True)
-            met &= name != "ours" or wall <= TIME_BAR
+            case_name = f"attention of {asked.tokens} tokens, {asked.heads} heads, {dtype}"
+            of = "ring attention" if name == "ours" else "torch's context parallelism"
+            for place, clock in enumerate(("wall time", "CPU time")):
+                own = [pair[place] for pair in seconds[name]]
+                whole_on_ranks = [pair[place] / asked.ranks for pair in seconds["whole"]]
+                bar = TIME_BAR if (name, place) == ("ours", 0) else None
+                what = f"{clock} of {of}, {case_name}"
+                met &= compare(what, own, whole_on_ranks, yardstick="one process / ranks", bar=bar)
         peaks = {}
         for name in CONTENDERS:
             close_ranks()  # a new process each: freed memory may stay in the old process
             peaks[name] = max(run_on_ranks(here.peak_bytes, asked.ranks, name, *case, timeout_seconds=900))
             print(f"  peak of {name:5} {peaks[name] / 2**20:8.1f} MiB", flush=True)
-        met &= peaks["ours"] <= MEMORY_BAR * peaks["whole"]
+        what = f"peak memory of ring attention, {asked.tokens} tokens, {dtype}"
+        met &= compare(what, [peaks["ours"]], [peaks["whole"]], yardstick="one process", bar=MEMORY_BAR, unit="B")
     close_ranks()
     return 0 if met else 1
 

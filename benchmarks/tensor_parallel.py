@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
 import sys
 import warnings
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from _results import compare
 from _side_by_side import on_each_transport, report_transports, take_turns
 from torch import nn
 
@@ -186,14 +186,14 @@ def main() -> int:
             case = (hidden, FORMATS[name])
             seconds, *_ = run_on_ranks(here.timed, asked.ranks, *case, asked.rounds, timeout_seconds=900)
             what = f"tp={asked.ranks}, Llama of {LAYERS} layers, hidden {hidden}, {name}"
-            met &= report_transports(f"{what}, to parallelize_module", seconds, "ours", "by hand", BARS[hidden])
-            silent_ms = statistics.median(seconds["silent"]) * 1e3
-            print(f"  the same compute without communication: {silent_ms:.0f} ms", flush=True)
+            met &= report_transports(what, seconds, "ours", "by hand", BARS[hidden], yardstick="parallelize_module")
+            report_transports(what, seconds, "ours", "silent", None, yardstick="the same compute without communication")
             if asked.memory:
+                peaks = []
                 for kind in ("ours", "by hand"):
                     close_ranks()  # a new process each: freed memory may stay in the old process
-                    peak = max(run_on_ranks(here.peak_bytes, asked.ranks, kind, *case, timeout_seconds=900))
-                    print(f"  peak of {kind:8} {peak / 2**20:8.1f} MiB", flush=True)
+                    peaks.append([max(run_on_ranks(here.peak_bytes, asked.ranks, kind, *case, timeout_seconds=900))])
+                compare(f"peak memory, {what}", *peaks, yardstick="parallelize_module", bar=None, unit="B")
     close_ranks()
     return 0 if met else 1
 

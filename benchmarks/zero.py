@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from _results import compare
 from _side_by_side import TRANSPORTS
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -39,6 +40,11 @@ SIZES = {
 }
 BARS = {"ddp": 0.95, "redundancy": 0.94, "alone": 1.12}
 """Of the direct transport."""
+YARDSTICKS = {
+    "ddp": "DistributedDataParallel",
+    "redundancy": "ZeroRedundancyOptimizer",
+    "alone": "one process without communication",
+}
 SAMPLES, LENGTH = 2, 128
 OURS = tuple(f"zero {transport}" for transport in TRANSPORTS)
 STEPS = 4
@@ -204,13 +210,11 @@ def report_times(here: Any, kinds: list[str], case: tuple[Any, ...], options: ar
     for kind in kinds:
         state = max(result["state"][kind] for result in results)
         print(f"  {kind:11} median {1e3 * statistics.median(slowest[kind]):8.1f} ms   state {state / 2**20:8.1f} MiB")
+    what = f"step of the ZeRO plugin, stage {options.stage}, Llama {options.size}, {options.dtype}"
     for kind, bar in BARS.items():
-        columns = []
         for transport in TRANSPORTS:
-            ratios = sorted(own / other for own, other in zip(slowest[f"zero {transport}"], slowest[kind], strict=True))
-            low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
-            columns.append(f"{transport} {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
-        print(f"  zero / {kind:11} {' | '.join(columns)}; bar of direct {bar}")
+            own, limit = slowest[f"zero {transport}"], bar if transport == "direct" else None
+            compare(what, own, slowest[kind], yardstick=YARDSTICKS[kind], bar=limit, transport=transport)
 
 
 def report_memory(here: Any, case: tuple[Any, ...], options: argparse.Namespace) -> None:
@@ -231,7 +235,8 @@ def report_memory(here: Any, case: tuple[Any, ...], options: argparse.Namespace)
         parameter_bytes = sum(p.numel() * p.element_size() for p in make_model(options.size, case[1]).parameters())
     saved = peaks["ddp"] - peaks["zero"]
     theory = (options.ranks - 1) / options.ranks * parameter_bytes * (2 if options.stage == 1 else 3)
-    print(f"  saved {saved / 2**20:.1f} MiB of {theory / 2**20:.1f} MiB: {saved / theory:.2f} (bar 0.9)")
+    what = f"memory saved by ZeRO stage {options.stage}, Llama {options.size}, {options.dtype}"
+    compare(what, [saved], [theory], yardstick="the paper's formula", bar=0.9, at_least=True, unit="B")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,177 @@
+"""Write ``docs/performance.md`` and its picture from results: ``python benchmarks/_page.py build/bench docs``.
+
+The folder has one ``<benchmark>.jsonl`` for each benchmark, and ``machine.json``, which `describe_machine` returns. The
+results are kept in ``docs/assets/performance.json``, from which the same page can be written again.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from _results import Result, in_unit
+
+from booster_runtime.pictures import Drawing, write_png
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DISTRIBUTIONS = ("torch", "transformers", "accelerate", "lightning-fabric", "deepspeed", "numpy")
+TITLES = {
+    "checkpoint": "Checkpoints",
+    "collectives": "Collectives",
+    "ddp": "DDP plugin",
+    "experts": "Experts",
+    "fsdp": "FSDP plugin",
+    "gemini": "Gemini plugin",
+    "gemini_offload": "Gemini with state on disk",
+    "import_time": "Import",
+    "other_libraries": "Other libraries",
+    "pipeline": "Pipelines",
+    "ring_attention": "Ring attention",
+    "tensor_parallel": "Tensor parallelism",
+    "zero": "ZeRO plugin",
+}
+_HEAD = """\
+# Performance
+
+<!-- Written by `nox -s bench`; do not edit. -->
+
+Each figure is a ratio of ours to a yardstick that was measured in the same run, in turns (A B A B ...), so that other
+load on the machine affects both: the median over the rounds, with the quartiles. Below 1 ours is faster or smaller,
+except for speeds and savings, whose bars say "at least". *direct*: ranks of one host read each other's memory; *torch*
+is the portable transport, which GPUs and several hosts use.
+"""
+_EMPTY = """
+Nothing has been measured yet. `nox -s bench` measures all of it, in about an hour, and writes this page.
+"""
+_TEXT, _ROW, _LEFT, _WIDTH, _TOP = 12, 20, 470, 420, 64
+_MET, _MISSED, _PLAIN, _GRID = "#2f7d4f", "#b3401f", "#1f5a94", "#e4e4e4"
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return when and on what the benchmarks run.
+
+    Collective: none.
+    """
+    versions = {}
+    for name in DISTRIBUTIONS:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {_memory_gib():.0f} GiB, {platform.system()}",
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the results and the machine of a run."""
+    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text(encoding="utf-8").splitlines()]
+    machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
+    return {"machine": machine, "results": [json.loads(line) for line in lines]}
+
+
+def write(run: dict[str, Any], docs: Path) -> None:
+    """Write the page, its picture, and the results that it shows."""
+    results = [Result(**each) for each in run["results"]]
+    assets = docs / "assets"
+    assets.mkdir(parents=True, exist_ok=True)
+    (assets / "performance.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    (docs / "performance.md").write_text(page(run["machine"], results), encoding="utf-8")
+    barred = [result for result in results if result.bar is not None]
+    if barred:
+        write_png(picture(barred), assets / "performance.png", zoom=1.5)
+
+
+def page(machine: dict[str, Any], results: Sequence[Result]) -> str:
+    """Return the text of the page."""
+    if not results:
+        return _HEAD + _EMPTY
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    where = f"{machine['processor']}; {machine['machine']}; Python {machine['python']}"
+    parts = [_HEAD, f"\nMeasured on {machine['date']}: {where}, {versions}.\n\n"]
+    missed = [result for result in results if not result.is_met]
+    barred = [result for result in results if result.bar is not None]
+    parts.append(f"{len(barred) - len(missed)} of {len(barred)} bars are met.\n")
+    if barred:
+        parts.append("\n![Every ratio that has a bar, with its quartiles and its bar](assets/performance.png)\n")
+    for name, group in groupby(results, key=lambda result: result.benchmark):
+        parts += [
+            f"\n## {TITLES.get(name, name)}\n\n",
+            "| measured | yardstick | transport | ratio | quartiles | bar | ours | theirs | rounds |\n",
+            "|---|---|---|---|---|---|---|---|---|\n",
+            *map(_row, group),
+            f"\n`nox -s bench -- {name}` measures these alone.\n",
+        ]
+    return "".join(parts)
+
+
+def _row(result: Result) -> str:
+    bar = "" if result.bar is None else f"{'at least ' if result.at_least else ''}{result.bar:g}"
+    median = f"{result.median:.3f}" if result.is_met else f"**{result.median:.3f}, missed**"
+    cells = [
+        result.what,
+        result.yardstick,
+        result.transport or "",
+        median,
+        f"{result.low:.3f} to {result.high:.3f}" if result.rounds > 1 else "",
+        bar,
+        in_unit(result.ours, result.unit),
+        in_unit(result.theirs, result.unit),
+        str(result.rounds),
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def picture(results: Sequence[Result]) -> str:
+    """Return a drawing of ratios: the quartiles as a line, the median as a mark, the bar as a tick."""
+    highest = max(1.5, *(max(result.high, result.bar or 0.0) for result in results))
+
+    def x(ratio: float) -> float:
+        return _LEFT + _WIDTH * ratio / highest
+
+    bottom = _TOP + _ROW * len(results)
+    sheet = Drawing(_LEFT + _WIDTH + 40, bottom + 20)
+    sheet.text(20, 26, "Ours to the yardstick", size=16, color="#000000")
+    sheet.text(20, 46, "median and quartiles; the black tick is the bar; green is met, red is missed", size=_TEXT)
+    for tenth in range(int(highest * 2) + 1):
+        sheet.line(x(tenth / 2), _TOP - 4, x(tenth / 2), bottom, _GRID, width=2 if tenth == 2 else 1)
+        sheet.text(x(tenth / 2), bottom + 14, f"{tenth / 2:g}", anchor="middle")
+    for place, result in enumerate(results):
+        y = _TOP + _ROW * (place + 0.5)
+        what = f"{result.what}{', ' + result.transport if result.transport else ''}"
+        sheet.text(_LEFT - 10, y + 4, what if len(what) < 70 else f"{what[:67]}...", anchor="end")
+        color = _MET if result.is_met else _MISSED
+        sheet.line(x(result.low), y, x(result.high), y, color, width=3)
+        sheet.rectangle(x(result.median) - 4, y - 4, 8, 8, color, title=f"{result.median:.3f}, to {result.yardstick}")
+        assert result.bar is not None
+        sheet.line(x(result.bar), y - 8, x(result.bar), y + 8, "#000000", width=2)
+    return sheet.render()
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+
+
+def _processor() -> str:
+    """Return the name of the processor."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown processor"
+
+
+if __name__ == "__main__":
+    write(read(Path(sys.argv[1])), Path(sys.argv[2]))

@@ -1,0 +1,31 @@
+"""A training step under Hugging Face Accelerate, which wraps the model in ``DistributedDataParallel``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import accelerate
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAME = f"Accelerate {accelerate.__version__}"
+AGAINST = "ddp"
+
+
+def make_step(model: torch.nn.Module, batch: Any, precision: str | None) -> Callable[[], None]:
+    """Return a step: forward, backward, clipping, fused AdamW.
+
+    Collective: every rank.
+    """
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision or "no")
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+
+    def step() -> None:
+        accelerator.backward(wrapped(input_ids=batch, labels=batch).loss)
+        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
