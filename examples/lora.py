@@ -1,0 +1,72 @@
+"""Fine-tune a language model by low-rank adapters, and save only these.
+
+python examples/lora.py
+torchrun --nproc-per-node 2 examples/lora.py --plugin zero --model FOLDER
+torchrun --nproc-per-node 2 examples/lora.py --plugin fsdp --resume adapters    # goes on with the adapters
+
+Without ``--model`` the base is a small Llama over bytes with random weights, so that nothing has to be downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from booster_core import Booster, launch_from_torch
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plugin", help="name of an installed plugin; none on one device")
+    parser.add_argument("--model", help="folder of a pretrained model over bytes")
+    parser.add_argument("--resume", help="folder of adapters to go on with")
+    parser.add_argument("--out", default="adapters")
+    parser.add_argument("--rank", type=int, default=8, help="of the adapters' matrices")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=4, help="samples per rank and step")
+    parser.add_argument("--length", type=int, default=64)
+    return parser.parse_args()
+
+
+def base_model(folder: str | None) -> torch.nn.Module:
+    if folder is not None:
+        return AutoModelForCausalLM.from_pretrained(folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
+
+
+def main() -> None:
+    args = parse_arguments()
+    launch_from_torch(seed=0)  # the same base on every rank
+    booster = Booster(plugin=args.plugin)
+    model = base_model(args.model)
+    config = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear")
+    # Before the optimizer is made: the adapters are its parameters, the base is frozen.
+    model = booster.enable_lora(model, pretrained_dir=args.resume, lora_config=None if args.resume else config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    share = sum(map(torch.numel, trained)) / sum(map(torch.numel, model.parameters()))
+    tokens = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
+    samples = tokens[: len(tokens) // args.length * args.length].view(-1, args.length)
+    loader = DataLoader(samples, args.batch_size, shuffle=True, generator=torch.Generator().manual_seed(0))
+    model, optimizer, _, loader, _ = booster.boost(model, torch.optim.AdamW(trained, lr=1e-2), dataloader=loader)
+
+    losses = []
+    for batch, _ in zip(loader, range(args.steps), strict=False):
+        ids = booster.to_device(batch)
+        loss = model(input_ids=ids, labels=ids).loss
+        booster.backward(loss, optimizer)
+        optimizer.clip_grad_by_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    booster.save_lora_as_pretrained(model, args.out)  # as peft does: `PeftModel.from_pretrained(base, "adapters")`
+    booster.print(f"trained {share:.1%} of the parameters: loss {losses[0]:.3f} to {losses[-1]:.3f}")
+
+
+if __name__ == "__main__":
+    main()
