@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nox
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,6 +27,9 @@ CONSTRAINTS = str(ROOT / "constraints.txt")
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 TESTING = "booster-testing"
 EXAMPLE = ROOT / "examples" / "minimal_plugin"
+RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
+ENDS = {"lowest": "3.10", "newest": "3.13"}
+"""The Python with which both ends of the declared versions are tested."""
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 WHEELS = ROOT / "build" / "wheels"
 _LEAST_COVERAGE = 90
@@ -78,7 +83,7 @@ def packaging(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def slow(session: nox.Session) -> None:
-    """Run the tests that are too slow for the default run."""
+    """Run the tests that are too slow for the default run; ``-- --shard 1/8`` runs the first eighth of them."""
     _pytest(session, _checkout(session), "tests", "-m", "slow", *_workers(), *session.posargs)
 
 
@@ -126,15 +131,36 @@ def device(session: nox.Session) -> None:
 
 
 @nox.session
+@nox.parametrize(
+    "python,core",
+    [(RUNNING, "tree"), *((python, core) for core, python in ENDS.items())],
+    ids=["core=tree", *(f"core={core}" for core in ENDS)],
+)
 @nox.parametrize("name", PACKAGES, ids=PACKAGES)
-def package(session: nox.Session, name: str) -> None:
-    """Run a package's own tests against its wheel, in an environment with only its own dependencies."""
+def package(session: nox.Session, name: str, core: str) -> None:
+    """Run all of a package's tests, on ranks as well, against its wheel: ``"package(booster-zero, core=lowest)"``.
+
+    The environment has only the package's own dependencies and what tests need. ``core`` says which releases of our
+    other packages, and which versions of third parties: ``tree`` takes this checkout and constraints.txt; ``lowest``
+    and ``newest`` take the first or the last release that the package's range admits, built from its tag, or this
+    checkout where none is tagged yet, and the lowest declared versions or the newest of the index.
+    """
     needed = {*_with_dependencies(name), *_with_dependencies(TESTING)}
-    wheels = _wheels(session, [ROOT / "packages" / each for each in sorted(needed)])
-    _install_wheels(session, wheels)
+    sources = {each: ROOT / "packages" / each for each in sorted(needed)}
+    if core != "tree":
+        for each in needed - {name, TESTING}:
+            sources[each] = _released(session, name, each, core)
+    wheels = _wheels(session, sources.values())
+    _install_wheels(session, wheels, _versions(session, core, needed))
     session.run("python", "-m", "pip", "check")
     # Core must work without plugins, so none is installed when its tests run.
     _pytest(session, "python", *_own_tests(name), "-m", "not slow", *_workers(), *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def together(session: nox.Session) -> None:
+    """Run the tests that belong to no package, except the slow ones: several plugins, scripts, examples, wheels."""
+    _pytest(session, _checkout(session), *_shared_tests(), "-m", "not slow", *_workers(), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -154,8 +180,7 @@ def coverage(session: nox.Session) -> None:
         folder.mkdir(parents=True)
         session.env["COVERAGE_FILE"] = str(folder / "data")
         measured = ("-m", "coverage", "run", f"--source={name.replace('-', '_')}", "-m", "pytest")
-        own = [*_own_tests(name), *(_checkpoint_tests() if short == "runtime" else [])]
-        _run(session, python, *measured, *own, "-m", "not slow", *_workers())
+        _run(session, python, *measured, *_own_tests(name), "-m", "not slow", *_workers())
         _run(session, python, "-m", "coverage", "combine", "--quiet")
         _run(session, python, "-m", "coverage", "html", "--quiet", "--directory", str(folder / "html"))
         _run(session, python, "-m", "coverage", "report", "--skip-covered", "--show-missing")
@@ -186,19 +211,17 @@ def minimal_plugin(session: nox.Session) -> None:
 
 
 @nox.session
-def minimums(session: nox.Session) -> None:
-    """Run the unit tests with the lowest versions that the packages declare."""
-    lowest = sorted(_lowest_versions())
-    session.log(f"Lowest declared versions: {', '.join(lowest)}")
+@nox.parametrize("python,core", [(python, core) for core, python in ENDS.items()], ids=list(ENDS))
+def minimums(session: nox.Session, core: str) -> None:
+    """Run the tests of all packages with the lowest versions that they declare, or with the newest of the index."""
+    versions = _versions(session, core, PACKAGES)
+    editable = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
     try:
-        session.install(*lowest, *_group("test"))
+        session.install(*versions, *editable, *_group("test"))
     except nox.command.CommandFailed:
-        session.error(
-            "The lowest declared versions can't be installed here; pip says why above. A package index that still has "
-            f"wheels of them for Python {sys.version_info.major}.{sys.version_info.minor} is needed."
-        )
-    session.install("--no-deps", *(arg for name in PACKAGES for arg in ("-e", f"packages/{name}")))
-    _pytest(session, "python", "tests/unit", *session.posargs)
+        session.error(f"These versions can't be installed here; pip says why above: {', '.join(versions)}.")
+    folders = [folder for name in PACKAGES for folder in _own_tests(name)]
+    _pytest(session, "python", *folders, "-m", "not slow", *_workers(), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -246,14 +269,12 @@ def public_api(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks, or those named: ``nox -s bench -- import_time``."""
-    python = _checkout(session)
-    scripts = {path.stem: path for path in sorted((ROOT / "benchmarks").glob("[!_]*.py"))}
-    unknown = sorted(set(session.posargs) - scripts.keys())
-    if unknown:
-        session.error(f"No benchmark named {', '.join(unknown)}. There are: {', '.join(scripts)}.")
-    for name in session.posargs or scripts:
-        _run(session, python, str(scripts[name]), env={"OMP_NUM_THREADS": "1"})
+    """Measure every bar against its yardstick, and write docs/performance.md; ``-- import_time`` for some.
+
+    ``-- --smallest`` runs each once with the least work, and leaves the page as it is. DeepSpeed, Lightning Fabric and
+    Accelerate are compared with where they are installed.
+    """
+    _run(session, _checkout(session), "benchmarks/_run.py", *session.posargs)
 
 
 @nox.session
@@ -262,6 +283,18 @@ def build(session: nox.Session, name: str) -> None:
     """Build a package's source distribution, and its wheel from that, into ``dist/``."""
     session.install("-c", CONSTRAINTS, "build")
     session.run("python", "-m", "build", "--outdir", str(ROOT / "dist"), f"packages/{name}", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("name", PACKAGES, ids=PACKAGES)
+def release(session: nox.Session, name: str) -> None:
+    """Release a package: version, changelog, commit, tag, ``dist/``: ``"release(booster-zero)" -- 0.2.0 --dry-run``.
+
+    The tag is pushed by hand, and the workflow that it starts publishes that one package. ``--dry-run`` does all of it
+    in a temporary clone, and shows the result.
+    """
+    session.install("-c", CONSTRAINTS, *_group("release"))
+    session.run("python", "tools/release.py", name, *session.posargs)
 
 
 def _checkout(session: nox.Session) -> str:
@@ -301,7 +334,7 @@ def _lint(session: nox.Session, python: str) -> None:
 
 def _types(session: nox.Session, python: str) -> None:
     sources = [f"packages/{name}/src" for name in PACKAGES]
-    _run(session, python, "-m", "mypy", *sources, "examples/minimal_plugin/src", "noxfile.py")
+    _run(session, python, "-m", "mypy", *sources, "examples/minimal_plugin/src", "noxfile.py", "tools")
 
 
 def _pytest(session: nox.Session, python: str, *arguments: str, success_codes: Iterable[int] = (0,)) -> None:
@@ -326,11 +359,12 @@ def _own_tests(name: str) -> list[str]:
     return [str(path) for path in sorted(ROOT.glob(f"tests/*/{short}")) if any(path.glob("test_*.py"))]
 
 
-def _checkpoint_tests() -> list[str]:
-    """Return the tests of checkpoints that are booster-runtime's own, because they name no strategy."""
-    strategies = re.compile(r"booster_(?:ddp|fsdp|zero|gemini|hybrid)|\"(?:ddp|fsdp|zero|gemini|hybrid)\"")
-    files = sorted(ROOT.glob("tests/checkpoint/test_*.py"))
-    return [str(path) for path in files if not strategies.search(path.read_text(encoding="utf-8"))]
+def _shared_tests() -> list[str]:
+    """Return the test files that belong to no package; the model zoo has its own session."""
+    files = {path for path in ROOT.glob("tests/**/test_*.py") if path.relative_to(ROOT / "tests").parts[0] != "zoo"}
+    for name in PACKAGES:
+        files -= {path for folder in _own_tests(name) for path in Path(folder).rglob("test_*.py")}
+    return sorted(map(str, files))
 
 
 def _run(session: nox.Session, python: str, *arguments: str, env: dict[str, str] | None = None) -> None:
@@ -363,19 +397,58 @@ def _with_dependencies(name: str) -> list[str]:
     return needed
 
 
-def _lowest_versions() -> set[str]:
-    """Return the third-party requirements, each pinned to its lowest version."""
-    lowest = set()
-    for name in PACKAGES:
-        for text in nox.project.load_toml(ROOT / "packages" / name / "pyproject.toml")["project"]["dependencies"]:
-            if not text.startswith("booster-"):
-                lowest.add(text.replace(">=", "=="))
-    return lowest
+def _lowest_versions(names: Iterable[str]) -> list[str]:
+    """Return the third-party requirements of packages, each pinned to the lowest version that all of them accept."""
+    lowest: dict[str, Version] = {}
+    for name in names:
+        dependencies = nox.project.load_toml(ROOT / "packages" / name / "pyproject.toml")["project"]["dependencies"]
+        for requirement in map(Requirement, dependencies):
+            for each in requirement.specifier:
+                if requirement.name not in PACKAGES and each.operator == ">=":
+                    version = Version(each.version)
+                    lowest[requirement.name] = max(version, lowest.get(requirement.name, version))
+    return [f"{name}=={version}" for name, version in sorted(lowest.items())]
 
 
-def _install_wheels(session: nox.Session, wheels: list[str]) -> None:
+def _versions(session: nox.Session, core: str, names: Iterable[str]) -> list[str]:
+    """Return pip's arguments for the versions of third parties that a session tests with."""
+    if core == "tree":
+        return ["-c", CONSTRAINTS]
+    versions = _lowest_versions(names) if core == "lowest" else ["--upgrade", "--upgrade-strategy", "eager"]
+    session.log(f"Third parties: {', '.join(versions) if core == 'lowest' else 'the newest of the index'}")
+    return versions
+
+
+def _released(session: nox.Session, name: str, needed: str, core: str) -> Path:
+    """Return a folder with the first or last release of a package of ours that another one's range admits.
+
+    A release is a tag of this repository. Where the range admits none yet, this checkout's package is returned.
+    """
+    dependencies = nox.project.load_toml(ROOT / "packages" / name / "pyproject.toml")["project"]["dependencies"]
+    ranges = {requirement.name: requirement.specifier for requirement in map(Requirement, dependencies)}
+    tags = str(session.run("git", "tag", "--list", f"{needed}-v*", external=True, silent=True)).split()
+    released = {Version(tag.removeprefix(f"{needed}-v")): tag for tag in tags}
+    admitted = list(ranges.get(needed, SpecifierSet()).filter(released))
+    if not admitted:
+        session.log(f"No release of {needed} that {name} admits is tagged here: this checkout's takes its place.")
+        return ROOT / "packages" / needed
+    tag = released[min(admitted) if core == "lowest" else max(admitted)]
+    session.log(f"{needed}: {tag}")
+    archive = ROOT / "build" / "releases" / f"{tag}.tar"
+    folder = archive.with_suffix("")
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        session.run("git", "archive", f"--output={archive}", tag, f"packages/{needed}", external=True)
+        shutil.unpack_archive(archive, folder, filter="data")
+    return folder / "packages" / needed
+
+
+def _install_wheels(session: nox.Session, wheels: list[str], versions: Iterable[str] = ("-c", CONSTRAINTS)) -> None:
     """Install wheels with what they need and what tests need, also where older builds of the same version are."""
-    session.install("-c", CONSTRAINTS, *wheels, *_group("test"))
+    try:
+        session.install(*versions, *wheels, *_group("test"))
+    except nox.command.CommandFailed:
+        session.error(f"These versions can't be installed here; pip says why above: {' '.join(versions)}.")
     session.install("--no-deps", "--force-reinstall", *wheels)
 
 

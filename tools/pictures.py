@@ -1,0 +1,139 @@
+"""Make the pictures of docs/pictures.md: ``python tools/pictures.py`` runs each command of that page on a small model.
+
+Ranks of pipelines are processes of this machine. The pictures differ a little with every run, as times and memory do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from workspace import ROOT
+
+ASSETS = ROOT / "docs" / "assets" / "pictures"
+BOOSTER = ("-c", "import sys; from booster_core.cli import main; main(prog_name='booster')")
+
+MODEL = """
+import sys, torch, booster_core
+from booster_core import Booster
+from booster_runtime.tracking import JsonLines, track, watch_memory
+
+torch.manual_seed(0)
+def network(width=1024, layers=8):
+    parts = ([torch.nn.Linear(width, width), torch.nn.GELU()] for _ in range(layers))
+    return torch.nn.Sequential(*(torch.nn.Sequential(*part) for part in parts))
+"""
+MEMORY = """
+booster_core.launch(verbose=False)
+model = network()
+booster = Booster(plugin=sys.argv[1])
+model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+torch.manual_seed(torch.distributed.get_rank())
+with watch_memory(model, sys.argv[2]):
+    for _ in range(3):
+        booster.backward(model(torch.randn(2048, 1024)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+GEMINI = """
+from booster_gemini import GeminiPlugin
+booster_core.launch(verbose=False)
+model = network()
+state = 16 * sum(each.numel() for each in model.parameters())
+plugin = GeminiPlugin(placement_policy="auto", memory_budget_bytes=state // 2, min_chunk_bytes=2**22,
+                      offload_dir=sys.argv[1], memory_record=sys.argv[1])
+booster = Booster(plugin=plugin)
+model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+for _ in range(3):
+    booster.backward(model(torch.randn(1024, 1024)).square().mean(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+CURVE = """
+model = torch.nn.Linear(16, 1)
+data = torch.randn(400, 16)
+target = data @ torch.randn(16, 1)
+booster = Booster()
+model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+with track(optimizer, JsonLines(sys.argv[1])) as run:
+    for step in range(200):
+        part = torch.randint(400, (8,))
+        loss = (model(data[part]) - target[part]).square().mean()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(loss=loss)
+"""
+PIPELINE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from booster_hybrid import HybridParallelPlugin
+booster_core.launch(verbose=False)
+config = LlamaConfig(vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=8, use_cache=False,
+                     num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128)
+numbers = torch.randint(1000, (16, 128))
+batch = {"input_ids": numbers, "labels": numbers}
+plugin = HybridParallelPlugin(pp_size=2, num_microbatches=8, example_batch=batch, pipeline_record=sys.argv[1])
+booster = Booster("cpu", plugin=plugin)
+model = LlamaForCausalLM(config)
+model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+for _ in range(3):
+    booster.train_batch(iter([batch]), model, None, optimizer)
+"""
+PLAN = """
+def build():
+    model = network(4096, 24)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), lambda outputs, batch: outputs.square().mean()
+def batch():
+    return torch.zeros(8192, 4096)
+"""
+
+
+def run(*arguments: str, ranks: int = 1) -> None:
+    """Run a Python command, on several ranks by torchrun."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
+    # The C library returns freed blocks of a MiB to the kernel, so that plots show what is in use.
+    malloc = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **malloc}
+    subprocess.run([sys.executable, *launcher, *arguments], check=True, env=environment)
+
+
+def main() -> None:
+    """Make all pictures, or those that are named."""
+    ASSETS.mkdir(parents=True, exist_ok=True)
+    wanted = set(sys.argv[1:]) or {"memory", "gemini", "pipeline", "curve", "plan"}
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+
+        def script(name: str, text: str) -> str:
+            path = home / f"{name}.py"
+            path.write_text(MODEL + text, encoding="utf-8")
+            return str(path)
+
+        if "memory" in wanted:
+            for plugin in ("ddp", "fsdp", "zero", "gemini"):
+                run(script("memory", MEMORY), plugin, str(home / plugin), ranks=2)
+                copy = ASSETS / f"step-memory-{plugin}.svg"
+                copy.write_bytes((home / plugin / "step-memory-rank0.svg").read_bytes())
+        if "gemini" in wanted:
+            run(script("gemini", GEMINI), str(home / "chunks"))
+            run(*BOOSTER, "memory", str(home / "chunks"), "--png")
+            (ASSETS / "memory-gemini.png").write_bytes((home / "chunks" / "memory-rank0.png").read_bytes())
+        if "pipeline" in wanted:
+            run(script("pipeline", PIPELINE), str(home / "stages"), ranks=2)
+            run(*BOOSTER, "pipeline", str(home / "stages"), "--png")
+            (ASSETS / "pipeline.png").write_bytes((home / "stages" / "pipeline0.png").read_bytes())
+        if "curve" in wanted:
+            run(script("curve", CURVE), str(home / "metrics.jsonl"))
+            run(*BOOSTER, "plot", str(home / "metrics.jsonl"), "loss", "--out", str(ASSETS))
+        if "plan" in wanted:
+            devices = ("--devices", "64", "--memory", "6GiB", "--interconnect", "400Gbps")
+            named = [argument for plugin in ("ddp", "zero", "gemini") for argument in ("--plugin", plugin)]
+            picture = ("--picture", str(ASSETS / "plan.svg"))
+            run(*BOOSTER, "plan", f"{script('plan', PLAN)}:build", *devices, *named, *picture)
+
+
+if __name__ == "__main__":
+    main()
