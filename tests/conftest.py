@@ -15,6 +15,7 @@ from covering import covering
 from forked_scripts import forked_scripts
 from long_files import LONGEST_FIRST
 from long_run import LONG_RUN
+from shards import Shard
 
 from booster_testing import close_ranks, rank_pool
 
@@ -26,6 +27,20 @@ os.environ.setdefault("BOOSTER_TRANSPORT", "torch")
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("tests", hypothesis.settings.default, deadline=None)
 hypothesis.settings.load_profile("tests")
+
+
+_SLOW_SECONDS = 3600
+"""Time limit of a slow test; pytest.ini has that of the others."""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shard", help="run a part of the selected tests: 1/8 is the first of eight")
+
+
+def pytest_configure(config):
+    shard = config.getoption("--shard")
+    if shard is not None:
+        config.pluginmanager.register(Shard(shard), "shard")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
@@ -53,6 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.removeprefix(f"{TESTS.name}/") in LONG_RUN:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_SLOW_SECONDS))
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(str(item.path).removeprefix(f"{TESTS}/"), len(places)))
 

@@ -22,6 +22,8 @@ RUNS = {
     "tp2pp2": ("hybrid", {"tp_size": 2, "pp_size": 2}, 4),
     "pp2dp2zero1": ("hybrid", {"pp_size": 2, "zero_stage": 1}, 4),
     "pp2dp2zero2": ("hybrid", {"pp_size": 2, "zero_stage": 2}, 4),
+    "tp2dp2zero3": ("hybrid", {"tp_size": 2, "zero_stage": 3}, 4),
+    "pp2dp2zero3": ("hybrid", {"pp_size": 2, "zero_stage": 3}, 4),
     "pp4": ("hybrid", {"pp_size": 4}, 4),
     "zbv": ("hybrid", {"pp_size": 2, "pp_style": "zbv"}, 2),
     "tp4": ("hybrid", {"tp_size": 4}, 4),
@@ -106,7 +108,8 @@ def tensors_in(folder):
 
 
 ONE = "one device"
-MESHES = ["tp2pp2", "pp2dp2zero1", "pp2dp2zero2", "pp4", "zbv", "tp4"]
+MESHES = ["tp2pp2", "pp2dp2zero1", "pp2dp2zero2", "tp2dp2zero3", "pp4", "zbv", "tp4"]
+MESHES += [pytest.param("pp2dp2zero3", marks=pytest.mark.slow)]
 
 
 def assert_resumes(saved, loaded, folder):
@@ -185,7 +188,9 @@ def plain_parameters():
     return {name: parameter.detach().clone() for name, parameter in model.unwrap().named_parameters()}
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("pp2dp2zero2", ONE), ("zero2 x3", "tp2pp2")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("pp2dp2zero2", ONE), ("zero2 x3", "tp2pp2"), ("tp2dp2zero3", "pp2dp2zero1")]
+)
 def test_masters_win_over_the_rounded_model(saved, loaded, tmp_path):
     expected = on_ranks(save, saved, tmp_path, "bf16")
     # bf16 keeps 8 bits, and is rounded in another order.

@@ -211,7 +211,7 @@ def planned_on_one_of_many(folder, has_experts):
     coordinator = OneOfMany()
     session = SessionOfMany(coordinator, timeout_seconds=None)
     part = ModelPart(OneOfManyAdapter(coordinator.rank, has_experts), FileNames(base=MODEL), max_bytes=1 << 30)
-    own = OwnedTensors.of(part)  # the adapter's own work is not counted
+    own = OwnedTensors.of(part, part.owned_shards())  # the adapter's own work is not counted
     save = Save(
         name="save",
         folder=folder,
@@ -267,6 +267,7 @@ def gathered_entries():
     lines = [f"of rank {rank}", "of all", *(["of two"] if rank else [])]
     assert session.union(lines) == ["of all", "of rank 0", "of rank 1", "of rank 2", "of two"]
     assert session.gather("test", Path(), lambda: rank) == [0, 1, 2]
+    assert session.gather_to_first({"rank": rank}) == ([] if rank else [{"rank": each} for each in range(3)])
     return entries[1][2] is entries[2][2], entries[0][0] is entries[2][0]
 
 

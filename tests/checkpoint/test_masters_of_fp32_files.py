@@ -20,6 +20,7 @@ RUNS = {
     "gemini-offloading": ("gemini", {**OFFLOADING, "min_chunk_bytes": 2**12}, 2),
     "hybrid-zero2": ("hybrid", {"zero_stage": 2}, 2),
     "hybrid-tp2-zero1": ("hybrid", {"tp_size": 2, "zero_stage": 1}, 4),
+    "hybrid-tp2-zero3": ("hybrid", {"tp_size": 2, "zero_stage": 3}, 4),
     "hybrid-pp2-zero1": ("hybrid", {"pp_size": 2, "zero_stage": 1}, 4),
 }
 

@@ -132,7 +132,7 @@ def test_layout_of_a_root(tmp_path):
     ]
     manifest = json.loads((step / "manifest.json").read_text())
     assert manifest["world_size"] == 2
-    assert manifest["plugin"]["name"] == "ddp"
+    assert manifest["plugin"]["name"] == "reference"
     assert manifest["written_by"]["torch"] == torch.__version__
     assert "first.weight" in manifest["files"]["model/model-00001-of-00001.safetensors"]["tensors"]
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
-OPTIONAL = {"bitsandbytes", "peft", "transformers"}
+OPTIONAL = {"bitsandbytes", "peft", "torchao", "transformers", "wandb"}
 """Imported where a user's own model or call needs them; the error names what to install."""
 
 

@@ -66,6 +66,10 @@ def test_source_distribution_builds_the_same_wheel(build_wheel, package, tmp_pat
     with tarfile.open(archive) as opened:
         names = opened.getnames()
     assert any(name.endswith("/CHANGELOG.md") for name in names)
+    short = package.name.removeprefix("booster-")
+    own = [path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"tests/*/{short}/**/*.py")]
+    assert own
+    assert {name.partition("/")[2] for name in names} >= {*own, "pytest.ini", "tests/conftest.py"}
     (wheel,) = tmp_path.glob("*.whl")
     assert zipfile.ZipFile(wheel).namelist() == zipfile.ZipFile(build_wheel(package)).namelist()
 
@@ -75,3 +79,18 @@ def test_packages_have_the_same_layout(package):
     for name in ("README.md", "CHANGELOG.md", "LICENSE", "changelog.d/README.md"):
         assert (package / name).is_file(), name
     assert (package / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.slow  # ten seconds; that the tests are there is tested for each package above
+def test_unit_tests_run_from_a_source_distribution(build_wheel, environment_of, tmp_path):
+    zero = ROOT / "packages" / "booster-zero"
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(zero)]
+    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (home,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    files = ("tests/unit/zero/test_zero_config.py", "tests/unit/zero/test_sharding_partition.py")
+    names = ("core", "runtime", "testing", "zero")
+    environment = environment_of(*(build_wheel(ROOT / "packages" / f"booster-{name}") for name in names))
+    done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, cwd=home, timeout=600)
+    assert " passed" in done.stdout

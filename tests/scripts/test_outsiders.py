@@ -54,7 +54,11 @@ PLAIN = {
     "lightning_module": plain_training.lightning_module,
 }
 RAISING = {
-    "accelerate_loop": ("AttributeError", r"`Booster` has no `accumulate`; .*`booster\.no_sync\(model\)`", "all"),
+    "accelerate_loop": (
+        "ConfigError",
+        r"needs the number of micro-batches.*`with booster\.accumulate\(model, steps=4",
+        "all",
+    ),
     "accelerate_prepare": ("AttributeError", r"`Booster` has no `prepare`; .*`.* = booster\.boost\(", "all"),
     "fabric_loop": ("TypeError", r"Booster\.backward\(\) missing 1 required positional argument: 'optimizer'", "all"),
     "fabric_setup": ("AttributeError", r"`Booster` has no `setup`; .*`.* = booster\.boost\(", "all"),

@@ -52,6 +52,7 @@ class Case:
 CASES = {
     "ddp": Case("ddp"),
     "fsdp": Case("fsdp"),
+    "fsdp, offload": Case("fsdp", {"cpu_offload": True}),
     "zero 1": Case("zero", {"stage": 1}),
     "zero 2": Case("zero", {"stage": 2}),
     "zero 2, offload": Case("zero", {"stage": 2, "offload": "cpu"}),

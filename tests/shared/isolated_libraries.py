@@ -61,4 +61,5 @@ def import_quietly(names: Iterable[str]) -> None:
 
 def missing_libraries(names: Iterable[str]) -> list[str]:
     """Return the top-level modules that are neither installed nor in the folder, without importing any."""
-    return [name for name in names if not (FOLDER / name).exists() and importlib.util.find_spec(name) is None]
+    present = {path.name.removesuffix(".py") for path in FOLDER.iterdir()} if FOLDER.exists() else set()
+    return [name for name in names if name not in present and importlib.util.find_spec(name) is None]

@@ -38,7 +38,7 @@ LONGEST_FIRST = (
     "checkpoint/test_hybrid_shared_heads.py",
     "checkpoint/test_training_state.py",
     "checkpoint/test_matrix.py",
-    "checkpoint/test_checkpoint_background.py",
+    "checkpoint/runtime/test_checkpoint_background.py",
     "distributed/ddp/test_ddp_conformance.py",
     "unit/runtime/test_lazy_values.py",
 )

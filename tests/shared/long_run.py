@@ -1,4 +1,4 @@
-"""The cases that the default run leaves to `nox -s slow`, because they take long and have siblings that it runs."""
+"""The cases that the default run leaves to `nox -s slow`: they take long, and other tests see most of the same."""
 
 from __future__ import annotations
 

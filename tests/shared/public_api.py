@@ -1,6 +1,7 @@
 """What the public packages of a distribution export, with signatures: read from source text, nothing is imported."""
 
 import re
+import sys
 from pathlib import Path
 
 import griffe
@@ -87,11 +88,11 @@ def _signature(function):
     return f"({', '.join(shown)}){returns}"
 
 
-def write_snapshots():
-    """Write the exports of every distribution as those of its release."""
-    for distribution in DISTRIBUTIONS:
+def write_snapshots(distributions):
+    """Write the exports of distributions as those of their release."""
+    for distribution in distributions:
         snapshot_path(distribution).write_text("\n".join(exports(distribution)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    write_snapshots()
+    write_snapshots(sys.argv[1:] or DISTRIBUTIONS)

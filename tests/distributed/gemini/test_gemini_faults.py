@@ -252,6 +252,45 @@ def test_a_parameter_changed_by_hand_is_named_wherever_chunks_lie(tmp_path):
     expect_on_ranks(ConfigError, match, change, 2, str(tmp_path), "was changed through `.data`", True)
 
 
+class OwnCopy(torch.nn.Linear):
+    """Gives its weight other memory in each forward, as bitsandbytes' 8-bit layers do."""
+
+    def __init__(self, size, *, is_kept):
+        super().__init__(size, size, bias=False)
+        self.requires_grad_(requires_grad=False)
+        self.own, self.is_kept = self.weight.detach().clone(), is_kept
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.weight.data = self.own if self.is_kept else 2 * self.own
+        return out
+
+
+def give_own_copies(options, is_kept):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(16, 16), OwnCopy(16, is_kept=is_kept), torch.nn.Linear(16, 1)]
+    trained = [*layers[0].parameters(), *layers[2].parameters()]
+    booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=256, **options))
+    model, optimizer, *_ = booster.boost(torch.nn.Sequential(*layers), torch.optim.SGD(trained, lr=0.1))
+    losses = []
+    for number in range(3):
+        loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(number))).square().mean()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with model.whole_parameters():
+        assert torch.equal(layers[1].weight, layers[1].own)
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"debug": True}], ids=["default", "debug"])
+def test_a_frozen_parameter_may_have_other_memory_with_its_values(options):
+    (expected,) = run_on_ranks(give_own_copies, 1, {"shard_param_frac": 0.0}, True)
+    assert run_on_ranks(give_own_copies, 2, options, True) == [pytest.approx(expected)] * 2
+    expect_on_ranks(ConfigError, "'1.weight' was given other memory", give_own_copies, 2, options, False)
+
+
 def change_lawfully(folder, options, saved):
     """Do all that may change parameters, in debugging, and return what comes of it."""
     booster, model, optimizer = boost(folder, **options)

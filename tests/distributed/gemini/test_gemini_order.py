@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
-from booster_gemini.chunk.manager import ChunkManager
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero.engine import Bucket, WholeState
+from booster_zero.gathering.manager import ChunkManager
 
 WIDTH, DEPTH = 16, 8
 

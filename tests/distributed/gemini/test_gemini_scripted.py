@@ -22,4 +22,4 @@ def boost_scripted():
 
 
 def test_boost_refuses_scripted_module_by_name():
-    expect_on_ranks(ConfigError, "Module '1' is scripted, so Gemini can't gather", boost_scripted, 2)
+    expect_on_ranks(ConfigError, "Module '1' is scripted, so its parameters can't be gathered", boost_scripted, 2)

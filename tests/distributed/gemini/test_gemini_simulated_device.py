@@ -76,6 +76,28 @@ def test_bits_do_not_depend_on_the_placement(place, precision, size, simulated_d
         assert all(torch.equal(state[key], value) for key, value in plain.items())
 
 
+def trained_by_adafactor(options):
+    """Train matrices, whose state is not elementwise, and vectors, whose state is and moves with its chunk."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    booster = Booster("simulated", plugin=GeminiPlugin(**options))
+    model, optimizer, *_ = booster.boost(net, torch.optim.Adafactor(net.parameters(), lr=0.01))
+    for number in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).to(booster.device)
+        booster.backward(model(x).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
+    close(model)
+    return state
+
+
+def test_state_that_is_not_elementwise_follows_offloaded_chunks(simulated_device):
+    (expected,) = run_on_devices(trained_by_adafactor, 1, simulated_device, {})
+    (found,) = run_on_devices(trained_by_adafactor, 1, simulated_device, PLACES["all on the host"])
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
 def peak(options, limit):
     """Return what the device holds at most in later steps, beyond what was there before, under a limit or without."""
     before = torch.simulated.memory_allocated()

@@ -126,7 +126,7 @@ REFUSED = {
     ),
     "mixing": (Mixing, {"ep_size": 2}, {}, 2, r"'experts' \(Mixing\) can't be spread over ranks: on random inputs"),
     "forward": (Dense, {"ep_size": 2}, {}, 2, r"'experts' \(Dense\).*can't be called with hidden states, indices"),
-    "stage": (Experts, {"ep_size": 2, "zero_stage": 3}, {}, 2, r"`zero_stage=3` is not one of 0"),
+    "stage": (Experts, {"ep_size": 2, "zero_stage": 4}, {}, 2, r"`zero_stage=4` is not one of 0"),
 }
 
 

@@ -76,6 +76,7 @@ MESHES = {
     "zero2": (2, {"ep_size": 2, "zero_stage": 2}),
     "dp2zero1": (4, {"ep_size": 2, "zero_stage": 1}),
     "dp2zero2": (4, {"ep_size": 2, "zero_stage": 2}),
+    "dp2zero3": (4, {"ep_size": 2, "zero_stage": 3}),
     "dp2options": (
         4,
         {"ep_size": 2, "zero": ZeroConfig(stage=2, bucket_bytes=4096, overlap_communication=False)},
@@ -84,9 +85,11 @@ MESHES = {
     "dp2outside": (4, {"ep_size": 2, "tp_size": 2, "mesh_order": ("pp", "sp", "tp", "dp")}),
     "tp2": (4, {"ep_size": 2, "tp_size": 2}),
     "tp2zero1": (4, {"ep_size": 2, "tp_size": 2, "zero_stage": 1}),
+    "tp2zero3": (4, {"ep_size": 2, "tp_size": 2, "zero_stage": 3}),
     "tp2split": (4, {"ep_size": 2, "tp_size": 2, "sequence_parallelism_mode": "split_gather"}),
     "pp2": (4, {"ep_size": 2, "pp_size": 2}),
     "pp2zero2": (4, {"ep_size": 2, "pp_size": 2, "zero_stage": 2}),
+    "pp2zero3": (4, {"ep_size": 2, "pp_size": 2, "zero_stage": 3}),
     "zbv": (4, {"ep_size": 2, "pp_size": 2, "pp_style": "zbv", "num_layers_per_stage": [1, 1, 1, 1]}),
     "gpipe": (4, {"ep_size": 2, "pp_size": 2, "pp_style": "gpipe"}),
     "interleaved": (4, {"ep_size": 2, "pp_size": 2, "pp_style": "interleaved", "num_layers_per_stage": [1, 1, 1, 1]}),
@@ -110,7 +113,15 @@ def test_eight_ranks_combine_three_axes(options):
     run_on_ranks(compare, 8, "qwen3_moe", {"ep_size": 2, **options}, timeout_seconds=180.0)
 
 
-@pytest.mark.parametrize("options", [{"ep_size": 2}, {"ep_size": 4}, {"ep_size": 2, "zero_stage": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ep_size": 2},
+        {"ep_size": 4},
+        {"ep_size": 2, "zero_stage": 2},
+        pytest.param({"ep_size": 2, "zero_stage": 3}, marks=pytest.mark.slow, id="zero3"),
+    ],
+)
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_ranks_whose_experts_no_token_chooses_take_part(name, options):
     """All tokens choose the first two experts: the other ranks' experts get none, and a gradient of zero."""
@@ -130,7 +141,7 @@ def accumulate(options):
     assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(expected.norms[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow, id="zero3")])
 def test_gradients_accumulate(stage):
     run_on_ranks(accumulate, 4, {"ep_size": 2, "zero_stage": stage})
 
@@ -204,7 +215,7 @@ def narrow(options):
     assert norms == pytest.approx(expected.norms, rel=5e-2)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(3, marks=pytest.mark.slow, id="zero3")])
 def test_bf16_stays_near_fp32(stage):
     run_on_ranks(narrow, 2, {"ep_size": 2, "zero_stage": stage})
 

@@ -164,6 +164,7 @@ MESHES = {
     "tp2pp2": (4, {**TP2, "pp_size": 2}),
     "tp2dp2zero1": (4, {**TP2, "zero_stage": 1}),
     "tp2dp2zero2": (4, {**TP2, "zero_stage": 2}),
+    "tp2dp2zero3": (4, {**TP2, "zero_stage": 3}),
     "split_gather": (2, {**TP2, "sequence_parallelism_mode": "split_gather"}),
     "all_to_all": (2, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
     "ring_attn": (2, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
@@ -177,6 +178,7 @@ DEFAULT = {
     ("transformers/llama", "ring_attn"),
     ("transformers/gpt2_lm", "tp2"),
     ("heads/falcon_groups_lm", "tp2dp2zero1"),
+    ("transformers/llama", "tp2dp2zero3"),
     ("transformers/t5_generation", "tp2"),
     ("transformers/bert_masked_lm", "tp3"),
 }

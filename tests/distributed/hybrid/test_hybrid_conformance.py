@@ -22,6 +22,14 @@ class TestZero2(PluginConformance):
     shares_calls = False
 
 
+@pytest.mark.slow  # test_hybrid_zero3 compares with one process by default
+class TestZero3(PluginConformance):
+    plugin_class = HybridParallelPlugin
+    options: ClassVar[Mapping[str, Any]] = {"zero_stage": 3}
+    reduces_under_no_sync = True  # gradients are kept in shards only
+    shares_calls = False
+
+
 _PIPELINE: dict[str, Any] = {
     "pp_size": 2,
     "custom_policy": ShardingPolicy(layers=("layers",)),

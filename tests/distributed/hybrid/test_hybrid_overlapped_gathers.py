@@ -1,4 +1,4 @@
-"""Gathers of updated parameters that go on after ``step``, beside layers that compute for their siblings, too.
+"""Gathers of updated parameters that go on after ``step``, also while layers compute for their siblings.
 
 In these tests a gather hides what it brings: other ranks' parts of a bucket are NaN until it has been waited for.
 """

@@ -62,7 +62,9 @@ def broken(outputs, _):
 
 
 @pytest.mark.covering(1)  # every error under one of the schedules; the other pairs are slow
-@pytest.mark.parametrize("options", [{}, {"zero_stage": 2}, {"pp_style": "zbv"}], ids=["1f1b", "zero2", "zbv"])
+@pytest.mark.parametrize(
+    "options", [{}, {"zero_stage": 2}, {"zero_stage": 3}, {"pp_style": "zbv"}], ids=["1f1b", "zero2", "zero3", "zbv"]
+)
 @pytest.mark.parametrize(
     ("criterion", "kind", "message"),
     [

@@ -91,11 +91,14 @@ def compare(name, options):
         torch.testing.assert_close(whole[key], parameter.detach(), **TOLERANCE, msg=key)
 
 
+SHARDED = pytest.param(3, marks=pytest.mark.slow, id="zero3")
+SHARDED_STAGES = pytest.param({"pp_size": 2, "zero_stage": 3}, marks=pytest.mark.slow, id="zero3")
 MESHES = {
     "pp2": (2, {"pp_size": 2}),
     "pp2dp2": (4, {"pp_size": 2}),
     "pp2dp2zero1": (4, {"pp_size": 2, "zero_stage": 1}),
     "pp2dp2zero2": (4, {"pp_size": 2, "zero_stage": 2}),
+    "pp2dp2zero3": (4, {"pp_size": 2, "zero_stage": 3}),
     "tp2pp2": (4, {"pp_size": 2, "tp_size": 2}),
     "sp2pp2": (4, {"pp_size": 2, "sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
     "ring2pp2": (4, {"pp_size": 2, "sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
@@ -118,7 +121,7 @@ def test_every_schedule_trains(name, style):
     run_on_ranks(compare, 2, f"transformers/{name}", {"pp_size": 2, "pp_style": style})
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("zero_stage", [1, 2, SHARDED])
 def test_state_may_be_offloaded_to_the_host(zero_stage):
     options = {"pp_size": 2, "zero_stage": zero_stage, "cpu_offload": True}
     run_on_ranks(compare, 4, "transformers/gpt2_lm", options)
@@ -150,7 +153,7 @@ def gradients_of(name, options, precision, calls):
     return {key: gradient for key, gradient in found.items() if gradient is not None}
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, SHARDED])
 def test_calls_accumulate(zero_stage):
     """Data parallel ranks get the same samples, so that one rank's gradients are the expected ones."""
     name = "transformers/gpt2_lm"
@@ -172,7 +175,7 @@ def gradients_of_later_calls(name, options, calls):
     return {key: gradient for key, gradient in found.items() if gradient is not None}
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize("zero_stage", [0, 2, SHARDED])
 def test_gradients_are_added_to_by_later_calls(zero_stage):
     name = "transformers/gpt2_lm"  # has a copied parameter
     expected = run_on_ranks(gradients_of, 1, name, {}, None, 2)[0]
@@ -185,8 +188,13 @@ def test_gradients_are_added_to_by_later_calls(zero_stage):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "options",
-    [{"pp_size": 2}, {"pp_size": 2, "zero_stage": 2}, {"pp_size": 2, "tp_size": 2}],
-    ids=["pp2dp2", "pp2dp2zero2", "tp2pp2"],
+    [
+        {"pp_size": 2},
+        {"pp_size": 2, "zero_stage": 2},
+        pytest.param({"pp_size": 2, "zero_stage": 3}, marks=pytest.mark.slow),
+        {"pp_size": 2, "tp_size": 2},
+    ],
+    ids=["pp2dp2", "pp2dp2zero2", "pp2dp2zero3", "tp2pp2"],
 )
 def test_narrow_formats_round_as_in_one_process(precision, options):
     name = "transformers/gpt2_lm"
@@ -218,7 +226,7 @@ def overflow(options):
         assert torch.equal(tensor, before[key])
 
 
-@pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 2, "zero_stage": 1}])
+@pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 2, "zero_stage": 1}, SHARDED_STAGES])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(options):
     run_on_ranks(overflow, 4, options)
 
@@ -287,7 +295,7 @@ def lora(options):
         torch.testing.assert_close(ours[key], gradient, **TOLERANCE, msg=key)
 
 
-@pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 2, "zero_stage": 2}])
+@pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 2, "zero_stage": 2}, SHARDED_STAGES])
 def test_adapters_train(options):
     run_on_ranks(lora, 4, options)
 
@@ -295,7 +303,7 @@ def test_adapters_train(options):
 def checkpointed(options, how):
     """Compare activation checkpointing, by Booster or by the model itself, with none."""
     from booster_hybrid import HybridParallelPlugin
-    from booster_runtime.activation_checkpointing import enable_activation_checkpointing
+    from booster_runtime.activations import enable_activation_checkpointing
 
     zoo = get_model("transformers/llama")
     found = []

@@ -94,11 +94,11 @@ def train(options):
 
 @pytest.mark.parametrize("style", ["1f1b", "interleaved", "zbv"])
 def test_gradients_are_the_same_bits_with_dropout(style):
-    plain, anew = (
+    plain, recomputed = (
         [gradients for gradients, _ in run_on_ranks(train, 2, {"pp_style": style, **options})]
         for options in ({}, {"checkpoint_ratio": 0.5})
     )
-    for expected, found in zip(plain, anew, strict=True):
+    for expected, found in zip(plain, recomputed, strict=True):
         assert expected.keys() == found.keys()
         for key, gradient in expected.items():
             assert torch.equal(found[key], gradient), key

@@ -15,7 +15,7 @@ from booster_testing import expect_on_ranks, run_on_ranks
 
 
 class Skipping(nn.Module):
-    """Uses on its last layers what was there before the first, and a state from between layers beside its output."""
+    """Uses on its last layers what was there before the first, and a state from between layers and its output."""
 
     def __init__(self):
         super().__init__()

@@ -21,7 +21,7 @@ from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.tensor_parallel import linear
-from booster_runtime.activation_checkpointing import enable_activation_checkpointing
+from booster_runtime.activations import enable_activation_checkpointing
 from booster_testing import run_on_ranks
 
 

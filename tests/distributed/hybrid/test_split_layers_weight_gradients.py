@@ -14,7 +14,7 @@ from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 from booster_hybrid.tensor_parallel.apply import parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
-from booster_runtime.activation_checkpointing import enable_activation_checkpointing
+from booster_runtime.activations import enable_activation_checkpointing
 from booster_testing import run_on_ranks
 
 

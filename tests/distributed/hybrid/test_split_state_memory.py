@@ -94,7 +94,7 @@ def check(axis, size, sizes, **options):
 
 
 SIZES = (512, 24)
-"""Hidden size and number of layers: 63 million parameters, so that what C library and Python keep is small beside."""
+"""Hidden size and number of layers: 63 million parameters, against which what C and Python keep is small."""
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])

@@ -8,6 +8,7 @@ import pytest
 
 from booster_testing import RankError, mutants
 from booster_testing.conformance import PluginConformance
+from booster_testing.pipeline_conformance import PipelineConformance
 
 DRIFT = r"differ between ranks: .*embedding\.weight.* \(ranks 0 and 1\)"
 DIFFER = "tensors differ by more than"
@@ -40,6 +41,11 @@ FOUND = [
     ("ForgetsExtraState", "test_resumed_run_continues_exactly", {"precision": "fp32"}, "counter._extra_state"),
     ("ForgetsParameter", "test_resumed_run_continues_exactly", {"precision": "fp32"}, DIFFER),
 ]
+FOUND_IN_PIPELINES = [
+    ("DropsLastMicrobatch", "test_equals_one_process", {"optimizer": "sgd"}, DIFFER),
+    ("TakesOneBatchAhead", "test_takes_one_batch", {}, r"\[0, 1\]"),
+    ("ReversesOutputs", "test_returns_outputs_where_the_loss_is", {}, "Tensor-likes are not close"),
+]
 
 
 @pytest.mark.parametrize(("mutant", "test", "arguments", "message"), FOUND, ids=[case[0] for case in FOUND])
@@ -60,5 +66,23 @@ class TestReference(PluginConformance):
     shares_calls = False
 
 
+@pytest.mark.parametrize(
+    ("mutant", "test", "arguments", "message"), FOUND_IN_PIPELINES, ids=[case[0] for case in FOUND_IN_PIPELINES]
+)
+def test_mutant_with_a_pipeline_fails_the_test_of_its_fault(mutant, test, arguments, message):
+    members = {"plugin_class": getattr(mutants, mutant), "shares_calls": False, "data_size": 2}
+    run = getattr(type("Kit", (PipelineConformance,), members)(), test)
+    with pytest.raises((AssertionError, RankError), match=message):
+        run(**arguments)
+
+
+class TestReferencePipeline(PipelineConformance):
+    """The plugin that those mutants are made from passes."""
+
+    plugin_class = mutants.ReferencePipelinePlugin
+    data_size = 2
+
+
 def test_every_mutant_is_listed():
-    assert {case[0] for case in FOUND} == set(mutants.__all__) - {"ReferencePlugin"}
+    listed = {case[0] for case in (*FOUND, *FOUND_IN_PIPELINES)}
+    assert listed == set(mutants.__all__) - {"ReferencePlugin", "ReferencePipelinePlugin"}

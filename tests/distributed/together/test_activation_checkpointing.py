@@ -1,10 +1,13 @@
 """Activation checkpointing, ours and a model's own: gradients, random numbers, memory, names, and wrong use."""
 
 import copy
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core import Booster, disable_activation_checkpointing, enable_activation_checkpointing
 from booster_core.errors import ConfigError
@@ -13,6 +16,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime.activations import disable_activation_offload, enable_activation_offload
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.memory import peak_memory
@@ -83,6 +87,8 @@ def gradients_of_a_llama(plugin_class, options, how):
     model = tiny_llama(use_cache=True, attention_dropout=0.0)
     if how == "before":
         enable_activation_checkpointing(model, "LlamaDecoderLayer")
+    elif how == "keep":
+        enable_activation_checkpointing(model, "LlamaDecoderLayer", keep="expensive")
     elif how == "own":
         use_own_checkpointing(model)
     booster = Booster("cpu", plugin=plugin_class(**options))
@@ -104,8 +110,14 @@ def gradients_of_a_llama(plugin_class, options, how):
     return results, sorted({shard.name for shard in booster.state_adapter(model).model_shards()})
 
 
+def test_products_that_are_kept_are_summed_over_ranks_once():
+    expected, _ = gradients_of_a_llama(SingleDevicePlugin, {}, None)
+    for actual, _ in run_on_ranks(gradients_of_a_llama, 2, HybridParallelPlugin, {"tp_size": 2}, "keep"):
+        assert_same_tensors(actual, expected, tolerance_for(torch.float32))
+
+
 @pytest.mark.covering(1)  # every plugin in one of the ways; the other pairs are slow
-@pytest.mark.parametrize("how", ["before", "after", "own"])
+@pytest.mark.parametrize("how", ["before", "after", "own", "keep"])
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients_and_names_equal_those_without(run, how):
     plugin_class, options, world_size = RUNS[run]
@@ -214,6 +226,132 @@ def test_memory_held_for_backward_falls():
 def test_blocks_inside_of_blocks_are_not_found_by_default():
     model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
     assert enable_activation_checkpointing(model) == ["0", "1"]
+
+
+# ---- operations that are kept
+
+
+class Counted(TorchDispatchMode):
+    """Counts the calls of operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.num_calls[operation.overloadpacket] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+class Attention(Block):
+    """A block with attention, which drops some of its weights."""
+
+    def __init__(self, attention_dropout=0.0):
+        super().__init__(dropout=0.5)
+        self.attention_dropout = attention_dropout
+
+    def forward(self, x):
+        heads = self.inner(x).view(1, 1, *x.shape)
+        attended = nn.functional.scaled_dot_product_attention(
+            heads, heads, heads, dropout_p=self.attention_dropout if self.training else 0.0
+        )
+        return super().forward(attended.view(x.shape))
+
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("keep", "num_products", "num_tanhs"),
+    [
+        (None, 8, 8),
+        ("expensive", 4, 8),
+        ([aten.addmm], 4, 8),
+        ([aten.addmm.default, aten.tanh.default], 4, 4),
+        ([aten.convolution], 8, 8),
+    ],
+)
+def test_what_is_kept_is_computed_once(keep, num_products, num_tanhs):
+    model = make_stack(dropout=0.5)
+    enable_activation_checkpointing(model, keep=keep)
+    with Counted() as counted:
+        gradients = step(model)
+    assert_same_tensors(gradients, step(make_stack(dropout=0.5)), EXACT)
+    assert counted.num_calls[aten.addmm] == num_products + 1, "and the head's"
+    assert counted.num_calls[aten.tanh] == num_tanhs
+
+
+@pytest.mark.parametrize("attention_dropout", [0.0, 0.5])
+def test_attention_that_draws_is_computed_again_and_draws_the_same(attention_dropout):
+    def make():
+        torch.manual_seed(2)
+        return nn.Sequential(*(Attention(attention_dropout) for _ in range(3)))
+
+    model = make()
+    enable_activation_checkpointing(model, keep="expensive")
+    assert_same_tensors(step(model), step(make()), EXACT)
+
+
+def test_random_operations_are_computed_again_even_if_they_are_named():
+    class Noisy(Block):
+        def forward(self, x):
+            return super().forward(x * torch.rand_like(x))
+
+    def make():
+        torch.manual_seed(2)
+        return nn.Sequential(*(Noisy(dropout=0.5) for _ in range(3)))
+
+    model = make()
+    enable_activation_checkpointing(model, keep=[aten.rand_like, aten.addmm])
+    assert_same_tensors(step(model), step(make()), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("keep", "error", "message"),
+    [
+        ("matmul", ConfigError, r"`keep='matmul'` is not known. Use 'expensive'"),
+        ([], ConfigError, r"`keep` has no operations"),
+        ([torch.tanh], TypeError, r"`keep` has operations, such as `torch.ops.aten.mm`; got `<built-in"),
+        ([aten.add_.Tensor], ConfigError, r"`aten.add_.Tensor`, which writes to its arguments"),
+    ],
+)
+def test_what_can_not_be_kept_is_refused(keep, error, message):
+    model = make_stack()
+    with pytest.raises(error, match=message):
+        enable_activation_checkpointing(model, keep=keep)
+    assert "forward" not in vars(model.blocks[0]), "nothing is changed"
+
+
+# ---- on the host; tests/device has what this does on a device
+
+
+@pytest.mark.parametrize("enable", [enable_activation_offload, partial(enable_activation_checkpointing, offload=True)])
+def test_on_the_cpu_everything_stays_and_copies_work(enable):
+    model = make_stack(dropout=0.5)
+    assert enable(model, every=2) == ["blocks.0", "blocks.2"]
+    twin = copy.deepcopy(model)
+    expected = step(make_stack(dropout=0.5))
+    assert_same_tensors(step(model), expected, EXACT)
+    assert_same_tensors(step(twin), expected, EXACT)
+
+
+def test_one_function_changes_a_module():
+    model = make_stack()
+    enable_activation_offload(model, every=4)
+    with pytest.raises(
+        ConfigError, match=r"offloaded already, such as 'blocks.0'.*`disable_activation_offload\(model\)`"
+    ):
+        enable_activation_checkpointing(model)
+    with pytest.raises(ConfigError, match=r"'blocks\.0\.inner' is inside of 'blocks\.0'"):
+        enable_activation_checkpointing(model, "Linear")
+    disable_activation_offload(model)
+    assert enable_activation_checkpointing(model, every=4) == ["blocks.0"]
+
+
+@pytest.mark.parametrize("least_bytes", [0, -1, 0.5, True])
+def test_least_bytes_must_be_positive(least_bytes):
+    with pytest.raises(ConfigError, match="is not a positive number of bytes"):
+        enable_activation_offload(make_stack(), least_bytes=least_bytes)
 
 
 # ---- what a user can get wrong

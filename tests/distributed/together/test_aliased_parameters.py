@@ -1,4 +1,4 @@
-"""Strategies that lay parameters out anew refuse those that are tied by their memory alone, lazy models' too."""
+"""Strategies that move parameters into buffers refuse those that are tied by their memory alone, lazy models' too."""
 
 from __future__ import annotations
 

@@ -42,8 +42,16 @@ class Registered(Result):
     """The same, which torch's pytree opens."""
 
 
+@dataclasses.dataclass
+class Unnamed(Result):
+    """The same, which torch's pytree opens without names for its parts: diffusers registers its outputs so."""
+
+
 pytree.register_dataclass(Hidden)
 pytree.register_dataclass(Registered)
+pytree._private_register_pytree_node(
+    Unnamed, lambda each: ([each.logits, each.hidden, each.index], None), lambda parts, _: Unnamed(*parts)
+)
 
 
 class Plain:
@@ -104,7 +112,7 @@ PLUGINS = {
     "tp-zero": lambda: HybridParallelPlugin(tp_size=2, zero_stage=1, custom_policy=POLICY),
 }
 WORLD_SIZES = {"tp-zero": 4}
-KINDS = {"dataclass": Result, "registered": Registered, "class": Plain}
+KINDS = {"dataclass": Result, "registered": Registered, "unnamed": Unnamed, "class": Plain}
 
 
 def loss_of(result, targets):

@@ -43,7 +43,7 @@ def train(plugin, feed, steps=4, accumulate=1, before=None):
     loader = DataLoader(data, batch_size=4, shuffle=True)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     records = Records()
-    logging.getLogger("booster_runtime").addHandler(records)
+    logging.getLogger("booster").addHandler(records)
     try:
         passed = loader if feed == "boosted loader" else None
         model, optimizer, _, boosted, _ = booster.boost(module, optimizer, None, passed)
@@ -59,7 +59,7 @@ def train(plugin, feed, steps=4, accumulate=1, before=None):
             optimizer.zero_grad()
         assert not model._forward_pre_hooks or steps == 1, "nothing is left in the way of a step"
     finally:
-        logging.getLogger("booster_runtime").removeHandler(records)
+        logging.getLogger("booster").removeHandler(records)
     return records.texts
 
 
@@ -98,7 +98,7 @@ def small_llama(**options):
 
 def train_tensor_parallel():
     records = Records()
-    logging.getLogger("booster_runtime").addHandler(records)
+    logging.getLogger("booster").addHandler(records)
     try:
         model = small_llama(num_hidden_layers=1)
         booster = Booster("cpu", plugin=make_plugin("tensor"))
@@ -109,7 +109,7 @@ def train_tensor_parallel():
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        logging.getLogger("booster_runtime").removeHandler(records)
+        logging.getLogger("booster").removeHandler(records)
     return records.texts
 
 
@@ -118,7 +118,7 @@ def train_in_pipeline(feed):
     from booster_hybrid import HybridParallelPlugin
 
     records = Records()
-    logging.getLogger("booster_runtime").addHandler(records)
+    logging.getLogger("booster").addHandler(records)
     try:
         plugin = HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32")
         booster = Booster("cpu", plugin=plugin)
@@ -144,7 +144,7 @@ def train_in_pipeline(feed):
         execute(4, optimizer)
         assert not model._forward_pre_hooks, "nothing is left in the way of a step"
     finally:
-        logging.getLogger("booster_runtime").removeHandler(records)
+        logging.getLogger("booster").removeHandler(records)
     return said, records.texts
 
 

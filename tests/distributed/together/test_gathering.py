@@ -10,7 +10,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime.gathering import full_state, gathered, set_full_state
+from booster_runtime.gathering import full_state, gathered, set_full_gradient, set_full_state
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -26,6 +26,7 @@ PLUGINS = {
     "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}),
     "tp2": (HybridParallelPlugin, {"tp_size": 2}),
     "pp2": (HybridParallelPlugin, {"pp_size": 2}),
+    "zero3": (HybridParallelPlugin, {"zero_stage": 3}),
 }
 
 
@@ -68,7 +69,7 @@ def train(plugin_class, options, precision):
     return {**read, **whole_model(booster, model)}
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "pp2")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "pp2", "zero3")]
 
 
 @pytest.mark.parametrize("name", ["zero1", "gemini", "tp2", *SLOW])  # those that cut tensors in ways of their own
@@ -100,9 +101,103 @@ def masters_follow(plugin_class, options):
         assert torch.equal(tensors[WEIGHT], torch.full_like(tensors[WEIGHT], 0.123))
 
 
-@pytest.mark.parametrize("name", ["gemini", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gemini", pytest.param("zero1", marks=pytest.mark.slow), pytest.param("zero3", marks=pytest.mark.slow)]
+)
 def test_masters_follow_and_lead(name):
     run_on_ranks(masters_follow, 2, *PLUGINS[name])
+
+
+def train_with_set_gradients(plugin_class, options, precision):
+    """Replace two gradients, one of a tied parameter, in each of three steps; return what was read and trained."""
+    torch.manual_seed(0)
+    model = tiny_llama(num_hidden_layers=2, tie_word_embeddings=True)
+    batch = {"input_ids": tokens(0), "labels": tokens(0)}
+    example = {"example_batch": batch} if "pp_size" in options else {}
+    booster = Booster("cpu", precision, plugin=plugin_class(**options, **example))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    rank, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    is_first = booster.context.coordinator.is_master()
+    read = {}
+    for number in range(3):
+        batch = {"input_ids": tokens(number)[rank::size], "labels": tokens(number)[rank::size]}
+        if "pp_size" in options:
+            booster.execute_pipeline(iter([batch]), model, lambda output, _: output.loss, optimizer)
+        else:
+            booster.backward(model(**batch).loss, optimizer)
+        for name in (WEIGHT, EMBEDDING):
+            gradient = booster.full_gradient(model, name)
+            drawn = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(number))
+            set_full_gradient(booster, model, name, 2 * gradient + drawn if is_first else torch.zeros_like(gradient))
+            read[f"{name} {number}"] = booster.full_gradient(model, name)
+        read[f"norm {number}"] = optimizer.clip_grad_by_norm(3.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ConfigError, match="no gradient to replace"):
+        set_full_gradient(booster, model, WEIGHT, torch.zeros(1))
+    return {**read, **whole_model(booster, model)}
+
+
+SETS = {
+    **PLUGINS,
+    "zero2 offload": (LowLevelZeroPlugin, {"stage": 2, "offload": "cpu"}),
+    "tp2pp2": (HybridParallelPlugin, {"tp_size": 2, "pp_size": 2}),
+}
+SETS_BY_DEFAULT = ("fsdp", "zero1", "pp2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SETS_BY_DEFAULT else pytest.mark.slow) for name in SETS]
+)
+def test_set_gradients_are_those_of_one_process(name):
+    (expected,) = run_on_ranks(train_with_set_gradients, 1, SingleDevicePlugin, {}, None)
+    for found in run_on_ranks(train_with_set_gradients, 4 if name == "tp2pp2" else 2, *SETS[name], None):
+        assert_same_tensors(found, expected, tolerance_for(torch.float32))
+
+
+def set_scaled(plugin_class, options):
+    """Return a gradient that was set, as it is read under a loss scale, and the parameter's change in the step."""
+    torch.manual_seed(0)
+    model = tiny_llama(num_hidden_layers=2)
+    booster = Booster("cpu", "fp16", plugin=plugin_class(**options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    booster.backward(model(input_ids=tokens(0), labels=tokens(0)).loss, optimizer)
+    before = whole_model(booster, model)[WEIGHT]
+    set_full_gradient(booster, model, WEIGHT, torch.full(before.shape, 0.5))
+    read = booster.full_gradient(model, WEIGHT)
+    optimizer.step()
+    return read, before.float() - whole_model(booster, model)[WEIGHT].float()
+
+
+@pytest.mark.parametrize("name", ["zero1", *[pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "gemini")]])
+def test_a_set_gradient_gets_the_loss_scale(name):
+    for read, change in run_on_ranks(set_scaled, 2, *PLUGINS[name]):
+        assert bool((read == 0.5).all())
+        torch.testing.assert_close(change, torch.full_like(change, 0.5), rtol=1e-3, atol=1e-3)
+
+
+def gradients_that_cannot_be_set(plugin_class, options):
+    model = tiny_llama(num_hidden_layers=2)
+    booster = Booster("cpu", plugin=plugin_class(**options))
+    others = [parameter for name, parameter in model.named_parameters() if name != WEIGHT]
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(others, lr=0.1))
+    booster.backward(model(input_ids=tokens(0), labels=tokens(0)).loss, optimizer)
+    gradient = booster.full_gradient(model, WEIGHT)
+    with pytest.raises(ConfigError, match="does not hold the parameter"):
+        set_full_gradient(booster, model, WEIGHT, gradient)
+    rank = booster.context.coordinator.rank
+    with pytest.raises(ConfigError, match="has shape"):
+        set_full_gradient(booster, model, EMBEDDING, torch.zeros(1 + rank))
+    whole = booster.full_gradient(model, EMBEDDING)
+    with pytest.raises(TypeError, match=f"in the shape of '{EMBEDDING}'; got `list`"):
+        set_full_gradient(booster, model, EMBEDDING, whole if rank else whole.tolist())  # rank 0's alone is wrong
+    with pytest.raises(ConfigError, match=f"Did you mean '{EMBEDDING}'"):
+        set_full_gradient(booster, model, EMBEDDING[:-1], gradient)
+
+
+@pytest.mark.parametrize("name", ["tp2", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_gradients_that_cannot_be_set_raise_on_every_rank(name):
+    run_on_ranks(gradients_that_cannot_be_set, 2, *PLUGINS[name])
 
 
 def fail_in_the_block(booster, model):

@@ -25,6 +25,7 @@ PLUGINS = {
     "gemini, one rank each": lambda: GeminiPlugin(min_chunk_bytes=256, replica_size=2),
     "hybrid, zero 0": lambda: HybridParallelPlugin(zero_stage=0),
     "hybrid, zero 1": lambda: HybridParallelPlugin(zero_stage=1),
+    "hybrid, zero3": lambda: HybridParallelPlugin(zero_stage=3),
 }
 SOME = ["zero 1", "gemini", "hybrid, zero 0"]
 

@@ -20,6 +20,7 @@ PLUGINS = {
     "gemini": lambda: GeminiPlugin(min_chunk_bytes=256),
     "hybrid": lambda: HybridParallelPlugin(tp_size=1, pp_size=1),
     "hybrid zero": lambda: HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=1),
+    "hybrid zero3": lambda: HybridParallelPlugin(zero_stage=3),
 }
 CLOSE = tolerance_for(torch.float32)
 every_plugin = pytest.mark.parametrize("name", PLUGINS)
@@ -116,7 +117,7 @@ def unfreeze(name, how, precision=None):
         booster.backward(model(batch(10 * step + dist.get_rank())).float().square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    if name == "gemini":
+    if name in ("gemini", "hybrid zero3"):
         return model.state_dict()
     return {key: parameter.detach().clone() for key, parameter in net.named_parameters()}
 

@@ -15,6 +15,7 @@ from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMLP, tiny_llama
@@ -36,6 +37,7 @@ RUNS = {
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
     "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 3),
     "gemini": (GeminiPlugin, {"min_chunk_bytes": 4096}, 2),
+    "zero3": (HybridParallelPlugin, {"zero_stage": 3}, 2),
 }
 CONFIG = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 8}
 MAX_SAMPLES = 12

@@ -126,7 +126,7 @@ def test_adapters_of_fused_experts_train_and_are_all_saved(run, kind, tmp_path):
 
 
 class Wrapped(nn.Module):
-    """Has a module under a name that is left out of names, beside a tensor of the same name."""
+    """Has a module under a name that is left out of names, and a tensor of the same name."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

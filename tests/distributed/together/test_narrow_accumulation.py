@@ -29,6 +29,7 @@ PLUGINS = {
     "gemini": lambda: GeminiPlugin(min_chunk_bytes=256),
     "hybrid, zero 0": lambda: HybridParallelPlugin(zero_stage=0),
     "hybrid, zero 1": lambda: HybridParallelPlugin(zero_stage=1),
+    "hybrid, zero3": lambda: HybridParallelPlugin(zero_stage=3),
 }
 
 

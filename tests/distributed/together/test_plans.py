@@ -22,6 +22,7 @@ SETTINGS = {
     "hybrid": ("hybrid", {}),
     "hybrid, tensors": ("hybrid", {"tp_size": 2}),
     "hybrid, tensors, zero": ("hybrid", {"tp_size": 2, "zero_stage": 1}),
+    "hybrid, zero 3": ("hybrid", {"zero_stage": 3}),
 }
 SIZES = {
     "1M": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 2000},

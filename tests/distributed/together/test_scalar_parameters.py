@@ -26,6 +26,7 @@ PLUGINS = {
     "gemini whole": lambda: GeminiPlugin(min_chunk_bytes=256, partition="parameter"),
     "hybrid": lambda: HybridParallelPlugin(tp_size=1, pp_size=1),
     "hybrid zero": lambda: HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=2),
+    "hybrid zero3": lambda: HybridParallelPlugin(zero_stage=3),
 }
 CLOSE = tolerance_for(torch.float64)
 

@@ -89,9 +89,10 @@ MESHES = {
         pp_size=2, zero_stage=2, custom_policy=SPLIT, example_batch=torch.ones(2, 8)
     ),
     "tp-zero": lambda: HybridParallelPlugin(tp_size=2, zero_stage=1, custom_policy=SPLIT),
+    "tp-zero3": lambda: HybridParallelPlugin(tp_size=2, zero_stage=3, custom_policy=SPLIT),
 }
 """Strategies and meshes besides those of `test_gradients_without_optimizer`, which tests ZeRO's kin."""
-MESH_SIZES = {"pp-zero": 4, "tp-zero": 4}
+MESH_SIZES = {"pp-zero": 4, "tp-zero": 4, "tp-zero3": 4}
 
 
 class Layer(nn.Module):

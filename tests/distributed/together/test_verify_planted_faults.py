@@ -19,7 +19,6 @@ from booster_core import Booster, verify
 from booster_core.errors import ConfigError, GradientError
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
-from booster_gemini.saved_uses import SavedUses
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_hybrid.optimizer import HybridOptimizer
 from booster_hybrid.pipeline.cut import StagedModel
@@ -27,6 +26,7 @@ from booster_runtime import collectives
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyStack
 from booster_zero import LowLevelZeroPlugin
+from booster_zero.gathering.saved_uses import SavedUses
 
 WIDTH = 8
 
@@ -348,7 +348,7 @@ FAULTS = {
         squared,
         lambda: drawn(4, WIDTH),
         lambda: GeminiPlugin(min_chunk_bytes=8192),
-        lambda: mock.patch.object(SavedUses, "_fetched", wrong_view),
+        lambda: mock.patch.object(SavedUses, "give", wrong_view),
         "first.weight",
     ),
     "copies-of-two-stages-not-summed": (

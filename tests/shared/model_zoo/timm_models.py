@@ -65,7 +65,7 @@ MODELS = (
         "convit_tiny",
         {"img_size": 32, "patch_size": 8, "depth": 3, "local_up_to_layer": 2},
     ),
-    timm_model("convit_base_whole", "convit_base", {"img_size": 32}, slow=True),
+    timm_model("convit_base_wide", "convit_base", {"img_size": 32, "depth": 3, "local_up_to_layer": 2}, slow=True),
     timm_model("resnet", "test_resnet", {"zero_init_last": False}, couples_samples=True, slow=True),
     timm_model("vit", "test_vit", {"img_size": 32, "patch_size": 8}),
 )

@@ -9,6 +9,8 @@ from __future__ import annotations
 _ONLY_DIFFERENCES = "ranks are compared with each other, so that it does not matter where all of them begin"
 _FIRST_BUCKET = "the first parameter begins a bucket, which sets it"
 _FINENESS = "the number of sizes tried is a setting: with one more or less, neighbours still differ by less than 2%"
+_SEED = "any seeds will do, and without dropout nothing is drawn"
+_PLENTY = "numbers of blocks stay apart by less, too"
 _ITSELF = "the largest or smallest of a number and itself is that number"
 
 EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
@@ -50,6 +52,15 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "return parts[0] if len(parts) == 1 else torch.cat(parts, dim)",
             "0 -> -1",
         ): "the first of one part is the last",
+    },
+    "hybrid/ring": {
+        ("", "_MOST_BLOCKS = 1 << 20", "20 -> 21"): _PLENTY,
+        ("", "_MOST_BLOCKS = 1 << 20", "20 -> 19"): _PLENTY,
+        ("", "_MOST_BLOCKS = 1 << 20", "1 -> 2"): _PLENTY,
+        **{
+            ("ring_attention", "seed = int(torch.randint(2**62, ())) if dropout else 0", change): _SEED
+            for change in ("2 ** 62 -> 2 * 62", "62 -> 61", "0 -> 1", "0 -> -1")
+        },
     },
     "core/shard": {
         (

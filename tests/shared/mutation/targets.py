@@ -100,7 +100,7 @@ TARGETS = {
     ),
     # the size of chunks
     "gemini/search": Target(
-        "booster_gemini.chunk.search",
+        "booster_gemini.search",
         ("gemini/test_gemini_chunks.py",),
         select="size or waste",
     ),

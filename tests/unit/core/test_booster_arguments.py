@@ -153,7 +153,7 @@ def test_objects_in_the_wrong_order():
         booster.boost(optimizer, model)
     with pytest.raises(TypeError, match=r"`criterion` of .* must be a callable; got `list`"):
         booster.boost(model, optimizer, [1])
-    with pytest.raises(TypeError, match=r"`dataloader` of .* got `list`"):
+    with pytest.raises(TypeError, match=r"`dataloader` of .* got `int`"):
         booster.boost(model, optimizer, None, [1])
     with pytest.raises(TypeError, match=r"`lr_scheduler` of .* got `float`"):
         booster.boost(model, optimizer, None, None, 0.1)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from booster_gemini.chunk.search import search_chunk_numel, wasted_numel
-from booster_gemini.chunk.timeline import Timeline
 from booster_gemini.config import GeminiConfig
 from booster_gemini.memory.make import most_chunk_numel
+from booster_gemini.search import search_chunk_numel, wasted_numel
 from booster_testing.models import tiny_llama
 from booster_zero.engine import BufferPool, Format, WholeState
 from booster_zero.engine.whole import TRANSITIONS, check_transition
+from booster_zero.gathering.timeline import Timeline
 
 
 def transformer(layers, hidden, vocabulary):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_zoo import ZOO, get_model
 
-from booster_gemini.chunk.search import search_chunk_numel, wasted_numel
+from booster_gemini.search import search_chunk_numel, wasted_numel
 
 NAMES = [name for name, model in ZOO.items() if name.startswith("transformers/") and not model.slow]
 

@@ -250,7 +250,7 @@ def test_a_style_says_how_many_chunks_it_takes(style, num_chunks, message):
 
 
 def _needs(action: Action, last: int) -> set[Action]:
-    """State the dependencies anew, from the definition of a pipeline."""
+    """State the dependencies independently, from the definition of a pipeline."""
     work, stage, microbatch = action.work, action.stage, action.microbatch
     if work is Work.FORWARD:
         return {Action(Work.FORWARD, stage - 1, microbatch)} if stage else set()

@@ -7,14 +7,16 @@ import unittest.mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thread_ranks import on_threads
 
 from booster_hybrid.sequence_parallel import blocks
+from booster_hybrid.sequence_parallel.explicit_scores import ExplicitScores
+from booster_hybrid.sequence_parallel.kernels import FusedKernel
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility
-from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.sequence_parallel.ring_attention import _head_groups, ring_attention
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_runtime import collectives
 
@@ -36,6 +38,23 @@ CASES = st.fixed_dictionaries(
         "scaling": st.none() | st.just(0.3),
     }
 )
+
+
+PLAIN = {
+    "num_ranks": 2,
+    "length": 8,
+    "key_length": None,
+    "zigzag": False,
+    "heads": (2, 1),
+    "batch": 2,
+    "mask": "none",
+    "tile": 2,
+    "bias": None,
+    "trains_bias": False,
+    "sinks": False,
+    "softcap": None,
+    "scaling": None,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +127,12 @@ def plainly(query, key, value, bias, sinks, case, mask):
 
 @settings(max_examples=60, deadline=None)
 @given(CASES)
+# Samples that see different tiles, with biases of their own and of all; a triangle with a bias.
+@example({**PLAIN, "mask": "packed", "bias": (True, False), "trains_bias": True})
+@example({**PLAIN, "mask": "packed", "bias": (True, False)})
+@example({**PLAIN, "mask": "packed", "bias": (False, True), "trains_bias": True})
+@example({**PLAIN, "mask": "packed", "bias": (False, True)})
+@example({**PLAIN, "mask": "causal", "bias": (False, True)})
 def test_parts_put_together_are_attention_over_the_whole(case):
     if case["mask"] in ("causal", "packed"):
         case = {**case, "key_length": None}
@@ -153,6 +178,54 @@ def test_parts_put_together_are_attention_over_the_whole(case):
             torch.testing.assert_close(place.put_together(ours, 2), theirs.grad)
     if whole[4] is not None:
         torch.testing.assert_close(sum(gradients[4]), whole[4].grad)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.5}, {"softcap": 1.0}, {"bias": False}, {"bias": True}, {}], ids=str)
+def test_scores_are_computed_in_tiles_and_explicitly_only_where_no_kernel_does(monkeypatch, options):
+    length, tile, calls = 8, 2, []
+    for kernel in (ExplicitScores, FusedKernel):
+
+        def forward(self, query, key, *rest, kernel=kernel, original=kernel.forward):
+            calls.append((kernel, query.shape[2], key.shape[2]))
+            return original(self, query, key, *rest)
+
+        monkeypatch.setattr(kernel, "forward", forward)
+    monkeypatch.setattr(blocks, "TILE", tile)
+    inputs = torch.randn(1, 1, length, SIZE)
+    bias = torch.randn(1, 1, length, length, requires_grad=options["bias"]) if "bias" in options else None
+    rest = {name: value for name, value in options.items() if name != "bias"}
+
+    def attend(group):
+        place, visibility = TensorGroup(group, 0, 1), Visibility(None, is_causal=False)
+        ring_attention(inputs, inputs, inputs, visibility, SequenceLayout(length, 1), place, bias=bias, **rest)
+
+    on_threads(1, attend)
+    is_explicit, is_cut = bool(rest) or options.get("bias", False), bool(options)
+    expected = (ExplicitScores if is_explicit else FusedKernel, *([tile] * 2 if is_cut else [length] * 2))
+    assert set(calls) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_threads", "expected"),
+    [
+        (1, 4, [(slice(0, 4), slice(0, 2)), (slice(4, 6), slice(2, 3))]),
+        (1, 3, [(slice(0, 4), slice(0, 2)), (slice(4, 6), slice(2, 3))]),
+        (2, 4, [(slice(0, 2), slice(0, 1)), (slice(2, 4), slice(1, 2)), (slice(4, 6), slice(2, 3))]),
+        (1, 6, [(slice(0, 6), slice(0, 3))]),
+    ],
+)
+def test_backward_computes_as_many_heads_at_a_time_as_there_are_threads(monkeypatch, batch, num_threads, expected):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    query, key = torch.empty(batch, 6, 5, SIZE), torch.empty(batch, 3, 5, SIZE)
+    assert list(_head_groups(FusedKernel(1.0), query, key, None)) == expected
+
+
+def test_backward_computes_all_heads_at_a_time_where_tiles_are_small_or_the_device_is_no_cpu():
+    query, key = torch.empty(1, 6, 5, SIZE), torch.empty(1, 3, 5, SIZE)
+    everything = [(slice(None), slice(None))]
+    assert list(_head_groups(ExplicitScores(1.0), query, key, None)) == everything
+    assert list(_head_groups(FusedKernel(1.0), query, key, torch.ones(1, 1, 5, 5))) == everything
+    assert list(_head_groups(FusedKernel(1.0), query.to("meta"), key.to("meta"), None)) == everything
 
 
 def test_scores_of_any_size_do_not_overflow():

@@ -220,7 +220,11 @@ class CopyOptions(TorchFunctionMode):
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, False), ({"non_blocking": True}, True)])
-def test_pack_waits_for_its_copies_unless_told_not_to(options, expected):
+@pytest.mark.parametrize(("strides", "num_copies"), [((2, 1), 1), ((1, 3), 3)])
+def test_pack_waits_for_its_copies_unless_told_not_to(options, expected, strides, num_copies):
+    data = torch.arange(6.0).as_strided((3, 2), strides)
+    packed = torch.empty(4)
     with CopyOptions() as copies:
-        pack(torch.ones(3, 2), 1, 5, torch.empty(4), **options)
-    assert copies.non_blocking == [expected] * 3
+        pack(data, 1, 5, packed, **options)
+    assert copies.non_blocking == [expected] * num_copies
+    assert packed.tolist() == data.flatten()[1:5].tolist()

@@ -10,7 +10,7 @@ from booster_zero import LowLevelZeroPlugin
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 3}, "`stage=3` is not one of 1"),
+        ({"stage": 3}, "`stage=3` is not one of 1 .* or 'hybrid' with `zero_stage=3`"),
         ({"bucket_bytes": 0}, "`bucket_bytes=0` must be positive"),
         ({"replica_size": 0}, "`replica_size=0` must be positive"),
         ({"max_norm": -1.0}, "`max_norm=-1.0` must be 0"),

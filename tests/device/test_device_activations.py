@@ -1,0 +1,174 @@
+"""Activations on the host: gradients as without, device memory of two calls, and parameters that stay."""
+
+import gc
+from functools import partial
+
+import pytest
+import simulated_device as sim
+import torch
+from device_smoke import CASES, STEPS, Run, train_plainly
+from simulated_device import NAME, run_on_devices
+from torch import nn
+
+from booster_core import enable_activation_checkpointing
+from booster_runtime.activations import disable_activation_offload, enable_activation_offload
+from booster_testing.compare import EXACT, assert_same_tensors
+
+WIDTH, BATCH, BLOCKS = 64, 4096, 8
+ACTIVATION = 4 * WIDTH * BATCH
+"""Bytes of what a block gets, and of each of its results: a megabyte."""
+
+
+class Block(nn.Module):
+    """Saves its input and three results, one of them by two operations, and a parameter that it uses by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("shift", torch.full((WIDTH,), 0.1))
+
+    def forward(self, x):
+        inner = torch.tanh(self.up(x))
+        return x + self.down(inner * inner) * self.scale * self.shift.exp()
+
+
+def make_stack():
+    torch.manual_seed(2)
+    blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+    blocks[1].requires_grad_(requires_grad=False)
+    return nn.Sequential(*blocks).to(NAME)
+
+
+def offloaded(model):
+    enable_activation_offload(model)
+    return model
+
+
+def checkpointed(model):
+    enable_activation_checkpointing(model)
+    return model
+
+
+def checkpointed_on_host(model):
+    enable_activation_checkpointing(model, offload=True)
+    return model
+
+
+def step(model, steps=2):
+    """Return gradients, what forward kept on the device, and the peak of forward and backward."""
+    for _ in range(steps):  # the second finds the first one's stream
+        model.zero_grad()
+        x = torch.linspace(-1, 1, WIDTH * BATCH).view(BATCH, WIDTH).to(NAME)
+        gc.collect()
+        before = torch.simulated.memory_allocated()
+        torch.simulated.reset_peak_memory_stats()
+        loss = model(x).square().mean()
+        kept = torch.simulated.memory_allocated() - before
+        loss.backward()
+        peak = torch.simulated.max_memory_allocated() - before
+        del loss
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}, kept, peak
+
+
+def compare_with_what_stays():
+    plain, kept, peak = step(make_stack())
+    moved = sim.bytes_moved()
+    gradients, kept_here, peak_here = step(offloaded(make_stack()))
+    assert_same_tensors(gradients, plain, EXACT)
+    to_device, to_host = (after - before for after, before in zip(sim.bytes_moved(), moved, strict=True))
+    return kept, peak, kept_here, peak_here, to_host // ACTIVATION, to_device // ACTIVATION
+
+
+def test_what_modules_save_is_on_the_host_until_backward(simulated_device):
+    ((kept, peak, kept_here, peak_here, to_host, to_device),) = run_on_devices(
+        compare_with_what_stays, 1, simulated_device
+    )
+    of_blocks = 4 * (BLOCKS - 1) + 1  # what tanh returns alone of the frozen one
+    assert kept > of_blocks * ACTIVATION
+    assert kept_here < 9.5 * ACTIVATION, "the last two calls, whose copies may be under way, and the output"
+    assert peak_here < min(peak / 2, 14 * ACTIVATION), "what two calls have saved, and what one computes"
+    assert to_host == 2 * of_blocks, "in two steps, nothing twice"
+    assert to_device == 2 * of_blocks + 2, "and the inputs of the model"
+
+
+def compare_checkpoints():
+    plain, *_ = step(checkpointed(make_stack()))
+    gradients, kept, _ = step(checkpointed_on_host(make_stack()))
+    assert_same_tensors(gradients, plain, EXACT)
+    return kept
+
+
+def test_inputs_of_checkpointed_modules_are_on_the_host(simulated_device):
+    (kept,) = run_on_devices(compare_checkpoints, 1, simulated_device)
+    assert kept < 4 * ACTIVATION, "the last two calls' inputs, and the loss"
+
+
+def use_in_other_ways():
+    """Backward twice, a graph that is dropped, an input changed in place, evaluation, and a model that is restored."""
+    model = offloaded(make_stack())
+    x = torch.ones(BATCH, WIDTH, device=NAME)
+    before = torch.simulated.memory_allocated()
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    first = model[0].up.weight.grad.clone()
+    loss.backward()
+    assert_same_tensors({"twice": model[0].up.weight.grad}, {"twice": 2 * first}, EXACT)
+    model(x)  # no backward
+    with torch.no_grad():
+        moved = sim.bytes_moved()
+        model(x)
+        assert sim.bytes_moved() == moved
+    model.zero_grad()
+    out = model[0](x)
+    out.mul_(3)  # the next module saves it, this one doesn't
+    moved = sim.bytes_moved()
+    model[2](out).sum().backward()
+    assert sim.bytes_moved() != moved
+    disable_activation_offload(model)
+    moved = sim.bytes_moved()
+    model(x).sum().backward()
+    assert sim.bytes_moved() == moved
+    del loss, out, first
+    model.zero_grad()
+    gc.collect()
+    return torch.simulated.memory_allocated() - before
+
+
+def test_repeated_dropped_and_restored_calls(simulated_device):
+    (left,) = run_on_devices(use_in_other_ways, 1, simulated_device)
+    assert left <= 0
+
+
+PLUGINS = ("ddp", "fsdp", "zero 2", "gemini", "gemini, offload", "tensor parallel", "pipeline")
+
+
+def train_with(case, change):
+    """Return the losses of a run whose layers keep on the host whatever is longer than a row."""
+    run = Run(case, NAME, "fp32")
+    names = change(run.model)
+    assert names
+    return [run.step(number) for number in range(STEPS)]
+
+
+CHANGES = {
+    "offload": partial(enable_activation_offload, by="LlamaDecoderLayer", least_bytes=64),
+    "keep": partial(enable_activation_checkpointing, by="LlamaDecoderLayer", keep="expensive"),
+    "inputs": partial(enable_activation_checkpointing, by="LlamaDecoderLayer", offload=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        pytest.param(name, change, marks=[] if (name, change) == ("gemini", "offload") else pytest.mark.slow)
+        for name in PLUGINS
+        for change in CHANGES
+    ],
+)
+def test_plugins_train_with_activations_elsewhere(name, change, simulated_device):
+    case = CASES[name]
+    limits = {"timeout_seconds": 240.0, "group_timeout_seconds": 120.0}
+    ((expected, _),) = run_on_devices(train_plainly, 1, simulated_device, NAME, **limits)
+    for losses in run_on_devices(train_with, case.world_size, simulated_device, case, CHANGES[change], **limits):
+        assert losses == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,308 @@
+"""`zero_stage=3` gives one process's gradients, norms and parameters, on every mesh and in every precision."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_hybrid import HybridParallelPlugin
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.models import tiny_llama
+from booster_testing.training import whole_model
+from booster_zero import ZeroConfig
+
+CLOSE = tolerance_for(torch.float32)
+STEPS, SAMPLES, MAX_NORM = 3, 4, 0.5
+
+
+def make(*, tied=True):
+    """Return a Llama whose layers fill four stages, and its optimizer."""
+    torch.manual_seed(2)
+    model = tiny_llama(num_hidden_layers=4, tie_word_embeddings=tied)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
+
+
+def batch_of(step, first, last):
+    """Return some samples of a step's batch, which is the same on every mesh."""
+    tokens = torch.randint(64, (SAMPLES * 3, 8), generator=torch.Generator().manual_seed(step))[first:last]
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def train_plainly(data_size, *, tied, max_value=None):
+    """Return each step's gradients and norm, and the parameters after them."""
+    model, optimizer = make(tied=tied)
+    steps = []
+    for step in range(STEPS):
+        model(**batch_of(step, 0, SAMPLES * data_size)).loss.backward()
+        gradients = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)) if max_value is None else 0.0
+        if max_value is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), max_value)
+        steps.append((gradients, norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps, {key: parameter.detach() for key, parameter in model.named_parameters()}
+
+
+def backward(booster, model, optimizer, batch):
+    if booster.plugin.pp_size > 1:
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+        return
+    halves = [{key: value[part] for key, value in batch.items()} for part in (slice(0, 2), slice(2, 4))]
+    for index, half in enumerate(halves):
+        with booster.no_sync(model, optimizer) if index == 0 else contextlib.nullcontext():
+            booster.backward(model(**half).loss / 2, optimizer)
+
+
+def compare(options, tied, max_value=None):
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**{"zero_stage": 3, **options}))
+    index, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    model, optimizer, *_ = booster.boost(*make(tied=tied))
+    steps, parameters = train_plainly(data_size, tied=tied, max_value=max_value)
+    for step, (gradients, norm) in enumerate(steps):
+        backward(booster, model, optimizer, batch_of(step, SAMPLES * index, SAMPLES * (index + 1)))
+        found = {key: booster.full_gradient(model, key) for key in gradients}
+        assert_same_tensors(found, gradients, CLOSE)
+        if max_value is None:
+            assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(norm, rel=1e-5)
+        else:
+            optimizer.clip_grad_by_value(max_value)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = whole_model(booster, model)
+    assert_same_tensors({key: found[key] for key in parameters}, parameters, CLOSE)
+
+
+PP, TP = {"pp_size": 2}, {"tp_size": 2}
+ULYSSES, RING = ({"sp_size": 2, "sequence_parallelism_mode": mode} for mode in ("all_to_all", "ring_attn"))
+MESHES = {
+    "dp3": (3, {}),
+    "dp2 tp2": (4, TP),
+    "dp2 pp2": (4, PP),
+    "dp2 pp2 zbv": (4, {**PP, "pp_style": "zbv"}),
+    "dp2 ring2": (4, RING),
+}
+SLOW = {
+    "dp2": (2, {}),
+    "dp2 parts": (2, {"zero": ZeroConfig(stage=3, bucket_bytes=4096, overlap_communication=False), "zero_stage": 0}),
+    "dp2 host": (2, {"cpu_offload": True}),
+    "dp2 pp2 interleaved": (4, {**PP, "pp_style": "interleaved", "num_model_chunks": 2}),
+    "dp2 pp2 gpipe": (4, {**PP, "pp_style": "gpipe"}),
+    "dp2 sp2": (4, ULYSSES),
+    "dp2 split_gather": (4, {**TP, "sequence_parallelism_mode": "split_gather"}),
+    "dp2 tp2 outside": (4, {**TP, "mesh_order": ("tp", "sp", "pp", "dp")}),
+    "dp2 tp2 pp2": (8, {**PP, **TP}),
+    "alone": (1, {}),
+    "tp2 alone": (2, TP),
+}
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)])
+def test_gradients_norms_and_parameters_equal_one_process(mesh):
+    size, options = {**MESHES, **SLOW}[mesh]
+    run_on_ranks(compare, size, options, "split" not in mesh, timeout_seconds=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [TP, PP], ids=["tp2", "pp2"])
+def test_clipping_by_value_equals_one_process(options):
+    run_on_ranks(compare, 4, options, False, 1e-3)
+
+
+def norms_in(options, precision):
+    booster = Booster("cpu", precision, plugin=HybridParallelPlugin(**options))
+    index, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    model, optimizer, *_ = booster.boost(*make())
+    norms = []
+    for step in range(STEPS):
+        backward(booster, model, optimizer, batch_of(step, SAMPLES * index, SAMPLES * (index + 1)))
+        norms.append(float(optimizer.clip_grad_by_norm(MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, whole_model(booster, model)
+
+
+@pytest.mark.parametrize("options", [TP, pytest.param(PP, marks=pytest.mark.slow)], ids=["tp2", "pp2"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_narrow_formats_round_as_in_stage_2(options, precision):
+    """Gradients are reduced in the same order in the same format, and masters are fp32's in both."""
+    (norms, whole), *_ = run_on_ranks(norms_in, 4, {**options, "zero_stage": 2}, precision)
+    for found, parameters in run_on_ranks(norms_in, 4, {**options, "zero_stage": 3}, precision):
+        assert found == pytest.approx(norms, rel=1e-6)
+        assert all(torch.equal(parameters[key], tensor) for key, tensor in whole.items())
+
+
+class Experts(nn.Module):
+    """A layer of which each sample chooses a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x, choice):
+        return x + torch.tanh(self.experts[choice](x))
+
+
+class Mixture(nn.Module):
+    _no_split_modules = ("Experts",)
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(Experts() for _ in range(4))
+
+    def forward(self, x, choices):
+        for layer, choice in zip(self.layers, choices, strict=True):
+            x = layer(x, choice)
+        return x.square().mean()
+
+
+CHOICES = [((0, 1, 2, 0), (2, 1, 0, 1)), ((1, 1, 1, 1), (0, 0, 2, 2)), ((0, 0, 0, 0), (0, 0, 0, 0))]
+
+
+def inputs(step, rank):
+    return torch.randn(4, 256, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def choose():
+    booster = Booster("cpu", plugin=HybridParallelPlugin(zero_stage=3))
+    net, plain = Mixture(), Mixture()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step, choices in enumerate(CHOICES):
+        for rank, chosen in enumerate(choices):
+            (plain(inputs(step, rank).requires_grad_(), chosen) / 2).backward()
+        own = dist.get_rank()
+        booster.backward(model(inputs(step, own).requires_grad_(), choices[own]), optimizer)
+        for name, parameter in plain.named_parameters():
+            found = booster.full_gradient(model, name)
+            assert (found is None) == (parameter.grad is None), name
+            if found is not None:
+                assert_same_tensors({name: found}, {name: parameter.grad}, CLOSE)
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+
+
+def test_ranks_may_use_other_parts_of_a_layer():
+    run_on_ranks(choose, 2, timeout_seconds=30)
+
+
+def memory_of(stage):
+    """Return the bytes that this rank keeps of a model after a step, and the most that were gathered in it."""
+    from booster_zero.engine import Bucket
+
+    gc.collect()
+    before = held_bytes()
+    booster = Booster("cpu", plugin=HybridParallelPlugin(zero_stage=stage))
+    net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    present, most = {}, 0
+    with pytest.MonkeyPatch.context() as patch:
+
+        def noting(name, change):
+            original = getattr(Bucket, name)
+
+            def call(self, *args):
+                nonlocal most
+                original(self, *args)
+                change(self)
+                most = max(most, sum(present.values()))
+
+            patch.setattr(Bucket, name, call)
+
+        noting("start_gather", lambda bucket: present.__setitem__(id(bucket), bucket.whole_bytes))
+        noting("release", lambda bucket: present.pop(id(bucket), None))
+        booster.backward(model(torch.randn(2, 512)).square().mean(), optimizer)
+        optimizer.step()
+    gc.collect()
+    return held_bytes() - before, most, 4 * 8 * 512 * 512
+
+
+def held_bytes():
+    """Return the bytes of all tensors of the process, each memory counted once."""
+    tensors = (each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+def test_a_rank_keeps_its_share_of_parameters_gradients_and_state():
+    (whole, none, parameters), *_ = run_on_ranks(memory_of, 2, 0)
+    assert not none
+    assert whole == pytest.approx(4 * parameters, rel=0.02)  # values, gradients, and two moments
+    for kept, most, _ in run_on_ranks(memory_of, 2, 3):
+        # Of 8 layers one is used, one has been, and the next one comes; their buffers are used again.
+        assert most <= 3 / 8 * parameters
+        assert kept <= whole / 2 + 3 / 8 * parameters
+
+
+def test_options_of_other_stages_raise():
+    with pytest.raises(ConfigError, match="`overlap_allgather=True` is for stages 1 and 2"):
+        ZeroConfig(stage=3, overlap_allgather=True)
+    with pytest.raises(ConfigError, match="`offload='disk'` is for stages 1 and 2"):
+        ZeroConfig(stage=3, offload="disk", offload_dir=".")
+
+
+def save_and_go_on(folder):
+    """Save in the background, and train on while files are written."""
+    booster = Booster("cpu", plugin=HybridParallelPlugin(zero_stage=3, tp_size=2))
+    index, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    model, optimizer, *_ = booster.boost(*make())
+
+    def step(number):
+        backward(booster, model, optimizer, batch_of(number, SAMPLES * index, SAMPLES * (index + 1)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    saved = whole_model(booster, model)
+    booster.save_model(model, folder, shard=True, use_async=True)
+    step(1)
+    booster.wait()
+    changed = whole_model(booster, model)
+    assert not torch.equal(changed["model.norm.weight"], saved["model.norm.weight"])
+    booster.load_model(model, folder)
+    found = whole_model(booster, model)
+    assert all(torch.equal(found[key], tensor) for key, tensor in saved.items())
+    state = model.state_dict()
+    assert torch.equal(state["model.norm.weight"], saved["model.norm.weight"])
+
+
+def test_a_background_save_has_the_values_of_its_call(tmp_path):
+    run_on_ranks(save_and_go_on, 4, tmp_path / "model")
+
+
+class Widening(nn.Module):
+    """Skips a layer on one rank."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x, skipped):
+        for index, layer in enumerate(self.layers):
+            x = x if index == skipped else layer(x)
+        return x.mean()
+
+
+def use_other_layers():
+    booster = Booster("cpu", plugin=HybridParallelPlugin(zero_stage=3))
+    net = Widening()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    booster.backward(model(inputs(0, 0), dist.get_rank()), optimizer)
+
+
+def test_ranks_that_use_other_layers_raise():
+    match = (
+        r"used the model's parameters in different orders.*Run the same modules on every rank, or use `zero_stage=2`"
+    )
+    expect_on_ranks(ConfigError, match, use_other_layers, 2)

@@ -1,0 +1,201 @@
+"""transformers' Trainer under each plugin trains as the plain Trainer does in one process."""
+
+import warnings
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_runs import NUM_EVALUATED, make_model, make_trainer, saved_parameters, train
+
+from booster_core.errors import CheckpointError, ConfigError
+from booster_testing import expect_on_ranks, run_on_ranks
+
+pytestmark = pytest.mark.skipif(
+    None in (find_spec("transformers"), find_spec("accelerate")), reason="the Trainer needs transformers and accelerate"
+)
+
+
+def assert_same_parameters(folder, expected):
+    [found] = run_on_ranks(saved_parameters, 1, folder)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    [(steps, evaluated)] = run_on_ranks(train, 1, None, folder)
+    return steps, evaluated, run_on_ranks(saved_parameters, 1, folder / "out")[0]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "plugin", ["zero", "hybrid-tp", *(pytest.param(name, marks=SLOW) for name in ("ddp", "fsdp", "gemini"))]
+)
+def test_trainer_trains_and_evaluates_as_one_process(plugin, plain, tmp_path):
+    steps, evaluated, parameters = plain
+    assert len(steps) == 6
+    assert evaluated["count"] == NUM_EVALUATED
+    assert any(step["grad_norm"] > 0.5 for step in steps), "nothing was clipped"
+    for own_steps, own_evaluated in run_on_ranks(train, 2, plugin, tmp_path):
+        for own, expected in zip(own_steps, steps, strict=True):
+            assert own == pytest.approx(expected, rel=1e-4)
+        assert own_evaluated == evaluated
+    assert_same_parameters(tmp_path / "out", parameters)
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    [
+        (("zero", 2), ("fsdp", 1)),
+        pytest.param(("gemini", 2), ("ddp", 2), marks=SLOW),
+        pytest.param(("fsdp", 2), ("hybrid-tp", 2), marks=SLOW),
+    ],
+)
+def test_a_run_resumes_under_another_plugin(saved_by, loaded_by, plain, tmp_path):
+    steps, _, parameters = plain
+    plugin, world_size = saved_by
+    run_on_ranks(train, world_size, plugin, tmp_path, stopped_after=4)
+    plugin, world_size = loaded_by
+    resumed = run_on_ranks(train, world_size, plugin, tmp_path, resume=tmp_path / "checkpoint-4")
+    for own_steps, _ in resumed:
+        assert [step["step"] for step in own_steps] == [1, 2, 3, 4, 5, 6]
+        for own, expected in zip(own_steps, steps, strict=True):
+            assert own == pytest.approx(expected, rel=1e-4)
+    assert_same_parameters(tmp_path / "out", parameters)
+
+
+def _evaluate_and_train_twice(folder):
+    trainer = make_trainer("zero", folder)
+    before = trainer.evaluate()["eval_tokens"]
+    trainer.train()
+    trainer.save_model(str(folder / "first"))
+    trainer.train()
+    return before
+
+
+@SLOW
+def test_evaluation_before_training_changes_nothing(plain, tmp_path):
+    run_on_ranks(_evaluate_and_train_twice, 2, tmp_path)
+    assert_same_parameters(tmp_path / "first", plain[2])
+
+
+def _keep_the_best(name, folder):
+    by_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
+    trainer = make_trainer(name, folder, **by_epoch, **best)
+    trainer.train()
+    trainer.save_model(str(folder / "out"))
+    return trainer.state.best_global_step, trainer.state.global_step
+
+
+@SLOW
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
+    [(best, last)] = run_on_ranks(_keep_the_best, 1, None, tmp_path / "plain")
+    assert best < last
+    assert run_on_ranks(_keep_the_best, 2, "zero", tmp_path / "zero") == [(best, last)] * 2
+    [kept] = (tmp_path / "zero").glob("checkpoint-*")
+    assert kept.name == f"checkpoint-{best}"
+    assert_same_parameters(tmp_path / "zero" / "out", run_on_ranks(saved_parameters, 1, kept)[0])
+
+
+def _refused(folder, plugin, precision, changes):
+    make_trainer(plugin, folder, precision=precision, **changes).train()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "precision", "changes", "message"),
+    [
+        (
+            "ddp",
+            None,
+            {"bf16": True},
+            r"bf16=True\)` asks for another precision than the Booster, which",
+        ),
+        ("zero", "bf16", {"fp16": True}, "another precision than the Booster, which computes in bf16"),
+        ("zero", None, {"fsdp": "full_shard"}, r"fsdp.*can't be followed under a Booster. Leave it out"),
+        ("ddp", None, {"ddp_bucket_cap_mb": 1}, "Pass it to `TorchDDPPlugin`"),
+        ("ddp", None, {"auto_find_batch_size": True}, "would leave the others waiting"),
+        ("hybrid-pp", None, {}, "runs this one through a pipeline. Use `pp_size=1`"),
+        ("hybrid-tp", None, {"train_sampling_strategy": "batch_rebalance"}, "ranks of this plugin share batches"),
+    ],
+)
+def test_arguments_that_contradict_the_booster_raise_on_every_rank(plugin, precision, changes, message, tmp_path):
+    errors = expect_on_ranks(ConfigError, message, _refused, 2, tmp_path, plugin, precision, changes)
+    assert all(errors)
+
+
+def _train_with_forward_replaced(folder):
+    model = make_model()
+    model.forward = model.forward
+    make_trainer("hybrid-tp", folder, model=model).train()
+
+
+def test_a_forward_that_was_replaced_raises_where_layers_are_split(tmp_path):
+    assert all(
+        expect_on_ranks(ConfigError, "has replaced `LlamaForCausalLM", _train_with_forward_replaced, 2, tmp_path)
+    )
+
+
+def _resume_from_plain(folder):
+    make_trainer("ddp", folder).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+
+
+def test_a_checkpoint_of_the_plain_trainer_raises_on_every_rank(tmp_path):
+    run_on_ranks(train, 1, None, tmp_path, stopped_after=2)
+    errors = expect_on_ranks(CheckpointError, "no optimizer that a Booster wrote", _resume_from_plain, 2, tmp_path)
+    assert all(errors)
+
+
+def _train_adapters(name, folder, resume=None):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads a name that transformers deprecates
+        model = get_peft_model(make_model(), LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    trainer = make_trainer(name, folder, model=model, stopped_after=None if resume else 4)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(folder / "out"))
+
+
+@SLOW
+def test_adapters_are_saved_for_peft_and_resume_under_another_plugin(tmp_path):
+    pytest.importorskip("peft", reason="adapters are peft's")
+    expected, found = tmp_path / "plain", tmp_path / "zero"
+    for folder, names, world_size in ((expected, (None, None), 1), (found, ("zero", "fsdp"), 2)):
+        run_on_ranks(_train_adapters, world_size, names[0], folder)
+        run_on_ranks(_train_adapters, world_size, names[1], folder, str(folder / "checkpoint-4"))
+    states = [load_file(folder / "out" / "adapter_model.safetensors") for folder in (expected, found)]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-5)
+        assert "lora_A" in name or value.abs().sum() > 0
+
+
+def _train_in_fp16(folder, scale):
+    from booster_core import LossScaleConfig, PrecisionPolicy
+
+    precision = PrecisionPolicy(compute_dtype=torch.float16, loss_scale=LossScaleConfig(initial_scale=scale))
+    trainer = make_trainer("zero", folder, precision=precision, max_steps=3)
+    trainer.train()
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+
+def test_the_scheduler_waits_where_fp16_overflows(tmp_path):
+    assert run_on_ranks(_train_in_fp16, 2, tmp_path, 2.0**32)[0][:2] == [0.0, 0.0]
+    assert run_on_ranks(_train_in_fp16, 2, tmp_path, 2.0**4)[0][1] > 0.0
+
+
+def _boost_a_module():
+    from booster_runtime.integrations.transformers import with_booster
+
+    with_booster(torch.nn.Module)
+
+
+def test_other_classes_are_no_trainers():
+    expect_on_ranks(TypeError, "takes a class derived from `transformers", _boost_a_module, 1)

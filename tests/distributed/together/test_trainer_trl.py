@@ -1,0 +1,91 @@
+"""TRL's SFTTrainer under a plugin trains as it does in one process."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from named_plugins import plugin_named
+from trainer_runs import forget_ranks, make_model, saved_parameters, steps_of
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_testing import expect_on_ranks, run_on_ranks
+
+pytestmark = pytest.mark.skipif(
+    None in (find_spec("trl"), find_spec("datasets"), find_spec("transformers")),
+    reason="needs trl, datasets and transformers",
+)
+
+
+def _tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{number}": number for number in range(3, 64)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def _texts():
+    """Return texts of unequal lengths, so that batches are padded."""
+    generator = torch.Generator().manual_seed(1)
+    for index in range(12):
+        words = torch.randint(3, 64, (3 + index % 5,), generator=generator)
+        yield {"text": " ".join(f"w{int(word)}" for word in words)}
+
+
+def _train(name, folder):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from booster_runtime.integrations.transformers import with_booster
+
+    forget_ranks()
+    make, ours, num_processes = SFTTrainer, {}, 1
+    if name is not None:
+        booster = Booster(plugin=plugin_named(name))
+        num_processes = booster.plugin.data_parallel_coordinates(booster.context.coordinator)[1]
+        make, ours = with_booster(SFTTrainer), {"booster": booster}
+    args = SFTConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=4 // num_processes,
+        max_steps=3,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        max_length=16,
+        gradient_checkpointing=False,
+    )
+    trainer = make(
+        model=make_model(),
+        args=args,
+        train_dataset=Dataset.from_list(list(_texts())),
+        processing_class=_tokenizer(),
+        **ours,
+    )
+    trainer.train()
+    trainer.save_model(str(folder / "out"))
+    return steps_of(trainer)
+
+
+@pytest.mark.slow
+def test_fine_tuning_equals_that_of_one_process(tmp_path):
+    [expected] = run_on_ranks(_train, 1, None, tmp_path / "plain", timeout_seconds=280, group_timeout_seconds=180)
+    for steps in run_on_ranks(_train, 2, "zero", tmp_path / "ours", timeout_seconds=280, group_timeout_seconds=180):
+        for own, plain in zip(steps, expected, strict=True):
+            assert own == pytest.approx(plain, rel=1e-4)
+    [before] = run_on_ranks(saved_parameters, 1, tmp_path / "plain" / "out")
+    [found] = run_on_ranks(saved_parameters, 1, tmp_path / "ours" / "out")
+    for name, value in before.items():
+        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_head_that_is_split_raises_on_every_rank(tmp_path):
+    limits = {"timeout_seconds": 280, "group_timeout_seconds": 180}
+    assert all(expect_on_ranks(ConfigError, "splits them between ranks", _train, 2, "hybrid-tp", tmp_path, **limits))

@@ -1,0 +1,123 @@
+"""The examples run on tiny sizes, and what they train does not depend on the number of ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from forked_scripts import torchrun_variables
+from isolated_libraries import missing_libraries
+from page_blocks import ROOT
+from safetensors.torch import load_file
+
+EXAMPLES = ROOT / "examples"
+TRANSFORMER = "vision_transformer.py"
+
+
+@pytest.fixture
+def run(scripts, tmp_path):
+    """Run an example on ranks in a folder of its own, and return the numbers of the last line."""
+
+    def run_on(name, *arguments, ranks=1, through=None):
+        script, before = (EXAMPLES / name, []) if through is None else (through, [EXAMPLES / name])
+        variables = torchrun_variables(ranks) if ranks > 1 else ()
+        done = scripts.run(script, [[*before, *arguments]] * ranks, variables, tmp_path)
+        assert set(done.codes) == {0}, done.output
+        line = [line for line in done.output.splitlines() if re.search(r"\d$|images$", line)][-1]
+        return [float(number) for number in re.findall(r"(?<![\w.])-?\d+\.\d+", line)]
+
+    return run_on
+
+
+def test_adapters_train_and_go_on(run, tmp_path):
+    share, before, after = run("lora.py", "--plugin", "zero", "--steps", 6, ranks=2)
+    assert share < 20
+    assert after < before
+    first = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    resumed = ["--plugin", "fsdp", "--resume", "adapters", "--out", "later", "--steps", 1]
+    _, again, _ = run("lora.py", *resumed, ranks=2)
+    assert again < before
+    later = load_file(tmp_path / "later" / "adapter_model.safetensors")
+    assert later.keys() == first.keys()
+
+
+def test_a_gan_gives_the_same_points_on_any_number_of_ranks(run, tmp_path):
+    expected = run("gan.py", "--epochs", 1)
+    plain = load_file(tmp_path / "generator.safetensors")
+    assert run("gan.py", "--epochs", 1, "--plugin", "zero", "--batch-size", 32, ranks=2) == pytest.approx(
+        expected, rel=1e-3
+    )
+    for name, value in load_file(tmp_path / "generator.safetensors").items():
+        torch.testing.assert_close(value, plain[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_student_under_one_plugin_learns_from_a_teacher_under_another(run, tmp_path):
+    arguments = ["--plugin", "zero", "--teacher-plugin", "fsdp", "--steps", 8]
+    before, after = run("distillation.py", *arguments, ranks=2)
+    assert 0 < after < before
+    assert (tmp_path / "student" / "config.json").exists()
+
+
+_DIGITS = ["sklearn", "scipy", "joblib", "threadpoolctl", "narwhals"]
+
+
+@pytest.mark.skipif(bool(missing_libraries(_DIGITS)), reason="the digits are part of scikit-learn")
+def test_a_vision_transformer_reads_digits(run):
+    through = ROOT / "tests" / "examples" / "with_torchvision.py"
+    arguments = ["--plugin", "ddp", "--epochs", 3, "--batch-size", 16]
+    (accuracy,) = run(TRANSFORMER, *arguments, ranks=2, through=through)
+    assert accuracy > 35  # percent, of ten digits
+
+
+def test_spread_experts_train_as_those_of_one_process(run):
+    expected = run("mixture_of_experts.py", "--steps", 4)
+    found = run("mixture_of_experts.py", "--steps", 4, "--ep-size", 2, "--batch-size", 2, ranks=2)
+    assert found == pytest.approx(expected, rel=2e-3)  # the load-balancing loss is a mean over ranks' batches
+    assert expected[1] < expected[0]
+
+
+def test_parts_of_long_sequences_train_as_the_whole(run):
+    expected = run("long_context.py", "--length", 256, "--steps", 3)
+    found = run("long_context.py", "--length", 256, "--steps", 3, "--sp-size", 2, ranks=2)
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert expected[1] < expected[0]
+
+
+def test_gemini_trains_a_model_from_disk(run, tmp_path):
+    state_mib, before, after = run("gemini_from_disk.py", "--disk", tmp_path, ranks=2)
+    assert state_mib > 4  # in a budget of 2
+    assert after < before
+    assert (tmp_path / "run" / "latest").read_text().strip() == "step-00000005"
+
+
+def test_cluster_files_start_an_example_with_its_arguments():
+    script = EXAMPLES / "clusters" / "pretrain.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    command = re.search(r"^srun [^\n]*? python (.+)$", script.read_text(), re.MULTILINE)[1].split()
+    job = yaml.safe_load((EXAMPLES / "clusters" / "pretrain.yaml").read_text())
+    roles = job["spec"]["pytorchReplicaSpecs"]
+    commands = {tuple(role["template"]["spec"]["containers"][0]["command"]) for role in roles.values()}
+    assert commands == {("python", *command)}
+    assert (ROOT / command[0]).exists()
+
+
+@pytest.mark.slow  # in new interpreters
+def test_the_batch_script_trains(tmp_path):
+    for launcher in (ROOT / "tests" / "shared" / "launchers").iterdir():
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        shutil.copy(launcher, tmp_path / "bin")
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["sbatch", "examples/clusters/pretrain.sbatch"],
+        cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs" / "resume_training" / "latest").exists()

@@ -1,0 +1,40 @@
+"""What ranks say while they wait long: one rank of those that have come names the others."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from booster_core.errors import MissingRanksError
+from booster_core.ranks import rendezvous
+from booster_core.ranks.rendezvous import LongWait, Rendezvous
+
+
+def test_a_long_meeting_names_who_is_missing_once_per_interval(monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "_NOTE_SECONDS", 0.2)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=30))
+
+    def come(rank):
+        with pytest.raises(MissingRanksError):
+            Rendezvous(store, rank, range(4)).meet("boost", timeout_seconds=0.9)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (1, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    said = [record.getMessage().partition(", ")[0] for record in caplog.records if record.name == "booster"]
+    assert 1 <= len(said) <= 4
+    # rank 3 says nothing once rank 1 is there, and both name the two that never come
+    assert set(said) <= {"`boost` waits for ranks 0 and 2", "`boost` waits for ranks 0, 1 and 2"}
+    assert said[-1] == "`boost` waits for ranks 0 and 2"
+
+
+def test_short_waits_say_nothing(caplog):
+    wait = LongWait()
+    wait.note(lambda: pytest.fail("not asked before its time"))
+    assert not caplog.records
