@@ -46,8 +46,7 @@ def main() -> None:
         student, torch.optim.AdamW(student.parameters(), lr=3e-3), dataloader=DataLoader(samples, args.batch_size)
     )
     losses = []
-    for batch, _ in zip(loader, range(args.steps), strict=False):
-        ids = booster.to_device(batch)
+    for ids, _ in zip(loader, range(args.steps), strict=False):
         with torch.no_grad():
             target = log_softmax(teacher(input_ids=ids).logits / args.temperature, dim=-1)
         guess = log_softmax(student(input_ids=ids).logits / args.temperature, dim=-1)

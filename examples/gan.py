@@ -49,8 +49,7 @@ def main() -> None:
     critic, critic_optimizer, *_ = booster.boost(critic, torch.optim.AdamW(critic.parameters(), lr=2e-3))
 
     for _ in range(args.epochs):
-        for batch in loader:
-            real, noise = booster.to_device(batch)
+        for real, noise in loader:
             with torch.no_grad():
                 fake = generator(noise)
             # One forward over both, so that plugins see one forward for each backward.

@@ -47,8 +47,7 @@ def main() -> None:
         model, torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), None, DataLoader(samples, args.batch_size)
     )
     losses = []
-    for batch, _ in zip(loader, range(args.steps), strict=False):
-        ids = booster.to_device(batch)
+    for ids, _ in zip(loader, range(args.steps), strict=False):
         loss = model(input_ids=ids, labels=ids).loss
         booster.backward(loss, optimizer)
         optimizer.step()

@@ -37,8 +37,7 @@ def main() -> None:
         model, torch.optim.AdamW(model.parameters(), lr=3e-3), dataloader=DataLoader(samples, batch_size=1)
     )
     losses = []
-    for batch, _ in zip(loader, range(args.steps), strict=False):
-        ids = booster.to_device(batch)
+    for ids, _ in zip(loader, range(args.steps), strict=False):
         loss = model(input_ids=ids, labels=ids).loss  # of the whole sequence, the same on its ranks
         booster.backward(loss, optimizer)
         optimizer.clip_grad_by_norm(1.0)

@@ -56,8 +56,7 @@ def main() -> None:
     model, optimizer, _, loader, _ = booster.boost(model, torch.optim.AdamW(trained, lr=1e-2), dataloader=loader)
 
     losses = []
-    for batch, _ in zip(loader, range(args.steps), strict=False):
-        ids = booster.to_device(batch)
+    for ids, _ in zip(loader, range(args.steps), strict=False):
         loss = model(input_ids=ids, labels=ids).loss
         booster.backward(loss, optimizer)
         optimizer.clip_grad_by_norm(1.0)

@@ -165,7 +165,7 @@ def train(booster: Booster, args: argparse.Namespace, boosted: tuple, coordinato
     started = time.perf_counter()
     while len(losses) < args.steps:
         for batch in loader:
-            outputs = model(**{name: values.to(booster.device) for name, values in batch.items()})
+            outputs = model(**batch)
             loss = criterion(outputs)
             booster.backward(loss, optimizer)
             optimizer.clip_grad_by_norm(1.0)

@@ -77,7 +77,7 @@ def main() -> None:
 
     while step < args.steps:
         for points, angle in loader:
-            loss = criterion(model(points.to(booster.device)), angle.to(booster.device))
+            loss = criterion(model(points), angle)
             booster.backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()

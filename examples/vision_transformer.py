@@ -40,8 +40,7 @@ def main() -> None:
     model, optimizer, _, (loader, test_loader), scheduler = booster.boost(model, optimizer, None, loaders, scheduler)
 
     for epoch in range(1, args.epochs + 1):
-        for batch in loader:
-            pixels, target = booster.to_device(batch)
+        for pixels, target in loader:
             loss = model(pixel_values=pixels, labels=target).loss
             booster.backward(loss, optimizer)
             optimizer.step()
@@ -50,8 +49,7 @@ def main() -> None:
         model.eval()
         hits = []
         with torch.no_grad():
-            for batch in test_loader:
-                pixels, target = booster.to_device(batch)
+            for pixels, target in test_loader:
                 hit = model(pixel_values=pixels).logits.argmax(dim=-1) == target
                 hits.append(booster.gather_for_metrics(hit, test_loader))  # each image once
         model.train()

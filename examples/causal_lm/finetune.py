@@ -44,8 +44,8 @@ def perplexity(model, loader: DataLoader, booster: Booster) -> float:
     model.eval()
     losses = []
     for batch in loader:
-        labels = batch["labels"].to(booster.device)
-        logits = model(input_ids=batch["input_ids"].to(booster.device)).logits
+        labels = batch["labels"]
+        logits = model(input_ids=batch["input_ids"]).logits
         loss = cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels[:, 1:], reduction="none").mean(dim=1)
         losses.append(booster.gather_for_metrics(loss, loader))  # each sample once, on every rank
     model.train()
@@ -72,7 +72,7 @@ def main() -> None:
         epoch = booster.load_checkpoint(args.run, **state).step
     while epoch < args.epochs:
         for batch in loader:
-            loss = model(**{name: tensor.to(booster.device) for name, tensor in batch.items()}).loss
+            loss = model(**batch).loss
             booster.backward(loss, optimizer)
             optimizer.clip_grad_by_norm(1.0)
             optimizer.step()

@@ -185,3 +185,66 @@ def _place_and_print():
 
 def test_batches_models_and_prints():
     assert run_on_ranks(_place_and_print, 2) == [(True, "text", True, True)] * 2
+
+
+def _place_from_loaders():
+    class Recorded(collections.UserDict):
+        def to(self, device):
+            return "placed", device, self.data["x"].tolist()
+
+    def collate(samples):
+        return Recorded(x=torch.stack(samples))
+
+    data = list(torch.arange(4.0))
+    found = []
+    for is_wanted in (True, False):
+        booster = Booster(plugin="ddp", device_placement=is_wanted)
+        loader = DataLoader(data, batch_size=1, collate_fn=collate)
+        boosted = booster.boost(_model(), dataloader=loader).dataloader
+        [listed] = booster.boost(_model(), dataloader=[loader]).dataloader
+        prepared = booster.prepare_dataloader(data, batch_size=1, collate_fn=collate)
+        found.append([next(iter(each)) for each in (boosted, listed, prepared)])
+    device, rank = torch.device("cpu"), booster.context.coordinator.rank
+    assert found[0] == [("placed", device, [float(rank)])] * 3
+    assert [batch["x"].tolist() for batch in found[1]] == [[float(rank)]] * 3
+
+
+def test_loaders_place_batches_unless_told_not_to():
+    run_on_ranks(_place_from_loaders, 2)
+
+
+def _reduced(plugin):
+    booster = Booster(plugin=plugin_named(plugin))
+    coordinator = booster.context.coordinator
+    index, size = booster.plugin.data_parallel_coordinates(coordinator)
+    values = {"loss": torch.tensor([1.0, 3.0]) * (index + 1), "hits": index + 3, "seen": (torch.tensor(2 + index),)}
+    if plugin == "hybrid-pp" and coordinator.rank == 0:
+        values = None  # a stage without outputs
+    means, sums = booster.reduce(values), booster.reduce(values, "sum")
+    return size, means["loss"].tolist(), means["seen"][0].item(), sums["hits"].item(), sums["seen"][0].item()
+
+
+@pytest.mark.parametrize("plugin", ["zero", "hybrid-tp", "hybrid-pp"])
+def test_values_of_each_data_parallel_rank_are_reduced_once(plugin):
+    expected = (2, [1.5, 4.5], 2.5, 7, 5) if plugin == "zero" else (1, [1.0, 3.0], 2.0, 3, 2)
+    assert run_on_ranks(_reduced, 2, plugin) == [expected] * 2
+
+
+def _reduce_wrongly(kind):
+    booster = Booster(plugin="ddp")
+    rank = booster.context.coordinator.rank
+    values = {"text": "text", "shapes": torch.ones(2 + rank), "structure": {str(rank): 1.0}, "reduction": 1.0}[kind]
+    booster.reduce(values, "max" if kind == "reduction" else "mean")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("text", TypeError, "got `str`"),
+        ("shapes", ConfigError, "different shapes"),
+        ("structure", ConfigError, "different structure"),
+        ("reduction", ConfigError, "neither 'mean' nor 'sum'"),
+    ],
+)
+def test_values_that_cannot_be_reduced_raise_on_every_rank(kind, error, message):
+    assert all(expect_on_ranks(error, message, _reduce_wrongly, 2, kind))

@@ -198,6 +198,25 @@ class Batches(Saving):
         """
         return self._run("gather_for_metrics", values=values, loader=dataloader)
 
+    def reduce(self, values: Any, reduction: str = "mean") -> Any:
+        """Return the mean or sum of values over the ranks that see different samples, each of these counted once.
+
+        Args:
+            values: Tensors and numbers in any nest of dicts, lists and tuples; they are sent through the host. ``None``
+                on a rank that has none, such as a pipeline's first stage.
+            reduction: ``"mean"`` or ``"sum"``.
+
+        Returns:
+            The same nest of tensors on this run's device, the same on every rank.
+
+        Raises:
+            TypeError: If a value is neither a tensor nor a number.
+            ConfigError: If the reduction is another one, or ranks' values don't fit together.
+
+        Collective: every rank of the world.
+        """
+        return self._run("reduce", values=values, reduction=reduction)
+
     def to_device(self, batch: Any) -> Any:
         """Return a batch with its tensors, in any nest of dicts, lists and tuples, on this run's device.
 

@@ -19,7 +19,6 @@ from booster_core.batches import Batches
 from booster_core.errors import ConfigError, needs_runtime
 from booster_core.plugin.arguments import check_boost_arguments, check_boosted
 from booster_core.plugin.discovery import check_api_version, load
-from booster_core.plugin.frozen import FrozenParameters, untrained_names
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
@@ -61,6 +60,8 @@ class Booster(Batches, Remedies):
             the plugin, means fp32: the model runs as it is, without autocast.
         plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
         timeout_seconds: How long collective calls wait for a missing rank; the time limit of the launch by default.
+        device_placement: Let the data loaders that `boost` and `prepare_dataloader` return hand out batches on the
+            device, as `to_device` moves them.
         verify: Let each `boost` first train copies of model and optimizer for two steps on the data loader's first
             batch, under the plugin and in one process, and raise `GradientError` where they differ by more than
             rounding. The loss is that of the model's outputs, or ``criterion(model(inputs), targets)`` where batches
@@ -82,6 +83,7 @@ class Booster(Batches, Remedies):
         plugin: Plugin | str | None = None,
         *,
         timeout_seconds: float | None = None,
+        device_placement: bool = True,
         verify: bool | Callable[[nn.Module, Any], Tensor] = False,
     ) -> None:
         super().__init__()
@@ -89,6 +91,7 @@ class Booster(Batches, Remedies):
             msg = f"`verify` is True, False or a function `verify(model, batch)`; got `{type(verify).__name__}`."
             raise TypeError(msg)
         self._verify = verify
+        self.device_placement = device_placement
         if isinstance(plugin, str):
             plugin = load(plugin)()
         elif plugin is None:
@@ -213,12 +216,9 @@ class Booster(Batches, Remedies):
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         dealt = [None if loader is None else self._deal(loader) for loader in loaders]
         objects = objects._replace(dataloader=dealt[0] if dealt else None)
-        frozen = set() if optimizer is None else untrained_names(model, optimizer)
         context.hooks.prepare_objects(plugin=self.plugin, objects=objects, context=context)
         boosted = self.plugin.configure(objects, context)
         check_boosted(boosted, objects, self.plugin)
-        if isinstance(boosted.optimizer, OptimizerWrapper):
-            boosted.optimizer.frozen = FrozenParameters(unwrap_model(boosted.model), frozen)
         if isinstance(dataloader, (list, tuple)):
             both = [boosted.dataloader, *dealt[1:]]
             boosted = boosted._replace(dataloader=type(dataloader)(both[: len(loaders)]))
@@ -405,7 +405,9 @@ class Booster(Batches, Remedies):
 
         Collective: none.
         """
-        return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
+        loader = self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
+        place = hook_relay().booster_method(name="place_batches")
+        return loader if place is None else place(booster=self, loader=loader)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own model of a boosted one.

@@ -68,6 +68,14 @@ def check_objects(plugin: Plugin, objects: Boosted) -> None:
 
 
 @hookimpl
+def before_configure(objects: Boosted) -> None:
+    """Note which parameters are frozen."""
+    from booster_runtime.frozen import note_frozen
+
+    note_frozen(objects)
+
+
+@hookimpl
 def prepare_objects(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
     """Give a lazy model its values, or let the plugin do so with the same seeds on every rank."""
     from booster_runtime.lazy.boosting import prepare_lazy
@@ -111,13 +119,17 @@ def replicated_state(model: nn.Module, optimizer: Optimizer | None, coordinator:
 
 @hookimpl
 def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context: BoostContext) -> None:
-    """Compare ranks' first batches, and let ``save_pretrained`` of the boosted model save by Booster."""
+    """Place and compare batches, watch frozen parameters, and let ``save_pretrained`` save by Booster."""
     from booster_runtime.data.first_batch import watch_first_batch
+    from booster_runtime.frozen import watch_frozen
+    from booster_runtime.methods import place_batches
     from booster_runtime.save_pretrained import take_over
 
     assert isinstance(boosted.model, ModelWrapper), "checked by `boost`"
     index, size = plugin.data_parallel_coordinates(context.coordinator)
     watch_first_batch(boosted.model, index=index, size=size)
+    watch_frozen(boosted)
+    place_batches(booster, boosted.dataloader)
     take_over(boosted.model, booster)
 
 

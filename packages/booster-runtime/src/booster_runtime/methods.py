@@ -22,7 +22,9 @@ METHODS = {
     "evaluate_batch": "whole_batches:evaluate_batch",
     "gather_for_metrics": "methods:gather_for_metrics",
     "join": "methods:join",
+    "place_batches": "methods:place_batches",
     "profile": "profiling:profile",
+    "reduce": "methods:reduce",
     "to_device": "methods:to_device",
     "train_batch": "whole_batches:train_batch",
     "verify_boost": "verification.at_boost:verify_boost",
@@ -57,6 +59,25 @@ def gather_for_metrics(booster: Booster, values: Any, loader: DataLoader[Any]) -
     coordinator = booster.context.coordinator
     index, _ = booster.plugin.data_parallel_coordinates(coordinator)
     return gather_samples(values, loader, index=index, coordinator=coordinator, device=booster.device)
+
+
+def reduce(booster: Booster, values: Any, reduction: str) -> Any:
+    """Reduce values over the ranks that see different samples; see `Booster.reduce`."""
+    from booster_runtime.data.metrics import reduce_values
+
+    coordinator = booster.context.coordinator
+    index, _ = booster.plugin.data_parallel_coordinates(coordinator)
+    return reduce_values(values, reduction, index=index, coordinator=coordinator, device=booster.device)
+
+
+def place_batches(booster: Booster, loader: Any) -> Any:
+    """Let loaders that deal samples hand out batches on the run's device, if the Booster is to, and return them."""
+    from booster_runtime.data.loader import DistributedDataLoader
+
+    for each in loader if isinstance(loader, (list, tuple)) else [loader]:
+        if isinstance(each, DistributedDataLoader) and booster.device_placement:
+            each.place = booster.to_device
+    return loader
 
 
 def enable_lora(booster: Booster, bnb_quantization_config: Any, *, quantize: bool, **arguments: Any) -> PeftModel:

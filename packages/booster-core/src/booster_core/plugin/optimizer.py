@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_core.plugin.frozen import FrozenParameters
     from booster_core.precision.policy import PrecisionPolicy
 
 
@@ -53,8 +52,8 @@ class OptimizerWrapper(Optimizer):
             computed, and ``loss_scale`` under fp16), where a hook asks for them.
     """
 
-    frozen: FrozenParameters | None = None
-    """The parameters that a step would leave out if they were unfrozen; set by `Booster.boost`."""
+    frozen: Any = None
+    """Its ``check(optimizer)``, before each step, raises where a parameter was unfrozen that it would leave out."""
 
     def __init__(
         self,

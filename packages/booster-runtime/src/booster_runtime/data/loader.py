@@ -58,6 +58,8 @@ class DistributedDataLoader(DataLoader[Any]):
         self._start = 0
         # Called with the number of each batch and its epoch, where the loader is boosted on several ranks.
         self.on_batch: Callable[[int, int], None] | None = None
+        # Moves each batch to the device, where the run's Booster is to.
+        self.place: Callable[[Any], Any] | None = None
 
     @property
     def epoch(self) -> int:
@@ -103,7 +105,7 @@ class DistributedDataLoader(DataLoader[Any]):
                 self._num_in_batch, self._num_padded, batch = batch  # noqa: PLW2901 - as `CountedCollate` returned it
             else:
                 self._count_batch(source, start, number)
-            yield batch
+            yield batch if self.place is None else self.place(batch)
         self.set_epoch(self._epoch + 1)
         if source is not None:
             source.is_epoch_chosen = False

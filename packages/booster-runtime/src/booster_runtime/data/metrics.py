@@ -15,6 +15,8 @@ from booster_core.errors import ConfigError
 from booster_runtime.data.loader import DistributedDataLoader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.utils.data import DataLoader
 
     from booster_core.ranks import DistCoordinator
@@ -54,30 +56,92 @@ def gather_samples(
     except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
         error = caught
     coordinator.raise_together(error, name="gather_for_metrics")
+    return _joined(
+        own, lambda tensors: _merge(tensors, by_rank=by_rank), "gather_for_metrics", index, coordinator, device
+    )
+
+
+def reduce_values(
+    values: Any, reduction: str, *, index: int, coordinator: DistCoordinator, device: torch.device
+) -> Any:
+    """Return the mean or sum of values over the ranks that see different samples; see `Booster.reduce`.
+
+    Args:
+        values: Tensors and numbers in any nest of dicts, lists and tuples; ``None`` on ranks that have none.
+        reduction: ``"mean"`` or ``"sum"``.
+        index: Index of this rank among the ranks that see different samples.
+        coordinator: Carries the values.
+        device: Where to put them.
+
+    Raises:
+        ConfigError: If the reduction is another one, or ranks' values don't fit together.
+        TypeError: If a value is neither a tensor nor a number.
+
+    Collective: every rank of the world.
+    """
+    error: Exception | None = None
+    own: Any = None
+    try:
+        if reduction not in ("mean", "sum"):
+            msg = f"`reduction={reduction!r}` is neither 'mean' nor 'sum'."
+            raise ConfigError(msg)
+        if values is not None:
+            own = pytree.tree_map(_as_tensor, values)
+    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+        error = caught
+    coordinator.raise_together(error, name="reduce")
+
+    def reduced(tensors: list[torch.Tensor]) -> torch.Tensor:
+        _check_alike(tensors, lambda tensor: tensor.shape)
+        stacked = torch.stack(tensors)
+        if reduction == "sum":
+            return stacked.sum(0)
+        dtype = stacked.dtype if stacked.is_floating_point() or stacked.is_complex() else torch.get_default_dtype()
+        return stacked.to(dtype).mean(0)
+
+    return _joined(own, reduced, "reduce", index, coordinator, device)
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, (int, float, complex, torch.Tensor)):
+        return torch.as_tensor(value).detach().cpu()
+    msg = f"Values to reduce are tensors and numbers; got `{type(value).__name__}`."
+    raise TypeError(msg)
+
+
+def _joined(
+    own: Any,
+    join: Callable[[list[torch.Tensor]], torch.Tensor],
+    name: str,
+    index: int,
+    coordinator: DistCoordinator,
+    device: torch.device,
+) -> Any:
+    """Return what becomes of the values of all ranks that see different samples, each once and in their order."""
     given: dict[int, Any] = {}
-    for where, theirs in coordinator.all_gather_object((index, own), name="gather_for_metrics"):
+    for where, theirs in coordinator.all_gather_object((index, own), name=name):
         if theirs is not None:
             given.setdefault(where, theirs)  # ranks that work on one batch together have the same
-    parts = [given[where] for where in sorted(given)]
-    flat = [pytree.tree_flatten(part) for part in parts]
+    flat = [pytree.tree_flatten(given[where]) for where in sorted(given)]
     if any(spec != flat[0][1] for _, spec in flat):
         msg = f"Ranks have values of different structure: {', '.join(sorted({str(spec) for _, spec in flat}))}."
         raise ConfigError(msg)
     if not flat:
         return None
-    merged = [
-        _merge(list(tensors), by_rank=by_rank).to(device)
-        for tensors in zip(*(leaves for leaves, _ in flat), strict=True)
-    ]
-    return pytree.tree_unflatten(merged, flat[0][1])
+    tensors = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([join(list(each)).to(device) for each in tensors], flat[0][1])
+
+
+def _check_alike(tensors: list[torch.Tensor], shape: Callable[[torch.Tensor], torch.Size]) -> None:
+    if len({(tensor.dtype, shape(tensor)) for tensor in tensors}) > 1:
+        shapes = ", ".join(str((str(tensor.dtype), tuple(tensor.shape))) for tensor in tensors)
+        msg = f"Ranks have values of different shapes or types: {shapes}. Pad them alike, or reduce them per sample."
+        raise ConfigError(msg)
 
 
 def _merge(tensors: list[torch.Tensor], *, by_rank: bool) -> torch.Tensor:
     """Join ranks' values: sample by sample in turn, as they were dealt, or one rank's batch after the other."""
-    if len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) > 1:
-        shapes = ", ".join(str((str(tensor.dtype), tuple(tensor.shape))) for tensor in tensors)
-        msg = f"Ranks have values of different shapes or types: {shapes}. Pad them alike, or reduce them per sample."
-        raise ConfigError(msg)
+    _check_alike(tensors, lambda tensor: tensor.shape[1:])
     joined = torch.cat(tensors)
     if by_rank:
         return joined

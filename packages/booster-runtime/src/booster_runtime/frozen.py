@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from booster_core.errors import GradientError
-from booster_core.state.names import NamedTensors
+from booster_core.plugin import OptimizerWrapper, unwrap_model
+from booster_core.state import NamedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -13,14 +15,34 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.plugin.optimizer import OptimizerWrapper
+    from booster_core.plugin import Boosted
+
+_names: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+"""The frozen parameters of models that are being boosted."""
 
 
-def untrained_names(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    """Return the names of a model's frozen parameters that its optimizer does not list.
+def note_frozen(objects: Boosted) -> None:
+    """Note which parameters are frozen before the plugin lays out a model.
 
     Collective: none.
     """
+    if objects.optimizer is not None:
+        _names[unwrap_model(objects.model)] = _untrained_names(objects.model, objects.optimizer)
+
+
+def watch_frozen(boosted: Boosted) -> None:
+    """Let each step of the boosted optimizer check that what was frozen still is.
+
+    Collective: none.
+    """
+    model = unwrap_model(boosted.model)
+    names = _names.pop(model, set())
+    if isinstance(boosted.optimizer, OptimizerWrapper):
+        boosted.optimizer.frozen = FrozenParameters(model, names)
+
+
+def _untrained_names(model: nn.Module, optimizer: Optimizer) -> set[str]:
+    """Return the names of a model's frozen parameters that its optimizer does not list."""
     listed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     name_of = NamedTensors.of(model).name_of
     return {
