@@ -338,8 +338,9 @@ def slow_writes():
     whole = saver.write_directly
 
     def slowly(*args):
-        whole(*args)
+        paths = whole(*args)
         time.sleep(0.5)
+        return paths
 
     return mock.patch.object(saver, "write_directly", slowly)
 

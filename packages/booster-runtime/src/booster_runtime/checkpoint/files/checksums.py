@@ -151,6 +151,19 @@ class CheckedReads:
         self._is_checked = bytearray(len(blocks))
         self._is_shared = is_shared
         self._on_damage = on_damage
+        self._turn, self._num_turns = 0, 1
+
+    def take_turns(self, turn: int, num_turns: int) -> None:
+        """Leave blocks to other ranks that read the same of this file, each of them to one.
+
+        Args:
+            turn: This rank's place among these ranks.
+            num_turns: Their number.
+
+        Collective: none, but each of the ranks must do the same.
+        """
+        if self._is_shared:
+            self._turn, self._num_turns = turn, num_turns
 
     def read(self, read: Read, target: memoryview, offset: int) -> None:
         """Fill ``target`` from a byte offset, and verify the blocks that are this rank's to verify.
@@ -167,10 +180,12 @@ class CheckedReads:
         while target and index < len(self._ends):
             begin, end = self._ends[index] - self._blocks[index].nbytes, self._ends[index]
             part = target[: end - offset]
+            is_ours = index % self._num_turns == self._turn
             if len(part) == end - begin:
                 read(part, offset)
-                self._check(index, part)
-            elif not self._is_checked[index] and (begin == offset or not self._is_shared):
+                if is_ours:
+                    self._check(index, part)
+            elif is_ours and not self._is_checked[index] and (begin == offset or not self._is_shared):
                 part[:] = self._read_whole(index, read)[offset - begin : offset - begin + len(part)]
             else:
                 read(part, offset)

@@ -101,6 +101,10 @@ class SafetensorsFile(TensorFile):
             self._bytes.read_box(offset, meta.shape, itemsize, box, out)
 
     @override
+    def take_turns(self, turn: int, num_turns: int) -> None:
+        """Verify what others that read the same of this file do not."""
+        self._bytes.take_turns(turn, num_turns)
+
     def place_of(self, key: str) -> tuple[ByteFile, int] | None:
         return None if self._in_memory else (self._bytes, self._offsets[key])
 

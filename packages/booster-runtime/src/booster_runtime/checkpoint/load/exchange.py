@@ -53,12 +53,16 @@ def digests_of(
     for shard in shards:
         kind = f"{'box' if shard.flat is None else 'flat'} {shard.dtype}" if shard.data.is_contiguous() else _ALONE
         kinds.setdefault(kind, []).append(shard)
-    digests = {}
-    for kind, of_kind in kinds.items():
-        if kind != _ALONE:
-            listed = [(shard.key, homes[shard.key], shard.global_shape, shard.box, shard.flat) for shard in of_kind]
-            digests[kind] = hashlib.blake2b(repr(listed).encode(), digest_size=16).hexdigest()
-    return digests
+    return {kind: digest_of(of_kind, homes) for kind, of_kind in kinds.items() if kind != _ALONE}
+
+
+def digest_of(shards: Iterable[TensorShard], homes: Mapping[str, str]) -> str:
+    """Return a digest of which parts of which tensors shards are filled from, in their order.
+
+    Collective: none.
+    """
+    listed = [(shard.key, homes[shard.key], shard.global_shape, shard.box, shard.flat) for shard in shards]
+    return hashlib.blake2b(repr(listed).encode(), digest_size=16).hexdigest()
 
 
 def mates_by_kind(digests: Sequence[Mapping[str, str]], hosts: Sequence[Host]) -> list[dict[str, list[int]]]:

@@ -72,8 +72,23 @@ class Fill:
             if isinstance(self.path, RemotePath):
                 self._run_at_url(shards, progress.advance, keeps_values=keeps_values)
                 return
+            if keeps_values and self.session.world_size > 1:
+                self._take_turns(shards)
             with self.session.together(self.call, self.path, for_long=True):
                 self._fill(shards(), progress.advance)
+
+    def _take_turns(self, shards: Callable[[], Iterable[TensorShard]]) -> None:
+        """Let ranks of a host that read the same, through one page cache, verify every block once between them."""
+        from booster_runtime.checkpoint.load.exchange import digest_of
+
+        session = self.session
+
+        def look() -> str:
+            return digest_of(filter(self._is_loaded, shards()), self.homes)
+
+        told = list(zip(session.hosts(), session.gather(self.call, self.path, look), strict=True))
+        mates = [rank for rank, each in enumerate(told) if each == told[session.rank]]
+        self.source.take_turns(mates.index(session.rank), len(mates))
 
     def _run_at_url(
         self, shards: Callable[[], Iterable[TensorShard]], progress: Callable[[int], None], *, keeps_values: bool

@@ -211,6 +211,11 @@ class Source:
             self.close()
             raise
 
+    def take_turns(self, turn: int, num_turns: int) -> None:
+        """Verify what other ranks of this host that read the same do not; see `CheckedReads.take_turns`."""
+        for file in self._files:
+            file.take_turns(turn, num_turns)
+
     @property
     def file_paths(self) -> list[Path]:
         """The files that hold the tensors."""

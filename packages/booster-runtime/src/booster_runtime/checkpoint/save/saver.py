@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from booster_runtime.checkpoint.save.specs import OwnedTensors, SpecTables
 from booster_runtime.checkpoint.save.writer import (
     Fragment,
     create_file,
+    sync_files,
     sync_folder,
     write_directly,
     write_text,
@@ -238,9 +240,8 @@ class Saver:
                         if session.rank == 0:
                             _create(plan, plan.files)
                     with session.together(f"{name} (write)", folder, for_long=True):
-                        write_directly(plan, fragments, self._bucket_bytes, progress.advance)
-                    if save.want_checksums:
-                        told = self._read_checksums(save, plan)
+                        paths = write_directly(plan, fragments, self._bucket_bytes, progress.advance)
+                    told = self._sync(save, plan, paths)
             written: list[WrittenFile] = []
             with session.together(f"{name} (commit)", folder, for_long=True):
                 if session.rank == 0:
@@ -285,25 +286,37 @@ class Saver:
             specs.append(self._tables.merge(part, held, [entries[begin] for entries in gathered], save.group))
         return make_plan(folder, gathered[0][-1], save.parts, specs, texts)
 
-    def _read_checksums(self, save: Save, plan: SavePlan) -> Told:
-        """Return, on rank 0, each file's size and blocks, read back from the page cache; ranks share the work."""
+    def _sync(self, save: Save, plan: SavePlan, paths: Sequence[Path]) -> Told:
+        """Wait until files are on disk; meanwhile compute their checksums, if they are wanted, for rank 0."""
         session, told = self._session, Told()
-        with session.together(f"{save.name} (compute checksums)", save.folder, for_long=True):
-            if session.rank == 0:
-                told = {name: _size_and_blocks(plan.temporary(name)) for name in plan.texts}
-            paths = [plan.temporary(file.name) for file in plan.files]
-            nbytes = [path.stat().st_size for path in paths]
-            shares = [sum(nbytes) * rank // session.world_size for rank in (session.rank, session.rank + 1)]
-            begin = 0  # of a block, among the bytes of all files
-            for file, path, size in zip(plan.files, paths, nbytes, strict=True):
-                mine, first = list[int](), begin
-                for block in file.block_sizes(size):
-                    if shares[0] <= begin < shares[1]:
-                        first = begin if not mine else first
-                        mine.append(block)
-                    begin += block
-                told[file.name] = size, tuple(blocks_of_file(path, mine, first - (begin - size)))
-        return _merged(session.gather_to_first(told, save.group))
+        with (
+            session.together(f"{save.name} (sync)", save.folder, for_long=True),
+            ThreadPoolExecutor(1, "checkpoint sync") as pool,
+        ):
+            syncing = pool.submit(sync_files, paths)
+            if save.want_checksums:
+                told = self._read_checksums(plan)
+            syncing.result()
+        return _merged(session.gather_to_first(told, save.group)) if save.want_checksums else told
+
+    def _read_checksums(self, plan: SavePlan) -> Told:
+        """Return sizes and blocks of this rank's share of all files, read back from the page cache."""
+        session, told = self._session, Told()
+        if session.rank == 0:
+            told = {name: _size_and_blocks(plan.temporary(name)) for name in plan.texts}
+        paths = [plan.temporary(file.name) for file in plan.files]
+        nbytes = [path.stat().st_size for path in paths]
+        shares = [sum(nbytes) * rank // session.world_size for rank in (session.rank, session.rank + 1)]
+        begin = 0  # of a block, among the bytes of all files
+        for file, path, size in zip(plan.files, paths, nbytes, strict=True):
+            mine, first = list[int](), begin
+            for block in file.block_sizes(size):
+                if shares[0] <= begin < shares[1]:
+                    first = begin if not mine else first
+                    mine.append(block)
+                begin += block
+            told[file.name] = size, tuple(blocks_of_file(path, mine, first - (begin - size)))
+        return told
 
     def _write_by_owners(
         self, save: Save, plan: SavePlan, fragments: Iterable[Fragment], advance: Callable[[int], None]

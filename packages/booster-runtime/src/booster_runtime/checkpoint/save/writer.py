@@ -125,8 +125,8 @@ def synchronize_devices() -> None:
 
 def write_directly(
     plan: SavePlan, fragments: Iterable[Fragment], bucket_bytes: int, progress: Callable[[int], None]
-) -> None:
-    """Write this rank's fragments at their offsets, straight from their memory, and wait until they are on disk.
+) -> list[Path]:
+    """Write this rank's fragments at their offsets, straight from their memory; `sync_files` puts them on disk.
 
     Ranks of one host may write to the same files side by side, because they share a page cache.
 
@@ -135,6 +135,9 @@ def write_directly(
         fragments: Those in other memory or of another dtype pass through a bucket.
         bucket_bytes: Size of the bucket.
         progress: Told the number of bytes after each write.
+
+    Returns:
+        The files that this rank has written to.
 
     Collective: none.
     """
@@ -157,22 +160,27 @@ def write_directly(
                     offsets[index] = offsets_in(path, plan.files[index])
                 if index not in descriptors:
                     while len(descriptors) >= _MOST_OPEN:
-                        _sync_and_close(descriptors.pop(next(iter(descriptors))))
+                        os.close(descriptors.pop(next(iter(descriptors))))
                     descriptors[index] = os.open(path, os.O_WRONLY)
                 _write_fragment(path, descriptors[index], offsets[index][fragment.key], fragment)
                 progress(fragment.numel * fragment.dtype.itemsize)
-        for descriptor in descriptors.values():
-            os.fsync(descriptor)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
+    return [plan.temporary(plan.files[index].name) for index in offsets]
 
 
-def _sync_and_close(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync_files(paths: Iterable[Path]) -> None:
+    """Wait until what was written to files is on disk.
+
+    Collective: none.
+    """
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _write_fragment(path: Path, descriptor: int, offset: int, fragment: Fragment) -> None:
@@ -263,11 +271,7 @@ def _safetensors_head(specs: Sequence[TensorSpec], values: Mapping[str, Any]) ->
 
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder last through a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_files([folder])
 
 
 def as_checkpoint_error(error: Exception, path: Path) -> Exception:
