@@ -9,7 +9,9 @@ round. The comparisons:
 - DCP: ``torch.distributed.checkpoint`` saves and loads the same model and optimizer state;
 - async: a copy of the bytes that the rank writes, into allocated memory, and DCP's ``async_save``: the time until the
   call returns, while nothing is written;
-- training states: `save_checkpoint` and `load_checkpoint`, with checksums, against DCP.
+- training states: `save_checkpoint` and `load_checkpoint`, with checksums, against DCP, and against ``torch.save`` on
+  rank 0, with a sync, and ``torch.load`` on every rank; and against DeepSpeed's ZeRO stage 1, with a sync, where it is
+  installed.
 
 Files are read from the page cache on both sides, except where it says "cold": the page cache is emptied of them before
 each load, and ``mincore`` confirms it.
@@ -31,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from _results import compare
+from other_libraries import load as load_yardstick
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
@@ -110,7 +113,7 @@ def in_turns(
     return times
 
 
-def report(text: str, ours: list[float], theirs: list[float], bar: float) -> None:
+def report(text: str, ours: list[float], theirs: list[float], bar: float | None) -> None:
     """Report seconds on rank 0; ``text`` is what is measured and its yardstick, ``A / of B``."""
     if dist.get_rank() == 0:
         what, _, yardstick = text.partition(" / of ")
@@ -205,7 +208,7 @@ class Bench:
     """
 
     def __init__(self, size: str, rounds: int, folder: Path, coordinator: DistCoordinator) -> None:
-        self.rounds = rounds
+        self.size, self.rounds = size, rounds
         self.folder = folder
         self.rank = coordinator.rank
         self.model, self.optimizer = build(size)
@@ -273,6 +276,21 @@ class Bench:
     def load_dcp(self) -> None:
         """Load with torch."""
         dcp_load(self.dcp_state(), checkpoint_id=self.folder / "dcp")
+
+    def save_torch(self) -> None:
+        """Save on rank 0 by ``torch.save``, as scripts do."""
+        if self.rank == 0:
+            with (self.folder / "torch.pt").open("wb") as stream:
+                torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+        dist.barrier()
+
+    def load_torch(self) -> None:
+        """Load on every rank by ``torch.load``."""
+        state = torch.load(self.folder / "torch.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def save_in_background(self) -> None:
         """Save with Booster in the background."""
@@ -343,15 +361,36 @@ class Bench:
         def load() -> None:
             booster.load_checkpoint(root, model=model, optimizer=optimizer)
 
-        ours, theirs = in_turns([save, self.save_dcp], self.rounds, self.clean)
-        report("time of save_checkpoint / of DCP", ours, theirs, 0.7)
+        ours, dcp, plain = in_turns([save, self.save_dcp, self.save_torch], self.rounds, self.clean)
+        report("time of save_checkpoint / of DCP", ours, dcp, 0.7)
+        report("time of save_checkpoint / of torch.save", ours, plain, None)
         self.clean()
         save()
         self.save_dcp()
-        ours, theirs = in_turns([load, self.load_dcp], self.rounds)
-        report("time of load_checkpoint, warm / of DCP", ours, theirs, 0.5)
-        ours, theirs = in_turns([load, self.load_dcp], self.rounds, self.drop)
-        report("time of load_checkpoint, cold / of DCP", ours, theirs, 0.9)
+        self.save_torch()
+        for what, between, bar in (("warm", dist.barrier, 0.5), ("cold", self.drop, 0.9)):
+            ours, dcp, plain = in_turns([load, self.load_dcp, self.load_torch], self.rounds, between)
+            report(f"time of load_checkpoint, {what} / of DCP", ours, dcp, bar)
+            report(f"time of load_checkpoint, {what} / of torch.load", ours, plain, None)
+        try:
+            yardstick = load_yardstick("deepspeed")
+        except ImportError as error:
+            if self.rank == 0:
+                print(f"DeepSpeed is left out: {error}.", flush=True)
+            return
+        self._run_against(yardstick, save, load)
+
+    def _run_against(self, yardstick: Any, save: Callable[[], None], load: Callable[[], None]) -> None:
+        """Compare with a library that saves a model and optimizer of its own."""
+        their_save, their_load = yardstick.make_checkpoint(build(self.size)[0], self.folder / "theirs")
+        ours, theirs = in_turns([save, their_save], self.rounds, self.clean)
+        report(f"time of save_checkpoint / of {yardstick.NAME}", ours, theirs, None)
+        self.clean()
+        save()
+        their_save()
+        for what, between in (("warm", dist.barrier), ("cold", self.drop)):
+            ours, theirs = in_turns([load, their_load], self.rounds, between)
+            report(f"time of load_checkpoint, {what} / of {yardstick.NAME}", ours, theirs, None)
 
 
 if __name__ == "__main__":
