@@ -33,6 +33,7 @@ TITLES = {
     "gemini": "Gemini plugin",
     "gemini_offload": "Gemini with state on disk",
     "import_time": "Import",
+    "many_parameters": "Many parameters",
     "other_libraries": "Other libraries",
     "pipeline": "Pipelines",
     "ring_attention": "Ring attention",

@@ -36,6 +36,7 @@ SMALLEST = {
     "gemini": ["--turns", "2", "--no-memory"],
     "gemini_offload": ["--layers", "12", "--hidden", "256", "--batch", "1", "--steps", "4"],
     "import_time": ["--pairs", "2"],
+    "many_parameters": ["--rounds", "2"],
     "other_libraries": ["--rounds", "2"],
     "pipeline": ["--rounds", "2"],
     "ring_attention": ["--tokens", "512", "--heads", "2", "--rounds", "2"],

@@ -18,6 +18,7 @@ from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {
     "ddp": partial(TorchDDPPlugin, find_unused_parameters=False),
+    "ddp, first step": TorchDDPPlugin,
     "fsdp": TorchFSDPPlugin,
     "zero": LowLevelZeroPlugin,
     "zero, fp32 sent": partial(LowLevelZeroPlugin, stage=2, communication_dtype="fp32"),
@@ -69,6 +70,9 @@ def test_the_described_sum_is_the_one_on_devices(simulated_device):
 
 
 def test_the_described_sum_is_the_one_on_the_cpu():
-    for found in run_on_ranks(all_described, 2, "cpu", ["ddp", "fsdp"], timeout_seconds=240.0):
+    for found in run_on_ranks(all_described, 2, "cpu", ["ddp", "ddp, first step", "fsdp"], timeout_seconds=240.0):
         formats = check(found, "gloo")
-        assert {key for key, format_ in formats.items() if format_ != "fp32"} == {("ddp", "narrow")}
+        assert {key for key, format_ in formats.items() if format_ != "fp32"} == {
+            ("ddp", "narrow"),
+            ("ddp, first step", "narrow"),
+        }

@@ -15,8 +15,10 @@ _ITSELF = "the largest or smallest of a number and itself is that number"
 
 EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
     "zero/partition": {
-        ("assign_owners", "loads = [0] * world_size", "0 -> 1"): _ONLY_DIFFERENCES,
-        ("assign_owners", "loads = [0] * world_size", "0 -> -1"): _ONLY_DIFFERENCES,
+        ("assign_owners", "loads = [(0, rank) for rank in range(world_size)]", "0 -> 1"): _ONLY_DIFFERENCES,
+        ("assign_owners", "loads = [(0, rank) for rank in range(world_size)]", "0 -> -1"): _ONLY_DIFFERENCES,
+        ("lengths_of_flat", "held = 0", "0 -> 1"): _FIRST_BUCKET,
+        ("lengths_of_flat", "held = 0", "0 -> -1"): _FIRST_BUCKET,
         ("_fill", "held = 0", "0 -> 1"): _FIRST_BUCKET,
         ("_fill", "held = 0", "0 -> -1"): _FIRST_BUCKET,
     },
@@ -81,8 +83,8 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
         ("", "_CANDIDATES = 192", "192 -> 191"): _FINENESS,
         (
             "_fullest",
-            "return max((plan.numel for plan in plans if plan.numel <= chunk_numel), default=chunk_numel)",
-            "plan.numel <= chunk_numel -> plan.numel < chunk_numel",
+            "return max((length for length in lengths if length <= chunk_numel), default=chunk_numel)",
+            "length <= chunk_numel -> length < chunk_numel",
         ): "a size that a chunk fills is tried anyway; a further size is taken only if it is better",
     },
     "runtime/sums": {

@@ -1,9 +1,10 @@
+import sys
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from booster_zero.engine.partition import ALIGNMENT, assign_owners, plan_flat, plan_whole
+from booster_zero.engine.partition import ALIGNMENT, assign_owners, lengths_of_flat, plan_flat, plan_whole
 
 sizes = st.lists(st.integers(0, 200), min_size=1, max_size=12).map(lambda numels: list(enumerate(numels)))
 worlds = st.integers(1, 5)
@@ -100,7 +101,19 @@ def test_a_bucket_counts_the_elements_between_its_parameters():
 
 def test_slices_are_no_longer_than_needed():
     for plan in plan_flat([(0, 3 * ALIGNMENT), (1, 5)], 2, 1000):
-        assert plan.bounds == (0, 2 * ALIGNMENT, 4 * ALIGNMENT)
+        assert tuple(plan.bounds) == (0, 2 * ALIGNMENT, 4 * ALIGNMENT)
+
+
+@given(sizes, worlds, st.integers(1, 300))
+def test_lengths_are_those_of_the_plans(sizes, world_size, bucket_numel):
+    lengths = lengths_of_flat([numel for _, numel in sizes], world_size, bucket_numel)
+    assert lengths == [plan.numel for plan in plan_flat(sizes, world_size, bucket_numel)]
+
+
+def test_a_plan_for_many_ranks_is_as_small_as_one_for_two():
+    plans = {size: plan_flat([(0, 100_000), (1, 7)], size, 1 << 20) for size in (2, 100_000)}
+    held = {size: sum(sys.getsizeof(plan.bounds) for plan in each) for size, each in plans.items()}
+    assert held[2] == held[100_000]
 
 
 def test_empty_parameters_are_shared_out_too():

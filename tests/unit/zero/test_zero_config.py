@@ -40,6 +40,23 @@ def test_small_models_have_smaller_buckets_where_gradients_are_split(options, gr
     assert LowLevelZeroPlugin(**options).config.bucket_bytes_for(gradient_bytes) == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "gradient_bytes", "shard_size", "expected"),
+    [
+        ({"stage": 1}, 2**34, 100, 25 * 2**20),
+        ({"stage": 1}, 2**34, 1024, 256 * 2**20),
+        ({"stage": 2}, 2**34, 1024, 256 * 2**20),
+        ({"stage": 1}, 2**30, 1024, 128 * 2**20),
+        ({"stage": 2}, 2**30, 1024, 128 * 2**20),
+        ({"stage": 1}, 1000, 1024, 25 * 2**20),
+        ({"stage": 2}, 1000, 1024, 2**20),
+        ({"stage": 1, "bucket_bytes": 77}, 2**34, 1024, 77),
+    ],
+)
+def test_buckets_grow_with_the_number_of_ranks(options, gradient_bytes, shard_size, expected):
+    assert LowLevelZeroPlugin(**options).config.bucket_bytes_for(gradient_bytes, shard_size) == expected
+
+
 def test_a_narrow_precision_has_fp32_masters():
     policy = LowLevelZeroPlugin().resolve_precision(PrecisionPolicy.parse("bf16"))
     assert (policy.param_dtype, policy.master_dtype) == (torch.bfloat16, torch.float32)

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def average_gradients(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[int]:
-    """Average gradients over all ranks in place, in their own dtype.
+def average_gradients(
+    parameters: Sequence[nn.Parameter], bucket_bytes: int, wire: torch.dtype | None = None
+) -> list[int]:
+    """Average gradients over all ranks in place.
 
     A parameter that a rank did not use counts as zero there, as under DDP; a parameter that no rank used keeps no
     gradient. Gradients that were averaged before keep their values; only what ranks have added since is averaged.
@@ -22,6 +24,8 @@ def average_gradients(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> 
     Args:
         parameters: The trained parameters, the same on every rank.
         bucket_bytes: Size of the buckets in which gradients are averaged.
+        wire: The format in which dense gradients are sent and summed, as torch's compression hooks do; ``None`` for
+            their own.
 
     Returns:
         For each parameter the number of ranks that had a gradient.
@@ -44,7 +48,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> 
             elif parameter.grad.is_sparse:  # another rank has a dense one
                 parameter.grad = parameter.grad.to_dense()
             gradients.append(parameter.grad)
-        _average(gradients, bucket_bytes)
+        _average(gradients, bucket_bytes, wire)
     counts: list[int] = num_users[:, 0].tolist()
     return counts
 
@@ -64,7 +68,7 @@ def _averaged_sparse(parameter: nn.Parameter) -> Tensor:
     return averaged
 
 
-def _average(gradients: Sequence[Tensor], bucket_bytes: int) -> None:
+def _average(gradients: Sequence[Tensor], bucket_bytes: int, wire: torch.dtype | None) -> None:
     """Average gradients over all ranks in place, in buckets of one dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
@@ -76,15 +80,16 @@ def _average(gradients: Sequence[Tensor], bucket_bytes: int) -> None:
             bucket.append(gradient)
             num_bytes += gradient.numel() * gradient.element_size()
             if num_bytes >= bucket_bytes:
-                _average_bucket(bucket)
+                _average_bucket(bucket, wire)
                 bucket, num_bytes = [], 0
-        _average_bucket(bucket)
+        _average_bucket(bucket, wire)
 
 
-def _average_bucket(bucket: Sequence[Tensor]) -> None:
+def _average_bucket(bucket: Sequence[Tensor], wire: torch.dtype | None) -> None:
     if not bucket:
         return
-    flat = torch.cat([gradient.flatten() for gradient in bucket]).div_(dist.get_world_size())
+    flat = torch.cat([gradient.flatten() for gradient in bucket])
+    flat = (flat if wire is None else flat.to(wire)).div_(dist.get_world_size())
     dist.all_reduce(flat)
     sizes = [gradient.numel() for gradient in bucket]
     parts: Sequence[Tensor] = flat.split(sizes)  # type: ignore[no-untyped-call]

@@ -28,7 +28,9 @@ class DDPConfig:
         gradient_as_bucket_view: Make gradients views of the buckets, which saves one copy of them.
         static_graph: Declare that each step uses the same parameters in the same way.
         comm_hook: Name of a gradient compression hook, see `booster_ddp.comm_hooks`, or a function that torch's
-            ``register_comm_hook`` takes.
+            ``register_comm_hook`` takes. ``"fp16_compress"`` and ``"bf16_compress"`` hold for gradients that DDP's
+            reducer does not see as well: those of the first step, where ``find_unused_parameters=None`` decides, and of
+            ``no_sync``. Other hooks are called by the reducer alone; those gradients are averaged as they are.
         comm_hook_state: State for the hook: a process group or ``PowerSGDState``. Created if left out.
         sync_batchnorm: Replace the model's BatchNorm layers by ones that use the statistics of the global batch.
 

@@ -144,8 +144,10 @@ class TorchDDPPlugin(Plugin):
         asked = False if self.config.static_graph else self.config.find_unused_parameters
         bucket_bytes = int((self.config.bucket_cap_mb or _DEFAULT_BUCKET_CAP_MB) * 2**20)
         has_optimizer = objects.optimizer is not None
+        hook = self.config.comm_hook or BY_DTYPE.get(context.precision.reduce_dtype)
+        narrow = next((dtype for dtype, name in BY_DTYPE.items() if name == hook), None)
         unreduced = UnreducedGradients(
-            model, context, bucket_bytes=bucket_bytes, rank_local=rank_local, can_wait=has_optimizer
+            model, context, bucket_bytes=bucket_bytes, rank_local=rank_local, wire=narrow, can_wait=has_optimizer
         )
 
         def wrap(find_unused_parameters: bool) -> DistributedDataParallel:  # noqa: FBT001 - DDP's own option
@@ -154,8 +156,6 @@ class TorchDDPPlugin(Plugin):
             unreduced.follow(ddp)
             return with_users_names(ddp)
 
-        hook = self.config.comm_hook or BY_DTYPE.get(context.precision.reduce_dtype)
-        narrow = next((dtype for dtype, name in BY_DTYPE.items() if name == hook), None)
         if hook in (None, "allreduce") or narrow is not None:  # others send something else than gradients
             averaged = [each for each in original.parameters() if each.requires_grad and each not in rank_local]
             note_reductions(original, {narrow or each.dtype for each in averaged}, context.device, by_backend=True)

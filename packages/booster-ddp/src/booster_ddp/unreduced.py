@@ -35,6 +35,7 @@ class UnreducedGradients:
         context: Provides the rendezvous before averaging.
         bucket_bytes: Size of the buckets in which gradients are averaged.
         rank_local: Parameters that are not averaged.
+        wire: The format in which they are sent and summed; ``None`` for their own.
         can_wait: The optimizer calls `average` before it uses the gradients. Without one, a backward that leaves
             gradients to be averaged raises.
 
@@ -46,13 +47,21 @@ class UnreducedGradients:
     """
 
     def __init__(
-        self, model: ModelWrapper, context: BoostContext, *, bucket_bytes: int, rank_local: RankLocal, can_wait: bool
+        self,
+        model: ModelWrapper,
+        context: BoostContext,
+        *,
+        bucket_bytes: int,
+        rank_local: RankLocal,
+        wire: torch.dtype | None,
+        can_wait: bool,
     ) -> None:
         # The parameters' hooks reference this object, so it must not reference the parameters.
         self._model = weakref.ref(model)
         self._context = context
         self._bucket_bytes = bucket_bytes
         self._rank_local = rank_local
+        self._wire = wire
         self._can_wait = can_wait
         self._is_reducer_ready = False
         self._task = -1
@@ -107,7 +116,7 @@ class UnreducedGradients:
         # Else a rank that has run fewer backward passes would pair this all-reduce with those of its next backward.
         context = self._context
         context.coordinator.rendezvous("average gradients", context.timeout_seconds)
-        counts = average_gradients(self._reduced(model), self._bucket_bytes)
+        counts = average_gradients(self._reduced(model), self._bucket_bytes, self._wire)
         self.exist = False
         return counts
 

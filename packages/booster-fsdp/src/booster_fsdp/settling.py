@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from booster_core.ranks import naming_missing_ranks
 from booster_runtime import collectives
-from booster_runtime.sharding import BufferWatch
+from booster_runtime.sharding import BufferWatch, RaisedAnywhere
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,9 +55,7 @@ class Settlement:
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         used = [id(p) in self._units.used if isinstance(p, DTensor) else p.grad is not None for p in trained]
         changed = self._buffers.changed() if self._broadcast_buffers else []
-        flags = torch.tensor([*used, *changed], dtype=torch.uint8, device=self._device)
-        collectives.all_reduce(flags, dist.ReduceOp.MAX).wait()
-        anywhere = flags.bool().tolist()
+        anywhere = [*map(bool, RaisedAnywhere(bytearray([*used, *changed]), self._device).wait())]
         self._changed_buffers = anywhere[len(trained) :]
         whole = []
         for parameter, is_used in zip(trained, anywhere[: len(trained)], strict=True):

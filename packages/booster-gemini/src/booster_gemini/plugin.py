@@ -150,7 +150,8 @@ class GeminiPlugin(Plugin):
         check_distinct_memory(model)
         check_modules(model)
         leaves = find_leaves(model, self.config.leaf_modules)
-        recording = place_or_hollow(model, objects.optimizer, context)  # chunks have formats of their own
+        # Chunks have formats of their own.
+        recording = place_or_hollow(model, objects.optimizer, context, cuts_state=True)
         hollow = {} if recording is None else recording.name_of
         lazy = {index for index, parameter in enumerate(model.parameters()) if id(parameter) in hollow}
         groups = [] if objects.optimizer is None else objects.optimizer.param_groups

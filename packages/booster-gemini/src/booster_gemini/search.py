@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_zero.engine import plan_flat
+from booster_zero.engine import lengths_of_flat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,15 +43,18 @@ def search_chunk_numel(numels: Sequence[int], world_size: int, min_numel: int, m
         span = min(span, max_numel - min_numel)
     tried = {min_numel + span * step // _CANDIDATES for step in range(_CANDIDATES + 1)}
     sizes = sorted(tried | {max(_fullest(numels, world_size, size), min_numel) for size in tried})
-    wasted = {size: wasted_numel(numels, world_size, size) for size in sizes}
-    good = [size for size in sizes if wasted[size] <= _TOLERATED * sum(numels)]
-    return good[0] if good else min(sizes, key=lambda size: (wasted[size], size))
+    wasted: dict[int, int] = {}
+    for size in sizes:
+        wasted[size] = wasted_numel(numels, world_size, size)
+        if wasted[size] <= _TOLERATED * sum(numels):
+            return size
+    return min(sizes, key=lambda size: (wasted[size], size))
 
 
 def _fullest(numels: Sequence[int], world_size: int, chunk_numel: int) -> int:
-    """Return the length of the fullest chunk of a size: cut to that, the chunks are the same, and less is wasted."""
-    plans = plan_flat(list(enumerate(numels)), world_size, chunk_numel)
-    return max((plan.numel for plan in plans if plan.numel <= chunk_numel), default=chunk_numel)
+    """Return the length of the fullest chunk of a size: cut to that, less is wasted."""
+    lengths = lengths_of_flat(numels, world_size, chunk_numel)
+    return max((length for length in lengths if length <= chunk_numel), default=chunk_numel)
 
 
 def wasted_numel(numels: Sequence[int], world_size: int, chunk_numel: int) -> int:
@@ -64,8 +67,6 @@ def wasted_numel(numels: Sequence[int], world_size: int, chunk_numel: int) -> in
         world_size: Ranks that share each chunk.
         chunk_numel: Elements per chunk.
     """
-    plans = plan_flat(list(enumerate(numels)), world_size, chunk_numel)
-    lengths = [max(plan.numel, chunk_numel) for plan in plans]
-    if plans:
-        lengths[-1] = plans[-1].numel
-    return sum(lengths) - sum(numels)
+    lengths = lengths_of_flat(numels, world_size, chunk_numel)
+    full = sum(max(length, chunk_numel) for length in lengths[:-1])
+    return full + sum(lengths[-1:]) - sum(numels)

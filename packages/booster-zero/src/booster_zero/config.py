@@ -10,6 +10,9 @@ from booster_zero.engine.options import ShardingOptions
 
 _MOST_BYTES, _LEAST_BYTES, _BUCKETS = 25 * 2**20, 2**20, 8
 """Sizes of buckets where the user names none, and how many a small model has whose gradients are split."""
+_LEAST_SLICE_BYTES = 2**18
+"""What each rank has of a bucket at least, where there are so many ranks that messages would be small otherwise: below
+some 100 KiB a network's latency takes as long as the bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,7 @@ class ZeroConfig(ShardingOptions):
         bucket_bytes: Size in bytes of the buckets in which gradients are reduced and parameters gathered. A larger
             parameter has a bucket of its own. ``None`` is 25 MiB; from stage 2 on at most an eighth of all gradients,
             and at least 1 MiB: a few buckets exist at a time, and larger ones would hold all gradients of a small
-            model.
+            model. Over more than 100 ranks it is 256 KiB for each rank, up to an eighth of all gradients.
         overlap_allgather: Let ``step`` return while updated parameters are gathered; the first use of each in the
             model's forward waits for it.
         cpu_offload: The same as ``offload="cpu"``.
@@ -79,17 +82,19 @@ class ZeroConfig(ShardingOptions):
             msg = "`offload='disk'` is for stages 1 and 2. Use `offload='cpu'`, or plugin='gemini' with `offload_dir`."
             raise ConfigError(msg)
 
-    def bucket_bytes_for(self, gradient_bytes: int) -> int:
+    def bucket_bytes_for(self, gradient_bytes: int, shard_size: int = 1) -> int:
         """Return the size of the buckets of a model.
 
         Args:
             gradient_bytes: What all its gradients take as they travel, in bytes.
+            shard_size: Ranks that share each bucket.
         """
         if self.bucket_bytes is not None:
             return self.bucket_bytes
-        if self.stage == 1:
-            return _MOST_BYTES  # fewer messages; there is nothing to save
-        return min(_MOST_BYTES, max(gradient_bytes // _BUCKETS, _LEAST_BYTES))
+        part = gradient_bytes // _BUCKETS
+        most = max(_MOST_BYTES, min(_LEAST_SLICE_BYTES * shard_size, part))
+        # In stage 1 larger buckets are fewer messages, and there is nothing to save.
+        return most if self.stage == 1 else min(most, max(part, _LEAST_BYTES))
 
     @property
     def offloads(self) -> bool:

@@ -153,7 +153,7 @@ class LowLevelZeroPlugin(Plugin):
         check_distinct_memory(model)
         if context.coordinator.world_size > 1:
             refuse_renormalized(model)
-        recording = place_or_hollow(model, objects.optimizer, context)
+        recording = place_or_hollow(model, objects.optimizer, context, cuts_state=True)
         boosted = self.shard(objects, context, self._ranks.get(), home=home)
         if recording is not None:
             adapter = self.state_adapter(boosted.model, boosted.optimizer, context)
@@ -207,7 +207,7 @@ class LowLevelZeroPlugin(Plugin):
                     ranks,
                     partial(Bucket, home=home),
                     kind=partition_for(objects.optimizer, config.partition),
-                    bucket_bytes=config.bucket_bytes_for(gradient_bytes),
+                    bucket_bytes=config.bucket_bytes_for(gradient_bytes, ranks.shard_size),
                 ),
                 format_of=format_of,
                 home=home,

@@ -69,7 +69,7 @@ def shard_parameters(
         ranks,
         format_of,
         kind="flat" if objects.optimizer is None else partition_for(objects.optimizer, config.partition),
-        chunk_bytes=config.bucket_bytes_for(gradient_bytes),
+        chunk_bytes=config.bucket_bytes_for(gradient_bytes, ranks.shard_size),
         max_prefetch=1,
         shard_param_frac=1.0,
         home=Home(),

@@ -10,7 +10,7 @@ result depends neither on timing nor on which elements share a buffer. On device
 in the dtype that is sent.
 
 A flat buffer is cut into one slice per rank of the group by ``bounds``: rank ``r`` holds
-``buffer[bounds[r]:bounds[r + 1]]``. Slices may be uneven or empty.
+``buffer[bounds[r]:bounds[r + 1]]``. Slices may be uneven or empty. A ``range`` says in a few bytes that they are equal.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from booster_runtime.collectives.groups import new_group
 from booster_runtime.collectives.pending import Pending
 from booster_runtime.collectives.sums import sum_into
 from booster_runtime.collectives.transports import transport_of
+from booster_runtime.collectives.transports.torch import TorchTransport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +43,7 @@ __all__ = [
     "new_group",
     "reduce_scatter",
     "reduce_scatter_parts",
+    "reduce_scatter_rows",
     "sum_into",
 ]
 
@@ -106,6 +108,42 @@ def reduce_scatter_parts(
     return transport_of(group).reduce_scatter_parts(
         parts, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch
     )
+
+
+def reduce_scatter_rows(
+    matrix: Tensor,
+    bounds: Sequence[int],
+    out: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    scratch: Tensor | None = None,
+) -> Pending:
+    """Start summing, over ranks, a matrix most of whose rows may be zero on each rank; to the same bits as any other.
+
+    The portable transport sends just the other rows, where they are at most a quarter. What is not zero is found by
+    looking, so that it holds whatever a model does with the matrix.
+
+    Args:
+        matrix: Shape ``(rows, width)``, contiguous, on the CPU; equal shapes on every rank.
+        bounds: Start and end of each slice of the flattened matrix, one entry more than ranks; may end beyond it.
+        out: As for `reduce_scatter_parts`.
+        group: The ranks that take part; ``None`` for all.
+        scale: Multiplies the sum.
+        accumulate: Add to ``out`` instead of replacing it.
+        scratch: As for `reduce_scatter_parts`, where all rows are sent.
+
+    Returns:
+        The pending operation. Wait for it before you read ``out`` or write ``matrix``.
+
+    Collective: every rank of ``group``, in the same order among calls of this module.
+    """
+    transport = transport_of(group)
+    if isinstance(transport, TorchTransport):
+        return transport.reduce_scatter_rows(matrix, bounds, out, scale=scale, accumulate=accumulate)
+    parts = [(0, matrix.view(-1))]
+    return transport.reduce_scatter_parts(parts, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch)
 
 
 def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None = None) -> Pending:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from booster_core.errors import ConfigError, LazyInitError
 from booster_core.plugin import place_model, rebind
 from booster_runtime.lazy.holders import find_elsewhere
-from booster_runtime.lazy.host_values import HostValues, shards_from_host
+from booster_runtime.lazy.host_values import HostValues, StateOnHost, shards_from_host
 from booster_runtime.lazy.model import Recording, fill_elsewhere, is_lazy, take_recording
 from booster_runtime.sharding.agreement import agree_on_values, send_first
 
@@ -101,7 +101,12 @@ def materialize_objects(
 
 
 def hollow_objects(
-    model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    device: torch.device,
+    policy: PrecisionPolicy,
+    *,
+    cuts_state: bool = False,
 ) -> Recording | HostValues:
     """Take the values of a model's parameters out of it, and bring what is left to a device, with the first rank's.
 
@@ -112,17 +117,21 @@ def hollow_objects(
         optimizer: Its optimizer, which keeps its hold on the parameters.
         device: Where the model will run.
         policy: Precision to bring to what has values; see `place_model`.
+        cuts_state: Leave optimizer state of a parameter's shape on the host, for a strategy that cuts it there.
 
     Returns:
         How the model's values are made, or where they are.
 
     Collective: every rank of the world, where the model has tensors with values.
     """
+    state = StateOnHost(optimizer if cuts_state else None)
+    state.take()
     recording = take_values(model, device)
     if optimizer is not None:
         rebind(optimizer, recording.replaced)
     hollow = recording.name_of
     place_model(model, optimizer, device, policy, hollow)
+    state.give_back(recording.replaced)
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in hollow:
             send_first(tensor.data)
@@ -130,7 +139,7 @@ def hollow_objects(
 
 
 def place_or_hollow(
-    model: nn.Module, optimizer: Optimizer | None, context: BoostContext
+    model: nn.Module, optimizer: Optimizer | None, context: BoostContext, *, cuts_state: bool = False
 ) -> Recording | HostValues | None:
     """Bring a model to the run's device in its own formats, with the first rank's values on every rank.
 
@@ -140,6 +149,8 @@ def place_or_hollow(
         model: The user's model.
         optimizer: Its optimizer.
         context: Device and ranks.
+        cuts_state: Leave existing optimizer state of a parameter's shape on the host, for `HostedOptimizer.adopt` to
+            cut; else a model with such state moves whole.
 
     Returns:
         How those values are made, or where they are, see `hollow_objects`; ``None`` where the model has its values.
@@ -150,8 +161,8 @@ def place_or_hollow(
     Collective: every rank of the world.
     """
     unchanged = replace(context.precision, param_dtype=None)
-    if is_lazy(model) or shards_from_host(model, optimizer, context.device, context.coordinator):
-        return hollow_objects(model, optimizer, context.device, unchanged)
+    if is_lazy(model) or shards_from_host(model, optimizer, context.device, context.coordinator, cuts_state=cuts_state):
+        return hollow_objects(model, optimizer, context.device, unchanged, cuts_state=cuts_state)
     place_model(model, optimizer, context.device, unchanged)
     agree_on_values(model)
     return None

@@ -16,10 +16,11 @@ from booster_core.errors import ConfigError
 from booster_core.state import box_numel, box_shape, full_box
 from booster_runtime.lazy.holders import Holder, loosened
 from booster_runtime.sharding.agreement import send_first
+from booster_runtime.sharding.hosting import is_cut
 from booster_runtime.state.regions import intersect, regions_of, slices_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -32,7 +33,12 @@ _SENT_BYTES = 1 << 24
 
 
 def shards_from_host(
-    model: nn.Module, optimizer: Optimizer | None, device: torch.device, coordinator: DistCoordinator
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    device: torch.device,
+    coordinator: DistCoordinator,
+    *,
+    cuts_state: bool = False,
 ) -> bool:
     """Return whether an eager model's parameters stay on the host until a device gets its shards of them.
 
@@ -43,6 +49,7 @@ def shards_from_host(
         optimizer: Its optimizer.
         device: Where the model will run.
         coordinator: The ranks.
+        cuts_state: Whether the strategy cuts optimizer state that is on the host, too; see `StateOnHost`.
 
     Raises:
         ConfigError: If ranks built different models.
@@ -51,8 +58,9 @@ def shards_from_host(
     """
     if device.type == "cpu":
         return False
-    # Existing state moves with whole parameters.
-    is_possible = not (optimizer is not None and optimizer.state) and all(map(_is_plain, model.parameters()))
+    # Elsewhere existing state moves with whole parameters.
+    has_state = optimizer is not None and bool(optimizer.state)
+    is_possible = (cuts_state or not has_state) and all(map(_is_plain, model.parameters()))
     shapes = [f"'{name}' of {tuple(each.shape)} and {each.dtype}" for name, each in model.named_parameters()]
     digest = hashlib.sha256("\n".join(shapes).encode()).digest()
     every = coordinator.all_gather_object((is_possible, digest))
@@ -79,6 +87,49 @@ def _is_plain(parameter: nn.Parameter) -> bool:
     )
     is_dense = parameter.device.type == "cpu" and parameter.layout == torch.strided and not is_expanded
     return is_dense and type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor
+
+
+class StateOnHost:
+    """Optimizer state that exists before `boost`, such as Adagrad's, kept on the host until this rank's part is cut.
+
+    Args:
+        optimizer: The user's optimizer, whose parameters are on the host.
+    """
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._kept: dict[Tensor, dict[str, Tensor]] = {}
+
+    def take(self) -> None:
+        """Take state of a parameter's shape out of the optimizer; what is left is small, and may go anywhere.
+
+        Collective: none.
+        """
+        for parameter, state in () if self._optimizer is None else self._optimizer.state.items():
+            if not isinstance(state, dict) or not isinstance(parameter, torch.Tensor):
+                continue
+            tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            large = {
+                key: value
+                for key, value in tensors.items()
+                if value.device.type == "cpu" and is_cut(key, value, parameter.shape)
+            }
+            for key in large:
+                del state[key]
+            self._kept[parameter] = large
+
+    def give_back(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Give the optimizer the state that was taken, as it is.
+
+        Args:
+            replaced: Parameters that are other objects by now, and those in their place.
+
+        Collective: none.
+        """
+        for parameter, large in self._kept.items():
+            assert self._optimizer is not None, "state was taken from one"
+            self._optimizer.state[replaced.get(cast("nn.Parameter", parameter), parameter)].update(large)
+        self._kept = {}
 
 
 class HostValues:

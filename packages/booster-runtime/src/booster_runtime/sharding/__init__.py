@@ -14,6 +14,7 @@ from booster_runtime.sharding.elementwise import (
     partition_for,
     probed_steps,
 )
+from booster_runtime.sharding.flags import RaisedAnywhere, between_hosts
 from booster_runtime.sharding.hosting import (
     HostedOptimizer,
     ParameterPiece,
@@ -44,10 +45,12 @@ __all__ = [
     "DTensorStateAdapter",
     "HostedOptimizer",
     "ParameterPiece",
+    "RaisedAnywhere",
     "RanksOfWorld",
     "ShardingRanks",
     "State",
     "agree_on_values",
+    "between_hosts",
     "check_distinct_memory",
     "check_takes_parts",
     "describe_reductions",

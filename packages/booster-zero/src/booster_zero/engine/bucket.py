@@ -20,6 +20,7 @@ from booster_runtime import collectives
 from booster_runtime.collectives import Pending, sum_into
 from booster_runtime.memory import Lane
 from booster_zero.engine.home import Role, zeros_in_memory
+from booster_zero.engine.outgoing import Outgoing
 from booster_zero.engine.shard import Shard
 from booster_zero.engine.whole import Keep, WholeState, check_transition
 
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from booster_zero.engine.partition import BucketPlan, Slot
     from booster_zero.engine.shard import BucketPiece, Format
     from booster_zero.engine.whole import BufferPool
-
-_SMALL_NUMEL = 1 << 13
-"""Gradients below this many elements travel together: a message costs more than a copy of them."""
 
 
 class Watch(Protocol):
@@ -101,6 +99,7 @@ class Bucket(Shard):
         self._added: set[int] = set()
         self._is_averaged = False
         self._versions: list[int] = []
+        self._outgoing = Outgoing(plan, format)
         taken = [piece for piece in self.pieces if valued is None or piece.index in valued]
         for piece in taken:
             part = piece.parameter.data.reshape(-1)[piece.start : piece.stop]
@@ -137,6 +136,8 @@ class Bucket(Shard):
 
     def note_versions(self) -> None:
         """Count the working values as those that the optimizer knows of."""
+        if not self.format.has_copy:  # it has no others
+            return
         self._versions = [parameter._version for parameter in self.parameters]  # noqa: SLF001 - as autograd does
 
     def notice_changes(self, names: Mapping[int, str]) -> None:
@@ -146,15 +147,15 @@ class Bucket(Shard):
             ConfigError: If a parameter has left the bucket: updates would not reach it any more.
         """
         assert self.whole is not None, "asked of what is always whole"
+        start, itemsize = self.whole.data_ptr(), self.whole.element_size()
         for slot, parameter in zip(self.plan.slots, self.parameters, strict=True):
-            expected = self.whole.data_ptr() + slot.offset * self.whole.element_size()
-            if slot.numel and parameter.data_ptr() != expected:
+            if slot.numel and parameter.data_ptr() != start + slot.offset * itemsize:
                 raise _left(
                     names[slot.index], "Copy values into it in place, for example with `parameter.copy_(values)`."
                 )
         known = self._versions
         self.note_versions()
-        if self.format.has_copy and known != self._versions:
+        if known != self._versions:
             self.take_working_values()
 
     def free_whole(self) -> None:
@@ -318,6 +319,11 @@ class Bucket(Shard):
         return any(parameter.requires_grad for parameter in self.parameters)
 
     @property
+    def num_trained(self) -> int:
+        """Number of parameters that are being trained."""
+        return sum(parameter.requires_grad for parameter in self.parameters)
+
+    @property
     def adds_at_once(self) -> bool:
         """Whether a gradient is added to this rank's as it comes: all of it is here at all times."""
         return self.keep is Keep.ALWAYS and self.ranks.shard_size == 1 and self.format.device == self.format.home
@@ -330,7 +336,13 @@ class Bucket(Shard):
     @property
     def scratch_numel(self) -> int:
         """Number of elements that `start_reduction` receives from other ranks."""
-        return (self.ranks.shard_size - 1) * self.numel if self.format.device.type == "cpu" else 0
+        is_received = self.format.device.type == "cpu" and not self._has_rows
+        return (self.ranks.shard_size - 1) * self.numel if is_received else 0
+
+    @property
+    def _has_rows(self) -> bool:
+        """Whether the bucket is one table, of whose gradient most rows may be zero."""
+        return self.format.is_table and len(self.parameters) == 1
 
     def gradient_of(self, piece: BucketPiece) -> Tensor:
         """Return a piece's part of the gradient to be written to, in the shape of the piece's values."""
@@ -390,11 +402,16 @@ class Bucket(Shard):
         target, group, bounds = self.make_gradient(), self.ranks.shard_group, self.plan.bounds
         scale = 1.0 / (self.ranks.shard_size * self.ranks.num_shares)
         if self.format.device.type == "cpu":
-            parts = self._parts(gradients)
+            if self._has_rows:
+                matrix = self._outgoing.table(gradients, self.parameters[0].shape)
+                return collectives.reduce_scatter_rows(
+                    matrix, bounds, target, group, scale=scale, accumulate=not is_first, scratch=scratch
+                )
+            parts = self._outgoing.parts(gradients)
             return collectives.reduce_scatter_parts(
                 parts, bounds, target, group, scale=scale, accumulate=not is_first, scratch=scratch
             )
-        source = self._joined(self.plan.slots, gradients)
+        source = self._outgoing.joined(self.plan.slots, gradients)
         if self.lane is None:
             return collectives.reduce_scatter(source, bounds, target, group, scale=scale, accumulate=not is_first)
         # The copy to the host begins as soon as the sum is there, while the device goes on with backward.
@@ -428,35 +445,6 @@ class Bucket(Shard):
             gradient.copy_(source)
 
         return Pending([average], widen)
-
-    def _parts(self, gradients: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
-        """Return the bucket's gradient in parts: large ones as they are, runs of small ones joined."""
-        parts: list[tuple[int, Tensor]] = []
-        run: list[Slot] = []
-        for slot in (*self.plan.slots, None):
-            if slot is not None and slot.numel < _SMALL_NUMEL:
-                run.append(slot)
-                continue
-            if run:
-                parts.append((run[0].offset, self._joined(run, gradients)))
-                run = []
-            if slot is not None:
-                part = gradients.get(slot.index)
-                parts.append((slot.offset, self._zeros(slot.numel) if part is None else part))
-        return parts
-
-    def _joined(self, slots: Sequence[Slot], gradients: Mapping[int, Tensor]) -> Tensor:
-        """Return the gradients of neighbouring slots in one tensor; on devices all of the bucket, padding included."""
-        first = slots[0].offset
-        end = self.plan.numel if len(slots) == len(self.plan.slots) else slots[-1].offset + slots[-1].numel
-        joined = self._zeros(end - first)
-        for slot in slots:
-            if slot.index in gradients:
-                joined[slot.offset - first : slot.offset - first + slot.numel] = gradients[slot.index]
-        return joined
-
-    def _zeros(self, numel: int) -> Tensor:
-        return torch.zeros(numel, dtype=self.format.wire, device=self.format.device)
 
 
 def _left(name: str, remedy: str) -> ConfigError:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from booster_runtime import collectives
 from booster_runtime.sharding import State, is_cut
@@ -135,6 +137,21 @@ class Layout:
         """Tell the buckets which parameters any rank used since gradients were dropped."""
         for bucket in self.buckets:
             bucket.note_used(used)
+
+    def average_over_replicas(self) -> None:
+        """Average gradients over the replicas of shards, but for those that have been as they were reduced.
+
+        Collective: the shards' replicas.
+        """
+        with contextlib.ExitStack() as stack:
+            pending = []
+            for bucket in self.buckets:
+                group = bucket.ranks.replica_group
+                if group is not None and bucket.has_gradient and not bucket.averages_at_once:
+                    stack.enter_context(bucket.in_use(changes=True))
+                    pending.append(collectives.all_reduce(bucket.make_gradient(), dist.ReduceOp.AVG, group))
+            for each in pending:
+                each.wait()
 
     def whole_gradient(self, index: int, numel: int) -> Tensor:
         """Return a copy of a parameter's gradient, shape ``(numel,)``, from the ranks that hold its parts.

@@ -18,7 +18,14 @@ from booster_core.plugin import OptimizerWrapper
 from booster_core.ranks import DistCoordinator, naming_missing_ranks
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
-from booster_runtime.sharding import BufferWatch, HostedOptimizer, check_takes_parts, raise_for_unused, refuse_gradient
+from booster_runtime.sharding import (
+    BufferWatch,
+    HostedOptimizer,
+    RaisedAnywhere,
+    check_takes_parts,
+    raise_for_unused,
+    refuse_gradient,
+)
 from booster_zero.engine.parts import only, steps_in_parts
 from booster_zero.engine.reducer import Reducer
 
@@ -246,21 +253,20 @@ class ZeroOptimizer(OptimizerWrapper):
         if self.reducer.num_rounds == self._agreed_rounds:
             return
         self._agreed_rounds = self.reducer.num_rounds
-        indices = self.layout.order()
-        used = [index in self.reducer.used for index in indices]
+        indices, used = self.layout.order(), self.reducer.used
+        flags = bytearray(index in used for index in indices)
         if self.config.unused == "raise":
-            unused = sorted(index for index, is_used in zip(indices, used, strict=True) if not is_used)
+            unused = sorted(index for index, is_used in zip(indices, flags, strict=True) if not is_used)
             raise_for_unused([self.names[i] for i in unused if self.layout.parameters[i].requires_grad])
-        changed = self._buffers.changed() if self.config.broadcast_buffers else []
-        flags = torch.tensor([*used, *changed], dtype=torch.uint8, device=self.device)
-        flagged = collectives.all_reduce(flags, dist.ReduceOp.MAX, self.ranks.holders)
-        self._average_over_replicas()
-        flagged.wait()
-        anywhere = flags.bool().tolist()
-        self.reducer.unused_anywhere = {index for index, is_used in zip(indices, anywhere, strict=False) if not is_used}
-        self._used_anywhere = self.join_copies(dict(zip(indices, anywhere[: len(indices)], strict=True)))
+        flags.extend(self._buffers.changed() if self.config.broadcast_buffers else ())
+        flagged = RaisedAnywhere(flags, self.device, self.ranks.holders)
+        self.layout.average_over_replicas()
+        anywhere = flagged.wait()
+        found = {index: bool(is_used) for index, is_used in zip(indices, anywhere, strict=False)}
+        self.reducer.unused_anywhere = {index for index, is_used in found.items() if not is_used}
+        self._used_anywhere = self.join_copies(found)
         self.reducer.show_used({index for index, is_used in self._used_anywhere.items() if is_used})
-        self._changed_buffers = anywhere[len(indices) :]
+        self._changed_buffers = [bool(has_changed) for has_changed in anywhere[len(indices) :]]
         self.layout.note_used(self._used_anywhere)
 
     def _leave_out_dropped(self) -> None:
@@ -281,17 +287,6 @@ class ZeroOptimizer(OptimizerWrapper):
         Collective: every rank of the strategy's mesh.
         """
         return used
-
-    def _average_over_replicas(self) -> None:
-        with contextlib.ExitStack() as stack:
-            pending = []
-            for bucket in self.layout.buckets:
-                group = bucket.ranks.replica_group
-                if group is not None and bucket.has_gradient and not bucket.averages_at_once:
-                    stack.enter_context(bucket.in_use(changes=True))
-                    pending.append(collectives.all_reduce(bucket.make_gradient(), dist.ReduceOp.AVG, group))
-            for each in pending:
-                each.wait()
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's pieces, averaged over ranks.
@@ -318,9 +313,7 @@ class ZeroOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world.
         """
-        flag = torch.tensor([overflow], dtype=torch.uint8, device=self.device)
-        collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
-        return bool(flag.item())
+        return any(RaisedAnywhere(bytearray([overflow]), self.device).wait())
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is in one of the optimizer's groups."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import check_no_masters
@@ -17,11 +18,11 @@ from booster_zero.engine.shard import Format
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
 
-    from torch import nn
-
     from booster_core.precision import PrecisionPolicy
     from booster_runtime.sharding import ShardingRanks
 
+_LEAST_TABLE_BYTES = 2**22
+"""Smaller tables of embeddings travel with other parameters."""
 _WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -139,7 +140,7 @@ class ShardingOptions:
             copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
             ranks: For parameters that other ranks share than the layout's, by ``id``: `Format.ranks`.
         """
-        working_dtype = working_dtypes(model, policy.param_dtype)
+        working_dtype, tables = working_dtypes(model, policy.param_dtype), _tables(model)
         asked = self.wire_dtype or (policy.reduce_dtype if policy.reduce_dtype != torch.float32 else None)
 
         def format_of(parameter: nn.Parameter) -> Format:
@@ -155,6 +156,19 @@ class ShardingOptions:
                 is_trained=is_trained,
                 copies=(copies or {}).get(id(parameter), ()),
                 ranks=(ranks or {}).get(id(parameter)),
+                # Copies are laid out alike wherever they are, also where they are no embedding's.
+                is_table=id(parameter) in tables - (copies or {}).keys()
+                and parameter.numel() * working.itemsize >= _LEAST_TABLE_BYTES,
             )
 
         return format_of
+
+
+def _tables(model: nn.Module) -> set[int]:
+    """Return the ``id`` of the parameters that are embeddings' alone: a head that shares one uses all of its rows."""
+    users: dict[int, set[bool]] = {}
+    for module in model.modules():
+        is_embedding = isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), set()).add(is_embedding)
+    return {key for key, found in users.items() if found == {True}}

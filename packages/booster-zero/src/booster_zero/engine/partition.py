@@ -6,6 +6,7 @@ give each parameter to one rank and make a bucket's slices as long as what their
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,11 +38,12 @@ class BucketPlan:
 
     Args:
         slots: The parameters, by offset.
-        bounds: Where the ranks' slices begin and end: rank ``r`` owns ``[bounds[r], bounds[r + 1])``.
+        bounds: Where the ranks' slices begin and end: rank ``r`` owns ``[bounds[r], bounds[r + 1])``. A ``range`` where
+            slices are equal, so that a plan for thousands of ranks is as small as one for two.
     """
 
     slots: tuple[Slot, ...]
-    bounds: tuple[int, ...]
+    bounds: Sequence[int]
 
     @property
     def numel(self) -> int:
@@ -77,9 +79,27 @@ def plan_flat(sizes: Sequence[tuple[int, int]], world_size: int, bucket_numel: i
     plans = []
     for members in _fill(sizes, bucket_numel):
         slots, end = _lay_out(members, 0)
-        share = _aligned(-(-end // world_size))
-        plans.append(BucketPlan(slots=slots, bounds=tuple(share * rank for rank in range(world_size + 1))))
+        plans.append(BucketPlan(slots=slots, bounds=_even_bounds(_share(end, world_size), world_size)))
     return plans
+
+
+def lengths_of_flat(numels: Sequence[int], world_size: int, bucket_numel: int) -> list[int]:
+    """Return the lengths of the buckets that `plan_flat` would make, padding included.
+
+    Args:
+        numels: Element count of each parameter, in order.
+        world_size: As for `plan_flat`.
+        bucket_numel: As for `plan_flat`.
+    """
+    ends: list[int] = []
+    held = 0
+    for numel in numels:
+        if not ends or held + numel > bucket_numel:
+            ends.append(0)
+            held = 0
+        held += -(-numel // ALIGNMENT) * ALIGNMENT
+        ends[-1] = held
+    return [_share(end, world_size) * world_size for end in ends]
 
 
 def plan_whole(
@@ -97,8 +117,11 @@ def plan_whole(
     for members in _fill(sizes, bucket_numel):
         slots: list[Slot] = []
         bounds = [0]
+        of_rank: dict[int, list[tuple[int, int]]] = {}
+        for member in members:
+            of_rank.setdefault(owners[member[0]], []).append(member)
         for rank in range(world_size):
-            own, end = _lay_out([member for member in members if owners[member[0]] == rank], bounds[-1])
+            own, end = _lay_out(of_rank.get(rank, ()), bounds[-1])
             slots += own
             bounds.append(end)
         plans.append(BucketPlan(slots=tuple(slots), bounds=tuple(bounds)))
@@ -115,12 +138,12 @@ def assign_owners(sizes: Sequence[tuple[int, int]], world_size: int) -> dict[int
         sizes: Number and element count of each parameter.
         world_size: Number of ranks.
     """
-    loads = [0] * world_size
+    loads = [(0, rank) for rank in range(world_size)]
     owners = {}
     for index, numel in sorted(sizes, key=lambda item: (-item[1], item[0])):
-        rank = loads.index(min(loads))
+        load, rank = loads[0]
         owners[index] = rank
-        loads[rank] += max(numel, 1)
+        heapq.heapreplace(loads, (load + max(numel, 1), rank))
     return owners
 
 
@@ -142,6 +165,16 @@ def _lay_out(members: Sequence[tuple[int, int]], start: int) -> tuple[tuple[Slot
         slots.append(Slot(index=index, offset=offset, numel=numel))
         offset += _aligned(numel)
     return tuple(slots), offset
+
+
+def _share(numel: int, world_size: int) -> int:
+    """Return the length of an equal slice, padding included."""
+    return _aligned(-(-numel // world_size))
+
+
+def _even_bounds(share: int, world_size: int) -> Sequence[int]:
+    # A range has no step of 0.
+    return range(0, share * world_size + 1, share) if share else (0,) * (world_size + 1)
 
 
 def _aligned(numel: int) -> int:

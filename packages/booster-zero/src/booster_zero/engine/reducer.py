@@ -27,7 +27,7 @@ import torch
 
 from booster_core.errors import GradientError
 from booster_core.precision import NARROW
-from booster_zero.engine.filling import Filling
+from booster_zero.engine.filling import Filling, Round
 from booster_zero.engine.stand_ins import ShardedGradient, StandIns, assigned_error, holds_values
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.partition import Slot
 
+_NOTHING = contextlib.nullcontext()
 _MOST_IN_FLIGHT = 2
 """Buckets that are underway at once. Each keeps full gradients of its size alive."""
 
@@ -84,8 +85,8 @@ class Reducer:
         self._agree_on_record = agree_on_record
         self._names = names
         self._overlap = overlap
-        self._place: dict[int, tuple[Bucket, Slot]] = {}
-        self._filling: dict[Bucket, Filling] = {}
+        self._place: dict[int, tuple[Bucket, Slot, nn.Parameter]] = {}
+        self._round = Round()
         self._underway: deque[tuple[Pending, Tensor]] = deque()
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._is_open = False
@@ -106,15 +107,16 @@ class Reducer:
     def set_buckets(self, buckets: Iterable[Bucket]) -> None:
         """Reduce these buckets from now on, in this order. Not during a round."""
         self.buckets = list(buckets)
-        self._place = {slot.index: (bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots}
-        self._filling = {}  # what it says of former buckets would keep their memory
+        self._place = {
+            slot.index: (bucket, slot, parameter)
+            for bucket in self.buckets
+            for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
+        }
+        self._round = Round()  # what it says of former buckets would keep their memory
         self._spare = {}
         self._stand_ins.forget_pieces()
         self._unhooked = {
-            slot.index: parameter
-            for bucket in self.buckets
-            for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
-            if slot.index not in self._hooks
+            index: parameter for index, (_, _, parameter) in self._place.items() if index not in self._hooks
         }
         self.watch()
 
@@ -198,10 +200,9 @@ class Reducer:
 
         Collective: none.
         """
-        for bucket in self.buckets:
-            for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
-                if parameter.grad is not None and holds_values(parameter.grad):
-                    raise assigned_error(self._names[slot.index])
+        for index, (_, _, parameter) in self._place.items():
+            if holds_values(parameter.grad):
+                raise assigned_error(self._names[index])
 
     def show_used(self, indices: Collection[int]) -> None:
         """Show that there are gradients of parameters which any rank has used.
@@ -210,8 +211,7 @@ class Reducer:
         """
         for index in indices:
             if not self._stand_ins.is_shown(index):
-                bucket, slot = self._place[index]
-                self._stand_ins.show(index, bucket.parameters[bucket.plan.slots.index(slot)])
+                self._stand_ins.show(index, self._place[index][2])
         self._show_pieces(indices)
 
     def _show_pieces(self, indices: Collection[int]) -> None:
@@ -231,7 +231,7 @@ class Reducer:
         self._late.clear()
         self.used.clear()
         self._local.clear()
-        self._filling = {}
+        self._round = Round()
         self._stand_ins.clear()
         for bucket in self.buckets:
             bucket.drop_gradient()
@@ -276,25 +276,22 @@ class Reducer:
         self.watch()
         self._is_open = True
         self._has_local = False
-        self._filling = {
-            bucket: Filling(missing=sum(parameter.requires_grad for parameter in bucket.parameters))
+        repeated = self._buckets_of(self.repeated)
+        self._round = Round(
+            (bucket, Filling(missing, bucket in repeated))
             for bucket in self._in_order()
-            if bucket.is_active
-        }
+            if (missing := bucket.num_trained)
+        )
 
     def _in_order(self) -> list[Bucket]:
         """Return the buckets in the order of the next round: those that others would wait for come last."""
         unsure = self.repeated | self.unused_somewhere | self.unused_anywhere
-        if not unsure:
-            return self.buckets
+        last = self._buckets_of(unsure, is_trained=True)
+        return sorted(self.buckets, key=last.__contains__) if last else self.buckets
 
-        def comes_last(bucket: Bucket) -> bool:
-            return any(
-                slot.index in unsure and parameter.requires_grad
-                for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
-            )
-
-        return sorted(self.buckets, key=comes_last)
+    def _buckets_of(self, indices: Iterable[int], *, is_trained: bool = False) -> set[Bucket]:
+        places = [self._place[index] for index in indices if index in self._place]
+        return {bucket for bucket, _, parameter in places if parameter.requires_grad or not is_trained}
 
     def finish(self) -> None:
         """End the round: start what is left, and wait for all of it.
@@ -320,9 +317,7 @@ class Reducer:
             self._is_open = False
 
     def _start_rest(self) -> None:
-        for bucket, filling in self._filling.items():
-            if filling.is_started:
-                continue
+        for bucket, filling in self._round.take_rest():
             for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
                 if slot.index in self._local or holds_values(parameter.grad):
                     self._take(bucket, filling, slot, parameter)
@@ -334,7 +329,7 @@ class Reducer:
 
     def on_gradient(self, index: int, parameter: nn.Parameter) -> None:
         """Take the gradient that backward has just accumulated in a parameter."""
-        bucket, slot = self._place[index]
+        bucket, slot, _ = self._place[index]
         if self.is_paused:
             self._has_local = True
             if bucket.adds_at_once:
@@ -344,9 +339,10 @@ class Reducer:
             return
         if not self._is_guarded and self._end_of_direct() is None:
             self._begin_direct(parameter)
-        filling = self._filling.get(bucket)
+        filling = self._round.get(bucket)
         if filling is None:
-            filling = self._filling[bucket] = Filling(missing=len(bucket.parameters))
+            filling = Filling(len(bucket.parameters), bucket in self._buckets_of(self.repeated))
+            self._round.add(bucket, filling)
         if filling.is_started:
             self._come_late(index)
             return
@@ -354,16 +350,19 @@ class Reducer:
         if self.is_recording and is_new:
             self.order.append(index)
         self._take(bucket, filling, slot, parameter)
-        filling.missing -= is_new
-        self._start_complete()
+        if is_new:
+            filling.missing -= 1
+            if filling.missing <= 0:
+                self._start_complete()
 
     def leave_out(self, indices: Iterable[int]) -> None:
         """Await no gradient of these parameters in this round: backward has passed all their uses."""
         if self._is_open:
             for index in indices:
-                bucket, slot = self._place[index]
-                if bucket in self._filling and bucket.parameters[bucket.plan.slots.index(slot)].requires_grad:
-                    self._filling[bucket].leave_out(index)
+                bucket, _, parameter = self._place[index]
+                filling = self._round.get(bucket)
+                if filling is not None and parameter.requires_grad:
+                    filling.leave_out(index)
             self._start_complete()
 
     def _begin_direct(self, parameter: nn.Parameter) -> None:
@@ -410,7 +409,7 @@ class Reducer:
 
     def _keep(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Add a gradient that is not reduced yet to those of earlier backward passes, in fp32 at least."""
-        with torch.no_grad():
+        with _without_graph():
             gradient = self._gradient_of(slot, parameter)
             assert gradient is not None, "asked for a gradient that is not there"
             before = self._local.get(slot.index)
@@ -422,9 +421,9 @@ class Reducer:
         if bucket.adds_at_once:
             self._add(bucket, slot, parameter)
             return
-        with torch.no_grad():
+        with _without_graph():
             gradient = self._gradient_of(slot, parameter)
-            kept = self._local.pop(slot.index, None)
+            kept = self._local.pop(slot.index, None) if self._local else None
             if kept is not None:
                 gradient = kept if gradient is None else _sum(kept, gradient)
             assert gradient is not None, "asked for a gradient that is not there"
@@ -434,7 +433,7 @@ class Reducer:
 
     def _add(self, bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> None:
         """Add a parameter's gradient to the bucket's."""
-        with torch.no_grad():
+        with _without_graph():
             gradient = self._gradient_of(slot, parameter)
             assert gradient is not None, "asked for a gradient that is not there"
             bucket.add_gradient(slot, gradient)
@@ -451,12 +450,9 @@ class Reducer:
         return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
     def _start_complete(self) -> None:
-        for bucket, filling in self._filling.items() if self._overlap or self.waits_in_backward else ():
-            if filling.is_started:
-                continue
-            if filling.missing > 0 or any(slot.index in self.repeated for slot in bucket.plan.slots):
-                return
-            self._start(bucket, filling)
+        if self._overlap or self.waits_in_backward:
+            for bucket, filling in self._round.take_complete():
+                self._start(bucket, filling)
 
     def _start(self, bucket: Bucket, filling: Filling) -> None:
         gradients, filling.gradients, filling.is_started = filling.gradients, {}, True
@@ -487,6 +483,11 @@ def _hook(reducer: weakref.ref[Reducer], index: int, parameter: nn.Parameter) ->
             owner.on_gradient(index, parameter)
 
     return parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+
+def _without_graph() -> Any:
+    """Record nothing inside; backward mostly runs hooks that way, and asking is quicker than to enter it again."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def _sum(kept: Tensor, gradient: Tensor) -> Tensor:

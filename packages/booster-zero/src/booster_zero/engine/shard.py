@@ -54,6 +54,7 @@ class Format:
         copies: The stages of a pipeline that hold a copy of the parameter each; empty where one stage has it. Buckets
             of the same copies must be laid out alike on each of the stages.
         ranks: The ranks that share the parameter, where they are others than those of the layout.
+        is_table: Whether the parameter is large, and forward looks up some of its rows: only these have gradients.
     """
 
     working: torch.dtype
@@ -64,6 +65,7 @@ class Format:
     is_trained: bool
     copies: tuple[int, ...] = ()
     ranks: ShardingRanks | None = None
+    is_table: bool = False
 
     @property
     def has_copy(self) -> bool:
@@ -319,10 +321,9 @@ class Shard:
                 stack.enter_context(self._beside_state())
                 self._bring_whole_state()
             shown = [piece.values.grad for piece in self.pieces]
+            gradients = {piece.index: gradient for piece, gradient in self._gradients_beside_values()}
             for piece in self.pieces:
-                piece.values.grad = None
-            for piece, gradient in self._gradients_beside_values():
-                piece.values.grad = gradient
+                piece.values.grad = gradients.get(piece.index)
             try:
                 yield
             finally:

@@ -148,7 +148,7 @@ class StandIns:
     def show_pieces(self, pieces: Iterable[ParameterPiece]) -> None:
         """Let the gradients of what the optimizer's groups list be stand-ins, too; values come with the step."""
         for piece in pieces:
-            if piece.values.grad is None:
+            if piece.index not in self._shown_pieces and piece.values.grad is None:
                 made = self._made_for_pieces.get(piece.index)
                 if made is None:
                     made = ShardedGradient(piece.values, self._names[piece.index], self._zeroing(piece.index))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
+from booster_runtime.sharding import between_hosts
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.whole import BufferPool, Keep, WholeState
 from booster_zero.gathering.order import Chunk, OrderCheck
@@ -247,7 +248,8 @@ class ChunkManager:
         own = (self._gathered & _64_BITS).to_bytes(8, "little")
         self._gathered = 0
         # The largest of each byte, and of its difference to 255: a rank that differs from any other sees a larger one.
-        flags = torch.tensor([*own, *(255 - byte for byte in own)], dtype=torch.uint8, device=self._device())
+        device = between_hosts(self._device(), self.ranks.gathering)
+        flags = torch.tensor([*own, *(255 - byte for byte in own)], dtype=torch.uint8, device=device)
         told = flags.clone()
         collectives.all_reduce(told, dist.ReduceOp.MAX, self.ranks.gathering).wait()
         if not torch.equal(told, flags):

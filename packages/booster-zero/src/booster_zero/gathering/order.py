@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
+from booster_runtime.sharding import between_hosts
 from booster_zero.engine.bucket import Bucket
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class OrderCheck:
     def _compare(self, number: int, device: torch.device) -> None:
         if not self.is_on:
             return
-        told = torch.tensor([number, -number], device=device)
+        told = torch.tensor([number, -number], device=between_hosts(device, self._ranks.gathering))
         collectives.all_reduce(told, dist.ReduceOp.MAX, self._ranks.gathering).wait()
         largest, smallest = told.tolist()
         if largest != -smallest:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 def _is_even(bounds: Sequence[int]) -> bool:
+    if isinstance(bounds, range):
+        return True
     step = bounds[1] - bounds[0]
     return all(after - before == step for before, after in pairwise(bounds))
 

@@ -1,0 +1,127 @@
+"""Sums of matrices with few rows that are not zero: the bits of whole matrices' sums, and fewer bytes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from booster_runtime import collectives
+from booster_runtime.collectives.transports import override
+from booster_runtime.collectives.transports.rows import touched_rows
+from booster_testing import run_on_ranks
+
+ROWS, WIDTH = 40, 7
+TOUCHED = {
+    "own": lambda rank: [3 * rank, 13, 39],
+    "the same": lambda rank: [0, 14, 27],
+    "none on one": lambda rank: [] if rank == 0 else [13, 14],
+    "all on one": lambda rank: range(ROWS) if rank == 1 else [13],
+    "all": lambda rank: range(ROWS),
+    "none": lambda rank: [],
+}
+FORMATS = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float64, torch.float64),
+]
+
+
+def term(name, dtype, width):
+    """Return this rank's matrix, with sums that depend on their order."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    powers = 10.0 ** torch.randint(-3, 4, (ROWS, width), generator=generator)
+    matrix = (torch.randn(ROWS, width, generator=generator) * powers).to(dtype)
+    is_touched = torch.zeros(ROWS, 1, dtype=torch.bool)
+    is_touched[list(TOUCHED[name](rank))] = True
+    return torch.where(is_touched, matrix, torch.zeros((), dtype=dtype))
+
+
+def differing_sums():
+    """Return the cases in which sums of rows and of parts differ in any bit."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wrong = []
+    for width in (WIDTH, 8):
+        share = -(-ROWS * width // size // 16) * 16 + 16
+        even, uneven = range(0, size * share + 1, share), (0, *(5 * width + 3,) * (size - 1), ROWS * width + 4)
+        for bounds in (even, uneven) if size > 1 else (even,):
+            for name in TOUCHED:
+                for dtype, out_dtype in FORMATS:
+                    for accumulate in (False, True):
+                        matrix = term(name, dtype, width)
+                        before = torch.randn(bounds[rank + 1] - bounds[rank], dtype=torch.float64).to(out_dtype)
+                        outs = [before.clone(), before.clone()]
+                        settings = {"scale": 1.0 / size, "accumulate": accumulate}
+                        parts = [(0, matrix.view(-1))]
+                        collectives.reduce_scatter_parts(parts, bounds, outs[0], **settings).wait()
+                        collectives.reduce_scatter_rows(matrix, bounds, outs[1], **settings).wait()
+                        if not torch.equal(*outs):
+                            wrong.append((width, tuple(bounds), name, dtype, out_dtype, accumulate))
+    return wrong
+
+
+def differing_sums_on(transport):
+    with override(transport):
+        return differing_sums()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("transport", ["torch", "auto"])
+def test_sums_of_rows_have_the_bits_of_whole_sums(transport, num_ranks):
+    for wrong in run_on_ranks(differing_sums_on, num_ranks, transport):
+        assert wrong == []
+
+
+def not_finite():
+    """Return the sum of a row with NaN and infinities, and how many elements of other rows are not zero."""
+    matrix = torch.zeros(ROWS, WIDTH)
+    matrix[5, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    share = ROWS * WIDTH // 2
+    out = torch.ones(share)
+    with override("torch"):
+        collectives.reduce_scatter_rows(matrix, (0, share, 2 * share), out).wait()
+    return out
+
+
+def test_values_that_are_not_finite_count_as_touched():
+    first, second = run_on_ranks(not_finite, 2)
+    assert first[35].isnan()
+    assert first[36:38].tolist() == [float("inf"), -float("inf")]
+    assert first.count_nonzero() == 3
+    assert second.count_nonzero() == 0
+
+
+def test_rows_are_found_wherever_they_begin_in_memory():
+    for width in (1, 7, 8):
+        for offset in (0, 1, 2):
+            matrix = torch.zeros(ROWS * width + offset)[offset:].view(ROWS, width)
+            matrix[3, -1] = -1.0
+            matrix[5, 0] = torch.tensor(1e-45)  # the least number
+            assert touched_rows(matrix).tolist() == [3, 5]
+            assert touched_rows(matrix + 1.0) is None
+
+
+def bytes_sent(num_touched):
+    rows, width = 1024, 64
+    matrix, sent, send = torch.zeros(rows, width), [], dist.isend
+    matrix[torch.randperm(rows, generator=torch.Generator().manual_seed(dist.get_rank()))[:num_touched]] = 1.0
+
+    def counting(tensor, *args, **kwargs):
+        sent.append(tensor.nbytes)
+        return send(tensor, *args, **kwargs)
+
+    share = rows * width // dist.get_world_size()
+    with override("torch"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", counting)
+        bounds = range(0, rows * width + 1, share)
+        collectives.reduce_scatter_rows(matrix, bounds, torch.empty(share)).wait()
+    return sum(sent)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_is_sent_is_the_touched_rows(num_ranks):
+    whole = 1024 * 64 * 4 * (num_ranks - 1) // num_ranks
+    of_few, of_many = (run_on_ranks(bytes_sent, num_ranks, touched) for touched in (32, 512))
+    for few, many in zip(of_few, of_many, strict=True):
+        assert few < 0.05 * whole
+        assert many <= whole + 8 * num_ranks, "all rows, and a number that says so"

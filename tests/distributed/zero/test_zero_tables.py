@@ -1,0 +1,97 @@
+"""Gradients of large embeddings, of which the portable transport sends the rows that a batch touches."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster
+from booster_runtime.collectives.transports import override
+from booster_testing import run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors
+from booster_zero import LowLevelZeroPlugin
+
+ROWS, WIDTH, STEPS = 8192, 128, 3
+"""As many bytes as the least table has whose rows are looked for."""
+
+
+class Classifier(nn.Module):
+    """Looks tokens up in a table; may use all of the table besides, as a head that nothing declares."""
+
+    def __init__(self, *, uses_all):
+        super().__init__()
+        self.table, self.head = nn.Embedding(ROWS, WIDTH, padding_idx=0), nn.Linear(WIDTH, 4)
+        self.uses_all = uses_all
+
+    def forward(self, tokens):
+        scores = self.head(self.table(tokens).mean(1)).square().mean()
+        return scores + self.table.weight.square().mean() if self.uses_all else scores
+
+
+def make(uses_all):
+    torch.manual_seed(0)
+    model = Classifier(uses_all=uses_all)
+    return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def tokens_of(step, rank):
+    return torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank)) * 200
+
+
+def train(transport, options, uses_all, accumulates):
+    """Return the gradients of each step, and the bytes that this rank sent in its last backward."""
+    sent, send, gradients = [], dist.isend, []
+
+    def counting(tensor, *args, **kwargs):
+        sent.append(tensor.nbytes)
+        return send(tensor, *args, **kwargs)
+
+    with override(transport), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", counting)
+        booster = Booster("cpu", plugin=LowLevelZeroPlugin(**options))
+        model, optimizer, *_ = booster.boost(*make(uses_all))
+        for step in range(STEPS):
+            sent.clear()
+            for micro in range(2 if accumulates else 1):
+                with booster.no_sync(model, optimizer) if accumulates and not micro else contextlib.nullcontext():
+                    booster.backward(model(tokens_of(step + micro, dist.get_rank())), optimizer)
+            num_bytes = sum(sent)
+            names = [name for name, _ in model.unwrap().named_parameters()]
+            gradients.append({name: booster.full_gradient(model, name) for name in names})
+            optimizer.step()
+            optimizer.zero_grad()
+    return gradients, num_bytes
+
+
+def train_alone(world_size, uses_all, accumulates):
+    model, optimizer = make(uses_all)
+    gradients = []
+    for step in range(STEPS):
+        for micro in range(2 if accumulates else 1):
+            for rank in range(world_size):
+                (model(tokens_of(step + micro, rank)) / world_size).backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}], ids=str)
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("uses_all", [False, True])
+def test_gradients_of_a_table_are_those_of_one_process(options, accumulates, uses_all):
+    expected = train_alone(2, uses_all, accumulates)
+    rows = run_on_ranks(train, 2, "torch", options, uses_all, accumulates)
+    whole = run_on_ranks(train, 2, "auto", options, uses_all, accumulates)
+    for (gradients, num_bytes), (others, _) in zip(rows, whole, strict=True):
+        for found, other, plain in zip(gradients, others, expected, strict=True):
+            assert_same_tensors(found, other, EXACT)
+            for name, gradient in plain.items():
+                torch.testing.assert_close(found[name], gradient)
+        table_bytes = ROWS * WIDTH * 4 // 2
+        if uses_all:
+            assert num_bytes > table_bytes
+        else:
+            assert num_bytes < 0.05 * table_bytes

@@ -1,0 +1,67 @@
+"""The order in which buckets of a round are reduced, and that a gradient looks at few of them."""
+
+from booster_zero.engine.filling import Filling, Round
+
+
+def started(round_):
+    found = []
+    for bucket, filling in round_.take_complete():
+        filling.is_started = True
+        found.append(bucket)
+    return found
+
+
+def test_buckets_are_reduced_in_order_as_soon_as_all_before_them_are():
+    fillings = {name: Filling(missing=1) for name in "abc"}
+    round_ = Round(fillings.items())
+    fillings["b"].missing = 0
+    assert started(round_) == []
+    fillings["a"].missing = 0
+    assert started(round_) == ["a", "b"]
+    assert [bucket for bucket, _ in round_.take_rest()] == ["c"]
+    assert started(round_) == []
+
+
+def test_a_bucket_that_waits_for_the_end_holds_up_those_after_it():
+    fillings = {"a": Filling(missing=0), "b": Filling(missing=0, waits_for_end=True), "c": Filling(missing=0)}
+    round_ = Round(fillings.items())
+    assert started(round_) == ["a"]
+    assert [bucket for bucket, _ in round_.take_rest()] == ["b", "c"]
+
+
+def test_a_bucket_that_is_trained_only_now_comes_last():
+    round_ = Round([("a", Filling(missing=0))])
+    assert round_.get("b") is None
+    round_.add("b", Filling(missing=0))
+    assert started(round_) == ["a", "b"]
+
+
+def test_what_is_left_out_is_not_awaited():
+    filling = Filling(missing=2)
+    filling.leave_out(3)
+    filling.leave_out(3)
+    assert filling.missing == 1
+
+
+class Looked:
+    """A filling that counts how often it is looked at."""
+
+    waits_for_end = is_started = False
+
+    def __init__(self):
+        self.looks = 0
+        self.is_complete = False
+
+    @property
+    def missing(self):
+        self.looks += 1
+        return 0 if self.is_complete else 1
+
+
+def test_a_gradient_looks_at_the_next_bucket_alone():
+    fillings = [Looked() for _ in range(1000)]
+    round_ = Round(enumerate(fillings))
+    for number, filling in enumerate(fillings):
+        filling.is_complete = True
+        assert [bucket for bucket, _ in round_.take_complete()] == [number]
+    assert max(filling.looks for filling in fillings) == 2
