@@ -151,22 +151,8 @@ class PassedThrough:
 
         Collective: none.
         """
-        free = dict(arguments)
         found: list[bool] = []
-
-        def source(value: Any) -> str | tuple[Any, ...] | list[Any] | None:
-            if type(value) in (list, tuple):
-                return type(value)(source(each) for each in value)  # type: ignore[no-any-return]
-            if not isinstance(value, torch.Tensor):
-                return None
-            fits = [path for path, each in free.items() if each.shape == value.shape and each.dtype == value.dtype]
-            found.append(bool(fits))
-            if not fits and len(found) == 1:
-                fits = [*arguments][:1]
-            free.pop(fits[0] if fits else "", None)
-            return fits[0] if fits else None
-
-        form = source(output)
+        form = _source(output, dict(arguments), found)
         return cls(form, has_shapes=found[0]) if found else None
 
     def of(self, arguments: Mapping[str, Any]) -> Any:
@@ -177,10 +163,26 @@ class PassedThrough:
 
         Collective: none.
         """
+        return _filled(self._form, arguments)
 
-        def value(source: Any) -> Any:
-            if isinstance(source, (list, tuple)):
-                return type(source)(value(each) for each in source)
-            return None if source is None else arguments.get(source)
 
-        return value(self._form)
+# Outside of the methods: a nested function that calls itself keeps what it refers to until garbage is collected.
+def _source(value: Any, free: dict[str, torch.Tensor], found: list[bool]) -> str | tuple[Any, ...] | list[Any] | None:
+    """Return the path of the argument that stands for a value, which is then taken; note whether its shape fits."""
+    if type(value) in (list, tuple):
+        return type(value)(_source(each, free, found) for each in value)  # type: ignore[no-any-return]
+    if not isinstance(value, torch.Tensor):
+        return None
+    fits = [path for path, each in free.items() if each.shape == value.shape and each.dtype == value.dtype]
+    found.append(bool(fits))
+    if not fits and len(found) == 1:
+        fits = [*free][:1]
+    free.pop(fits[0] if fits else "", None)
+    return fits[0] if fits else None
+
+
+def _filled(source: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return a form with arguments in the places of their paths."""
+    if isinstance(source, (list, tuple)):
+        return type(source)(_filled(each, arguments) for each in source)
+    return None if source is None else arguments.get(source)
