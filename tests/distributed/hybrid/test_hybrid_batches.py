@@ -271,3 +271,29 @@ def test_a_mean_over_unmasked_tokens_matches_one_process():
     (_, first), (found, last) = run_on_ranks(loss_and_norm_of_padded, 2)
     torch.testing.assert_close(found, loss.detach())
     assert (first, last) == pytest.approx((norm, norm), rel=1e-5)
+
+
+class Streaming:
+    """A data set with a generator of its own, which goes on with each sample that is read."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, _):
+        row = torch.randint(64, (8,), generator=self.generator)
+        return {"input_ids": row, "labels": row}
+
+
+def read_on_after_boost():
+    data = Streaming()
+    booster = Booster(plugin=plugin_of({"pp_size": 2}))
+    booster.boost(llama(), dataloader=DataLoader(data, batch_size=2))
+    return data[0]["input_ids"].tolist()
+
+
+def test_the_dry_run_reads_its_samples_on_every_rank():
+    first, second = run_on_ranks(read_on_after_boost, 2)
+    assert first == second

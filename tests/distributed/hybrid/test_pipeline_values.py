@@ -448,7 +448,8 @@ class ReadOfBatch(Base):
         return self.exit(x) * scale
 
 
-SENT = (Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read, ResultObject, ResultInDict, RegisteredResult)
+RESULTS = (ResultObject, ResultInDict, RegisteredResult)
+SENT = (Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read, InTuple, *RESULTS)
 
 
 @pytest.mark.covering(1)  # every kind over two stages or four; the other pairs are slow
@@ -483,7 +484,6 @@ def test_values_of_earlier_stages_that_are_not_sent_are_refused(kind, message):
         (InModelOutput, "BaseModelOutput"),
         (InNamedTuple, "Pair"),
         (InDataclass, "State"),
-        (InTuple, "tuple"),
     ],
 )
 def test_layers_that_return_containers_are_refused(kind, returned):

@@ -1,7 +1,11 @@
-from torch import nn
-from torch.utils.data import DataLoader
+import random
 
-from booster_hybrid.pipeline.example import example_batch
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from booster_hybrid.pipeline.example import check_entries, example_batch
 
 
 def test_samples_of_a_loader_with_a_batch_sampler_are_collated():
@@ -12,3 +16,28 @@ def test_samples_of_a_loader_with_a_batch_sampler_are_collated():
 def test_batches_of_a_data_set_that_makes_its_own_are_left_as_they_are():
     loader = DataLoader([[5, 6], [7, 8]], batch_size=None)
     assert example_batch(nn.Linear(1, 1), loader) == [5, 6]
+
+
+class Drawing(Dataset):
+    """Draws from every generator that a data set may use."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()]) + index  # noqa: NPY002 - as in user code
+
+
+def test_reading_an_example_leaves_all_generators_as_they_were():
+    model = nn.Linear(3, 1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002 - the generator that such data sets use
+    torch.manual_seed(1)
+    expected = Drawing()[0]
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002 - the generator that such data sets use
+    torch.manual_seed(1)
+    loader = DataLoader(Drawing(), batch_size=2)
+    example_batch(model, loader)
+    check_entries(loader)
+    assert torch.equal(Drawing()[0], expected)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from booster_core.errors import ConfigError
 from booster_core.state import named_modules, without_adapters
 from booster_hybrid.axes import make_axes
 from booster_hybrid.expert_parallel.apply import ExpertsModule, SpreadExperts, find_experts, spread_experts
@@ -16,16 +17,19 @@ from booster_hybrid.local_model import LocalModel
 from booster_hybrid.mesh import with_experts
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import check_entries, example_batch
+from booster_hybrid.pipeline.find_layers import find_layers
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
+from booster_hybrid.pipeline.schedule import V_STYLES, make_schedule
 from booster_hybrid.pipeline.skipped_layers import check_no_layer_is_skipped, kept_generators
 from booster_hybrid.pipeline.stages import StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.check import check_policy
 from booster_hybrid.policy.experts import expert_rules
-from booster_hybrid.policy.registry import given_policy, policy_for
+from booster_hybrid.policy.from_transformers import layer_lists
+from booster_hybrid.policy.registry import given_policy, known_layers, policy_for
 from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
     from booster_hybrid.config import HybridConfig
     from booster_hybrid.model import HybridModel
     from booster_hybrid.pipeline.cut import StagedModel
+    from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.policy.base import ShardingPolicy
     from booster_runtime.lazy import HostValues, Recording
 
@@ -62,6 +67,7 @@ class SetupOptions:
         config: The mesh.
         custom_policy: How the model is split, where the user says so.
         example_batch: A batch for the dry run that finds a pipeline's layers.
+        split_batch: Splits batches into microbatches; ``None`` splits each tensor along its first dimension.
         parallel_output: Leave logits split.
         pipeline_record: Where each rank of a pipeline writes down when it did what.
     """
@@ -69,6 +75,7 @@ class SetupOptions:
     config: HybridConfig
     custom_policy: ShardingPolicy | None
     example_batch: Any
+    split_batch: SplitHook | None
     parallel_output: bool
     pipeline_record: str | os.PathLike[str] | None
 
@@ -117,6 +124,7 @@ class HybridSetup:
         self._experts: list[ExpertsModule] = []
         self._spread = SpreadExperts()
         self._entries_seen: list[dict[str, int]] = []
+        self._lists: list[str] = []
         self._gathering: dict[tuple[int, ...], Axis] = {}
         self._is_on_host = False
 
@@ -203,28 +211,46 @@ class HybridSetup:
         self._context.coordinator.raise_together(error, name="boost")
 
     def plan_stages(self) -> StagePlan | None:
-        """Return how the model is cut into stages, found by a dry run on the first rank; ``None`` without a pipeline.
+        """Find the model's layers and how it is cut into stages, by a dry run on the first rank.
 
-        The dry run needs the whole model, and communicates nothing.
+        The dry run needs the whole model, and communicates nothing. Every rank reads the batch for it, so that data
+        sets that draw random numbers of their own, or read on, are alike everywhere afterwards.
+
+        Returns:
+            ``None`` without a pipeline.
 
         Raises:
-            ConfigError: If the model can't be cut.
+            ConfigError: If the model can't be cut, or its layers are not found.
 
         Collective: every rank of the world.
         """
-        config = self._config.pipeline
-        if config.size == 1:
+        config, sequence, model = self._config.pipeline, self._config.sequence, self._model
+        if config.size == 1 and sequence.mode is None:
             return None
-        policy = self._policy()
-        error, found = None, None
-        if self._context.coordinator.rank == 0:
-            try:
-                found = self._run_dry(policy)
-            except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-                error = caught
+        self._lists = self._known_lists(is_pipeline=config.size > 1)
+        if config.size == 1 and self._lists:
+            if self._options.example_batch is not None:
+                msg = (
+                    f"`example_batch` is for finding the layers of a model, and a policy names those of "
+                    f"{type(model).__name__}. Leave it out."
+                )
+                raise ConfigError(msg)
+            return None
+        error: Exception | None = None
+        found: Any = None
+        seen: list[dict[str, int]] = []
+        try:
+            batch = self._example_batch()
+            if self._options.split_batch is None:
+                seen = [*check_entries(self._objects.dataloader), lengths_of(batch)]
+            if self._context.coordinator.rank == 0:
+                found = self._run_dry(batch)
+        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
+            error = caught
         self._context.coordinator.raise_together(error, name="boost")
-        trace, crossings, self._entries_seen = self._context.coordinator.broadcast_object(found, name="boost")
-        return StagePlan.of(self._model, trace, crossings, config)
+        self._lists, trace, crossings, idle = self._context.coordinator.broadcast_object(found, name="boost")
+        self._entries_seen = seen
+        return None if trace is None else StagePlan.of(model, trace, crossings, idle, config)
 
     def split_layers(self) -> TensorParallelModel:
         """Spread experts over their ranks, split the layers over the tensor parallel ranks, and sequences over theirs.
@@ -290,11 +316,12 @@ class HybridSetup:
         """
         copies = plan.copies(self._model)
         # Layers' forwards that split their backward are called by those that stages put around layers.
-        split_backward = SplitBackward(self._model) if self._config.pipeline.style == "zbv" else None
+        split_backward = SplitBackward(self._model) if self._config.pipeline.style in V_STYLES else None
         plan.checkpoint(self._model, self._config.pipeline.checkpoint_ratios)
         # Parameters of other stages still tell their format: models make tables in that of their embedding.
         dtypes = working_dtypes(self._model, self._context.precision.param_dtype)
-        staged = plan.cut(self._model, self._axes["pp",].index, dtypes)
+        communicates = self._config.tensor.size > 1 or bool(self._experts)
+        staged = plan.cut(self._model, self._axes["pp",].index, dtypes, has_collectives=communicates)
         leave_out(self._model, self._objects.optimizer)
         return CutModel(staged, split_backward, copies)
 
@@ -324,6 +351,7 @@ class HybridSetup:
             coordinator=self._context.coordinator,
             device=device,
             exchanges_tokens=bool(self._experts),
+            split_hook=self._options.split_batch,
             run_options={"split": cut.split_backward, "record": self._record()},
         )
         if isinstance(model, ShardedHybridModel):
@@ -377,24 +405,42 @@ class HybridSetup:
         batch = example_batch(self._model, self._objects.dataloader, self._options.example_batch)
         return to_device(batch, torch.device("cpu") if self._is_on_host else self._context.device)
 
-    def _run_dry(self, policy: ShardingPolicy) -> Any:
-        """Return the trace of the model, what stages send each other, and the lengths of entries of known batches."""
-        model, batch = self._model, self._example_batch()
-        seen = [*check_entries(self._objects.dataloader), lengths_of(batch)]
+    def _known_lists(self, *, is_pipeline: bool) -> list[str]:
+        """Return the lists of layers that a policy names; none where a dry run has to find them."""
+        known = known_layers(self._model, self._options.custom_policy, self._context.hooks)
+        if known is None and not is_pipeline and self._options.example_batch is None:
+            inner = without_adapters(self._model)
+            return [*layer_lists(inner)] if getattr(inner, "_tp_plan", None) else []
+        return [] if known is None else [*known.layers]
+
+    def _run_dry(self, batch: Any) -> Any:
+        """Return the lists of layers, what is seen of these, what stages send each other, and idle modules."""
+        model, config = self._model, self._config.pipeline
+        is_pipeline = config.size > 1
+        num_stages = make_schedule(config.style, config.size, 1, config.num_chunks).placement.num_stages
         paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
-        lists = [paths.get(name, name) for name in policy.layers]
         with kept_generators():
+            if self._lists:
+                lists = [paths.get(name, name) for name in self._lists]
+            else:
+                lists = find_layers(model, batch, num_stages if is_pipeline else 0)
+            names = {path: name for name, path in paths.items()}
+            found = [names.get(path, path) for path in lists]
+            if not is_pipeline:
+                return found, None, None, None
             trace, flow = trace_flow(model, lists, batch)
             if self._objects.optimizer is not None:
                 check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
-            return trace, find_crossings(model, trace, flow, self._config.pipeline, batch), seen
+            return found, trace, *find_crossings(model, trace, flow, config, batch)
 
     def _split_sequences(self, split: TensorParallelModel) -> None:
         from booster_hybrid.sequence_parallel.apply import split_sequences
         from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
-        model, policy = without_adapters(self._model), self._policy()
-        lists = [name for name in policy.layers if name not in policy.whole_sequences]
+        model = without_adapters(self._model)
+        known = known_layers(self._model, self._options.custom_policy, self._context.hooks)
+        whole = () if known is None else known.whole_sequences
+        lists = [name for name in self._lists if name not in whole]
         mode = str(self._config.sequence.mode)
         if mode == "split_gather":
             split_between_blocks(model, lists, self._tensor_group, self._axes[()].group, split)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from booster_core.errors import ConfigError
 from booster_hybrid.data_parallel import DataParallelConfig
 from booster_hybrid.mesh import AXES, check_order
-from booster_hybrid.pipeline.schedule import STYLES, make_schedule
+from booster_hybrid.pipeline.schedule import STYLES, V_STYLES, make_schedule
 
 if TYPE_CHECKING:
     from booster_zero import ZeroConfig
@@ -43,7 +43,8 @@ class PipelineConfig:
             ranks where neither this nor ``microbatch_size`` is given.
         microbatch_size: Samples in each part but the last, which may have fewer; another way to say it.
         style: Order of the parts' forwards and backwards: one of `booster_hybrid.pipeline.schedule.STYLES`.
-        num_model_chunks: Stages on each rank: 1, but for ``"interleaved"`` (2 or more; 2 by default) and ``"zbv"`` (2).
+        num_model_chunks: Stages on each rank: 1, but for ``"interleaved"`` (2 or more; 2 by default) ``"zbv"`` and
+            ``"dualpipev"`` (2).
         num_layers_per_stage: Number of layers of each stage, in their order; ``None`` shares them out.
         checkpoint_ratio: Which part of each stage's layers, 0 to 1, keeps only its inputs and is recomputed in
             backward: one number for all stages, or one for each in their order. Layers are rounded up. ``None`` leaves
@@ -133,7 +134,7 @@ class PipelineConfig:
         """Stages on each rank."""
         if self.num_model_chunks is not None:
             return self.num_model_chunks
-        return 2 if self.style in ("interleaved", "zbv") else 1
+        return 2 if self.style in ("interleaved", *V_STYLES) else 1
 
     @property
     def num_stages(self) -> int:
@@ -258,13 +259,21 @@ class HybridConfig:
         return {"pp": self.pipeline.size, "sp": self.sequence.size, "tp": self.tensor.size}
 
 
-def check_used(config: HybridConfig, *, custom_policy: object, example_batch: object, pipeline_record: object) -> None:
+def check_used(
+    config: HybridConfig,
+    *,
+    custom_policy: object,
+    example_batch: object,
+    split_batch: object,
+    pipeline_record: object,
+) -> None:
     """Refuse options that would have no effect.
 
     Args:
         config: The mesh.
-        custom_policy: How the model is split; ``None`` where it was not given, as for the following two.
-        example_batch: A batch for the dry run that finds a pipeline's layers.
+        custom_policy: How the model is split; ``None`` where it was not given, as for the following three.
+        example_batch: A batch for the dry run that finds layers.
+        split_batch: Splits batches into microbatches.
         pipeline_record: Where to write down what a pipeline does.
 
     Raises:
@@ -273,14 +282,27 @@ def check_used(config: HybridConfig, *, custom_policy: object, example_batch: ob
     Collective: none.
     """
     pp_size = config.pipeline.size
+    is_split = config.sequence.mode is not None
     of_pipeline = (
-        ("example_batch", example_batch, "is for finding the layers of"),
+        ("example_batch", None if is_split else example_batch, "is for finding the layers of"),
+        ("split_batch", split_batch, "splits the batches of"),
         ("pipeline_record", pipeline_record, "writes down the work of"),
     )
     for name, value, what in of_pipeline:
         if pp_size == 1 and value is not None:
             msg = f"`{name}` {what} a pipeline, and `pp_size=1` makes none. Pass `pp_size`, or leave it out."
             raise ConfigError(msg)
+    if split_batch is not None and not callable(split_batch):
+        msg = (
+            f"`split_batch` is a function of a batch and a number of microbatches; got `{type(split_batch).__name__}`."
+        )
+        raise TypeError(msg)
+    if split_batch is not None and config.pipeline.microbatch_size is not None:
+        msg = (
+            f"`microbatch_size={config.pipeline.microbatch_size}` and `split_batch` are two answers to one question: "
+            "how a batch is cut. Give one of them; `num_microbatches` is passed on to `split_batch`."
+        )
+        raise ConfigError(msg)
     sizes = (config.tensor.size, pp_size, config.expert.size)
     if custom_policy is not None and max(sizes) == 1 and config.sequence.mode is None:
         msg = (

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from booster_core.state import StateAdapter
     from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
+    from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
 
@@ -91,14 +92,16 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         num_microbatches: Number of microbatches of a batch; ``pp_size`` if neither this nor ``microbatch_size`` is
             given.
         microbatch_size: Samples in each microbatch, instead.
-        pp_style: Order of the microbatches' forward and backward passes: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or
-            ``"zbv"``.
-        num_model_chunks: Stages on each rank: 1, and 2 by default for ``"interleaved"`` and ``"zbv"``.
+        pp_style: Order of the microbatches' forward and backward passes: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``,
+            ``"zbv"`` or ``"dualpipev"``.
+        num_model_chunks: Stages on each rank: 1, and 2 by default for ``"interleaved"``, ``"zbv"`` and ``"dualpipev"``.
         num_layers_per_stage: Number of layers of each stage; balanced by default.
         checkpoint_ratio: Fraction of each stage's layers that store only their inputs and are recomputed in backward:
             one number, or one for each stage (early stages hold more microbatches). ``None`` leaves it to the model.
-        example_batch: A batch for the dry run that finds the layers of a pipeline; by default from the data loader, or
-            the dummy inputs of transformers' models.
+        example_batch: A batch for the dry run that finds the layers of a pipeline, or those whose sequences are split;
+            by default from the data loader, or the dummy inputs of transformers' models.
+        split_batch: Splits a batch into microbatches, in place of a split of each tensor's first dimension: called as
+            ``split_batch(batch, num_microbatches)``, it returns a pair ``(microbatch, num_samples)`` for each.
         sequence_parallelism_mode: Split sequences over ranks: ``"split_gather"``, ``"all_to_all"`` or ``"ring_attn"``.
         parallel_output: Keep the logits of language models sharded (by vocabulary, and by positions where the model
             computes its own loss of split sequences), so that they are gathered only where needed, see `SplitLogits`.
@@ -142,6 +145,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         num_layers_per_stage: Sequence[int] | None = None,
         checkpoint_ratio: float | Sequence[float] | None = None,
         example_batch: Any = None,
+        split_batch: SplitHook | None = None,
         sequence_parallelism_mode: str | None = None,
         parallel_output: bool = True,
         max_norm: float = 0.0,
@@ -181,10 +185,14 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         self.parallel_output = parallel_output
         self._unchecked_layers: dict[str, str] = {}
         self.custom_policy = custom_policy
-        self.example_batch = example_batch
+        self.example_batch, self.split_batch = example_batch, split_batch
         self.pipeline_record = pipeline_record
         check_used(
-            self.config, custom_policy=custom_policy, example_batch=example_batch, pipeline_record=pipeline_record
+            self.config,
+            custom_policy=custom_policy,
+            example_batch=example_batch,
+            split_batch=split_batch,
+            pipeline_record=pipeline_record,
         )
         if loss_scale is not None and precision is None:
             msg = "`loss_scale` is about fp16. Pass `precision='fp16'` as well, or a PrecisionPolicy to `Booster`."
@@ -467,6 +475,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             config=self.config,
             custom_policy=self.custom_policy,
             example_batch=self.example_batch,
+            split_batch=self.split_batch,
             parallel_output=self.parallel_output,
             pipeline_record=self.pipeline_record,
         )

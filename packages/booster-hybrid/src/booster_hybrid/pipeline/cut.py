@@ -19,9 +19,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.arguments import ArgumentNames
+from booster_hybrid.pipeline.empty_outputs import EmptyOutputs, UnknownShapeError
 from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.p2p import check_sendable
-from booster_hybrid.pipeline.trace import is_carried, named_arguments
+from booster_hybrid.pipeline.trace import is_carried
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
 if TYPE_CHECKING:
@@ -163,6 +165,8 @@ class StagedModel:
         stages: The stages of this rank.
         dtype_of: Tells the format in which the run works with a parameter; ``None`` for that which it has.
         crossings: What each stage of the whole pipeline gets; ``None`` where nothing but layers' arguments is sent.
+        idle: Modules outside of the layers that have nothing to compute on some stages, with these; ``None`` runs all
+            modules on every stage that comes to them.
 
     Attributes:
         model: As above.
@@ -177,6 +181,7 @@ class StagedModel:
         stages: Sequence[StageRange],
         dtype_of: Callable[[nn.Parameter], torch.dtype] | None = None,
         crossings: Sequence[Crossing] | None = None,
+        idle: Mapping[str, Collection[int]] | None = None,
     ) -> None:
         self.model = model
         self.forward: Callable[..., Any] = model
@@ -195,7 +200,11 @@ class StagedModel:
             module: Any = modules[layer.name]
             if hasattr(module, "gradient_checkpointing") and not self._holds(position):
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
-            module.forward = _Gate(self, module, position, layer)
+            module.forward = _Gate(self, module, position, layer, may_be_empty=idle is not None)
+        for name, idle_on in (idle or {}).items():
+            if self.stages.keys() & set(idle_on):
+                module = modules[name]
+                module.forward = _Idle(self, module, self.stages.keys() & set(idle_on))
         self.hollow = self._hollow(modules, dtype_of or (lambda parameter: parameter.dtype))
         extras: dict[str, set[Extra]] = defaultdict(set)
         for extra in (extra for crossing in crossings or () for extra in crossing.extras):
@@ -312,17 +321,20 @@ class StagedModel:
             raise self._skipped(stage, stage.last, f"with which stage {stage.index + 1} begins")
         if position < stage.first:
             self._show_what_came(position)
-            first = args[0] if args else next(iter(kwargs.values()))
-            return first if layer.returned is None else (first, *(None for _ in range(layer.returned - 1)))
+            return gate.pass_through(args, kwargs)
         if position == stage.last:
-            arguments = named_arguments(gate, args, kwargs)
+            arguments = dict(gate.names.leaves(args, kwargs))
             arguments.update(self._given(stage, position))
             raise _StageEndError(self._payload(stage, layer, arguments))
         self._has_begun = self._has_begun or position == stage.first
         given = self._given(stage, position)
-        if not given:
-            return gate.forward(*args, **kwargs)
-        return gate.forward(**{**named_arguments(gate, args, kwargs), **given})
+        if given:
+            args, kwargs = gate.names.replaced(args, kwargs, given, f"layer '{layer.name}'")
+        return gate.forward(*args, **kwargs)
+
+    def is_idle(self, stages: Collection[int]) -> bool:
+        """Return whether one of some stages is active."""
+        return self._active is not None and self._active.index in stages
 
     def _show_what_came(self, position: int) -> None:
         """Let those who watch modules inside of a layer that is passed through see what these have returned."""
@@ -402,13 +414,41 @@ class StagedModel:
 class _Gate:
     """The forward of a layer in a staged model."""
 
-    def __init__(self, staged: StagedModel, module: nn.Module, position: int, layer: Layer) -> None:
+    def __init__(
+        self, staged: StagedModel, module: nn.Module, position: int, layer: Layer, *, may_be_empty: bool
+    ) -> None:
         self._staged, self.position, self.layer = staged, position, layer
         self.forward = module.forward
-        self.__signature__ = inspect.signature(named_forward(module))  # callers look at what a layer takes
+        named = named_forward(module)
+        self.names = ArgumentNames(named)
+        self.__signature__ = inspect.signature(named)  # callers look at what a layer takes
+        self._empty = EmptyOutputs(module, module.forward) if may_be_empty and not layer.returned.has_shapes else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._staged.call_layer(self, args, kwargs)
+
+    def pass_through(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what stands for the layer's output where it is not run: of the same form, without its values."""
+        if self._empty is not None:
+            with contextlib.suppress(UnknownShapeError):
+                return self._empty(args, kwargs)
+        return self.layer.returned.of(dict(self.names.leaves(args, kwargs)))
+
+
+class _Idle:
+    """The forward of a module that need not be run on some stages."""
+
+    def __init__(self, staged: StagedModel, module: nn.Module, stages: Collection[int]) -> None:
+        self._staged, self._stages = staged, stages
+        self._forward = module.forward
+        self._empty = EmptyOutputs(module, module.forward)
+        self.__signature__ = inspect.signature(named_forward(module))  # callers look at what a module takes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._staged.is_idle(self._stages):
+            with contextlib.suppress(UnknownShapeError):
+                return self._empty(args, kwargs)
+        return self._forward(*args, **kwargs)
 
 
 class _Refusal:

@@ -11,7 +11,14 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.ranks import naming_missing_ranks
-from booster_hybrid.pipeline.microbatches import count_samples, join_outputs, share_samples, split_batch
+from booster_hybrid.pipeline.itinerary import Itinerary
+from booster_hybrid.pipeline.microbatches import (
+    count_samples,
+    join_outputs,
+    share_samples,
+    split_batch,
+    split_by_hook,
+)
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import Work, make_schedule
 from booster_hybrid.random_streams import pipeline_stream
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
     from booster_hybrid.config import PipelineConfig
     from booster_hybrid.optimizer import HybridOptimizer
     from booster_hybrid.pipeline.cut import StagedModel
+    from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.pipeline.p2p import Link
     from booster_hybrid.pipeline.per_sample import SampleEntries
     from booster_hybrid.pipeline.schedule import Schedule
@@ -49,6 +57,7 @@ class PipelineEngine:
         coordinator: Carries errors to all ranks.
         device: Where batches are moved.
         exchanges_tokens: Whether data parallel ranks take part in each other's microbatches, as spread experts do.
+        split_hook: Splits batches in place of `split_batch`; see `HybridParallelPlugin`.
         run_options: Further arguments of each `PipelineRun`.
 
     Attributes:
@@ -69,15 +78,18 @@ class PipelineEngine:
         coordinator: DistCoordinator,
         device: torch.device,
         exchanges_tokens: bool = False,
+        split_hook: SplitHook | None = None,
         run_options: dict[str, Any] | None = None,
     ) -> None:
         self.staged = staged
         self.gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self._exchanges_tokens = exchanges_tokens
+        self._exchanges_tokens, self._split_hook = exchanges_tokens, split_hook
         self._config, self._index, self._link, self._entries = config, index, link, entries
         self._replica, self._data, self._coordinator, self._device = replica, data, coordinator, device
         self._run_options = run_options or {}
         self._schedules: dict[int, Schedule] = {}
+        self._itineraries: dict[tuple[int, bool], Itinerary] = {}
+        self._num_batches = 0
         self._has_warned = False
 
     def schedule(self, num_microbatches: int) -> Schedule:
@@ -87,6 +99,16 @@ class PipelineEngine:
             config = self._config
             known = make_schedule(config.style, config.size, num_microbatches, config.num_chunks)
             self._schedules[num_microbatches] = known
+        return known
+
+    def itinerary(self, num_microbatches: int, *, trains: bool) -> Itinerary:
+        """Return what this rank does and exchanges in a batch of so many microbatches."""
+        known = self._itineraries.get((num_microbatches, trains))
+        if known is None:
+            schedule = self.schedule(num_microbatches)
+            splits = trains and schedule.is_split and self._run_options.get("split") is not None
+            known = Itinerary(schedule, self._index, trains=trains, splits=splits)
+            self._itineraries[num_microbatches, trains] = known
         return known
 
     def execute(
@@ -121,6 +143,7 @@ class PipelineEngine:
                 criterion,
                 None if optimizer is None else _Backward(optimizer),
                 keeps_outputs=return_outputs,
+                itinerary=self.itinerary(len(parts), trains=optimizer is not None),
                 **self._run_options,
             )
             if optimizer is not None:
@@ -150,18 +173,22 @@ class PipelineEngine:
         parts: list[Any] = []
         sizes: list[int] = []
         checksum = 0
+        self._num_batches += 1
         config = self._config
         try:
             batch = next(batches)
-            checksum = checksum_of(batch)
+            checksum = checksum_of(batch, self._num_batches)
             batch = to_device(batch, self._device)
             count = config.num_microbatches if config.microbatch_size is None else None
             if config.microbatch_size is None and count is None:
                 count = config.size
-            sizes = share_samples(count_samples(batch), count, config.microbatch_size)
-            if len(sizes) > 1:
-                self._entries.check(batch, sum(sizes))
-            parts = split_batch(batch, sizes)
+            if self._split_hook is not None:
+                parts, sizes = split_by_hook(self._split_hook, batch, count or config.size)
+            else:
+                sizes = share_samples(count_samples(batch), count, config.microbatch_size)
+                if len(sizes) > 1:
+                    self._entries.check(batch, sum(sizes))
+                parts = split_batch(batch, sizes)
         except Exception as caught:  # noqa: BLE001 - carried to every rank below
             error = caught
         # Data parallel ranks may have other batches, of other sizes; those that work on the same batch may not.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.utils.data import IterableDataset
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.per_sample import lengths_of, not_per_sample
+from booster_hybrid.pipeline.skipped_layers import kept_generators
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,13 +83,9 @@ def check_entries(dataloader: DataLoader[Any] | None) -> list[dict[str, int]]:
 def _collated(dataloader: DataLoader[Any], number: int) -> Any:
     """Return a batch of the first samples of a data set; reading these may draw random numbers, which is undone."""
     dataset: Any = dataloader.dataset
-    before = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            samples = [dataset[index] for index in range(min(number, len(dataset)))]
-            return dataloader.collate_fn(samples) if dataloader.batch_sampler is not None else samples[0]
-    finally:
-        random.setstate(before)
+    with torch.random.fork_rng(devices=[]), kept_generators():
+        samples = [dataset[index] for index in range(min(number, len(dataset)))]
+        return dataloader.collate_fn(samples) if dataloader.batch_sampler is not None else samples[0]
 
 
 def _dummy_image(model: nn.Module) -> dict[str, torch.Tensor] | None:

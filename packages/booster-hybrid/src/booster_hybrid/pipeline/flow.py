@@ -92,27 +92,27 @@ class Flow:
         self._made: dict[_Edge, Extra] = {}
         self._results: dict[str, _Edge] = {}
 
-    def enter_layer(self, arguments: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Note a layer's call, and return what to call it with in the place of its arguments, by their ``id``.
+    def enter_layer(self, arguments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Note a layer's call, and return what to call it with in the place of these arguments.
 
         Args:
-            arguments: Those that a stage may have to send, by name.
+            arguments: Those that a stage may have to send, by path.
         """
-        self._entries.append({name: _edge(tensor) for name, tensor in arguments.items()})
+        self._entries.append({name: edge_of(tensor) for name, tensor in arguments.items()})
         # Other uses of the same tensor don't pass through this call.
         gates = {id(tensor): tensor.view_as(tensor) for tensor in arguments.values()}
         self._gates.append({gate.grad_fn for gate in gates.values()})
-        return gates
+        return {name: gates[id(tensor)] for name, tensor in arguments.items()}
 
     def leave_module(self, name: str, call: int, position: int, output: Any) -> None:
         """Note what a module returned."""
         for path, tensor in tensors_in(output).items():
             if tensor.grad_fn is not None:
-                self._made.setdefault(_edge(tensor), Extra(name, call, path, position))
+                self._made.setdefault(edge_of(tensor), Extra(name, call, path, position))
 
     def end(self, output: Any) -> None:
         """Note what the model returned."""
-        self._results = {path: _edge(tensor) for path, tensor in tensors_of(output) if tensor.requires_grad}
+        self._results = {path: edge_of(tensor) for path, tensor in tensors_of(output) if tensor.requires_grad}
 
     def crossings(
         self,
@@ -136,22 +136,22 @@ class Flow:
         """
         found: list[Crossing] = []
         needed: set[Extra] = set()
-        edge_of = {extra: edge for edge, extra in self._made.items()}
+        made_at = {extra: edge for edge, extra in self._made.items()}
         for stage in range(len(ranges) - 1, -1, -1):
             first, last = ranges[stage]
             if stage == 0:
                 found.append(Crossing(()))
                 break
-            starts = {f"its extra '{each.name}'": edge_of[each] for each in needed if each.position > first}
+            starts = {f"its extra '{each.name}'": made_at[each] for each in needed if each.position > first}
             if stage == len(ranges) - 1:
                 starts.update({f"output {path or '(all)'}": edge for path, edge in self._results.items()})
             else:
                 entries, known = self._entries[last], given(stage, last)
-                wanted = entries.keys() - known - _covered(entries, {edge_of[each] for each in needed})
+                wanted = entries.keys() - known - _covered(entries, {made_at[each] for each in needed})
                 starts.update({f"argument '{name}' of layer {last}": entries[name] for name in sorted(wanted)})
             needed = {each for each in needed if each.position <= first}
             needed |= self._needed(starts, first, lambda name, stage=stage: is_held(stage, name), what)  # type: ignore[misc]
-            edges = {edge_of[each] for each in needed}
+            edges = {made_at[each] for each in needed}
             carried = tuple(name for name in self._entries[first] if name not in _covered(self._entries[first], edges))
             found.append(Crossing(carried, tuple(sorted(needed, key=lambda each: (each.position, each.name)))))
         return tuple(reversed(found))
@@ -212,7 +212,11 @@ def _covered(entries: Mapping[str, _Edge], sent: set[_Edge]) -> set[str]:
     return {name for name, edge in entries.items() if edge in sent}
 
 
-def _edge(tensor: torch.Tensor) -> _Edge:
+def edge_of(tensor: torch.Tensor) -> _Edge:
+    """Return where a differentiable tensor is in the graph: the node that made it, and which result of it.
+
+    Collective: none.
+    """
     if tensor.grad_fn is not None:
         return tensor.grad_fn, tensor.output_nr
     edge = torch.autograd.graph.get_gradient_edge(tensor)

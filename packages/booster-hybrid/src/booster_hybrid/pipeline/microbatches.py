@@ -11,7 +11,10 @@ from booster_core.errors import ConfigError
 from booster_runtime.data import fields_of, hides_tensors, leaves_by_path, num_samples, with_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    SplitHook = Callable[[Any, int], Iterable[tuple[Any, int]]]
+    """Called with a batch and a number of microbatches; returns each microbatch with its number of samples."""
 
 
 def count_samples(batch: Any) -> int:
@@ -70,6 +73,33 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
         parts.append(pytree.tree_map_only(torch.Tensor, cut, batch))
         start += size
     return parts
+
+
+def split_by_hook(hook: SplitHook, batch: Any, count: int) -> tuple[list[Any], list[int]]:
+    """Return the microbatches that a user's function makes of a batch, and their numbers of samples.
+
+    Args:
+        hook: The function.
+        batch: As its data loader yields it, on this rank's device.
+        count: The number of microbatches asked for; the function may return another.
+
+    Raises:
+        ConfigError: If it returns anything else than pairs of a microbatch and a positive number of samples.
+    """
+    pairs = [*hook(batch, count)]
+    for pair in pairs:
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not is_pair or isinstance(pair[1], bool) or not isinstance(pair[1], int) or pair[1] < 1:
+            found = f"({type(pair[0]).__name__}, {pair[1]!r})" if is_pair else f"`{type(pair).__name__}`"
+            msg = (
+                "`split_batch(batch, num_microbatches)` must return pairs `(microbatch, num_samples)` with at least "
+                f"one sample each; it returned {found}."
+            )
+            raise ConfigError(msg)
+    if not pairs:
+        msg = "`split_batch(batch, num_microbatches)` returned no microbatches. Return one pair or more."
+        raise ConfigError(msg)
+    return [part for part, _ in pairs], [size for _, size in pairs]
 
 
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

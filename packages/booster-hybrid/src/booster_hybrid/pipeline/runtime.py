@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.schedule import Action, Work
+from booster_hybrid.pipeline.itinerary import Itinerary
+from booster_hybrid.pipeline.schedule import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.p2p import Link, Sent
     from booster_hybrid.pipeline.record import PipelineRecord
-    from booster_hybrid.pipeline.schedule import Schedule
+    from booster_hybrid.pipeline.schedule import Action, Schedule
     from booster_hybrid.pipeline.weight_gradients import PendingGradients, SplitBackward
 
 
@@ -40,6 +41,7 @@ class PipelineRun:
         keeps_outputs: Whether the outputs of the last stage are kept.
         split: Lets weight gradients wait where the schedule splits backward; ``None`` computes them with the inputs'.
         record: Notes when what is done; ``None`` notes nothing.
+        itinerary: This rank's way through the schedule, where it is known from a batch before.
 
     Attributes:
         losses: The weighted loss of each microbatch, on the rank of the last stage.
@@ -63,6 +65,7 @@ class PipelineRun:
         keeps_outputs: bool = False,
         split: SplitBackward | None = None,
         record: PipelineRecord | None = None,
+        itinerary: Itinerary | None = None,
     ) -> None:
         self._staged, self._schedule, self._index, self._link = staged, schedule, index, link
         self._microbatches, self._weights, self._criterion = microbatches, weights, criterion
@@ -72,10 +75,12 @@ class PipelineRun:
         self._received: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._produced: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._local: dict[tuple[Work, int, int], dict[str, Tensor] | None] = {}
+        self._itinerary = itinerary or Itinerary(
+            schedule, index, trains=backward is not None, splits=self._split is not None
+        )
         ranks = range(schedule.placement.num_ranks)
-        self._places = {rank: {action: at for at, action in enumerate(schedule.actions(rank))} for rank in ranks}
         self._sent: dict[int, deque[tuple[int, Sent]]] = {rank: deque() for rank in ranks}
-        self._inbox = {sender: self._messages_from(sender) for sender in ranks}
+        self._inbox = {sender: deque(self._itinerary.messages_from(sender)) for sender in ranks}
         self._arrived: dict[tuple[Work, int, int], dict[str, Tensor] | None] = {}
         self._pending: dict[tuple[int, int], PendingGradients] = {}
         self.losses: dict[int, Tensor] = {}
@@ -89,30 +94,24 @@ class PipelineRun:
 
         Collective: every rank of the pipeline.
         """
-        actions = [action for action in self._schedule.actions(self._index) if self._is_due(action)]
-        backwards = [action for action in actions if action.work is not Work.FORWARD]
         if self._record is not None:
             self._record.begin()
         for sender in self._inbox:
             self._expect_from(sender)
-        for action in actions:
+        for place, action in enumerate(self._itinerary.actions):
+            is_last = place == self._itinerary.last_backward
             if action.work is Work.FORWARD:
                 self._run_forward(action)
             elif action.work is Work.BACKWARD_WEIGHT:
-                self._run_weights(action, is_last=action == backwards[-1])
+                self._run_weights(action, is_last=is_last)
             else:
-                self._run_backward(action, is_last=action == backwards[-1])
+                self._run_backward(action, is_last=is_last)
         self._link.finish()
         if self._record is not None:
             self._record.end(self._schedule)
 
     def _during(self, action: Action) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._record is None else self._record.during(action)
-
-    def _is_due(self, action: Action) -> bool:
-        if action.work is Work.BACKWARD_WEIGHT and self._split is None:
-            return False
-        return self._backward is not None or action.work is Work.FORWARD
 
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -215,12 +214,8 @@ class PipelineRun:
             )
         else:
             sent = self._link.send(tensors, to, (work, stage))
-            self._sent[to].append((self._places[to][self._action(work, to_stage, microbatch)], sent))
-
-    def _action(self, work: Work, stage: int, microbatch: int) -> Action:
-        """Return the action of the schedule that goes forward or back through a stage."""
-        is_split = work is Work.BACKWARD and self._schedule.is_split
-        return Action(Work.BACKWARD_INPUT if is_split else work, stage, microbatch)
+            place = self._itinerary.place_at(to, (work, stage, microbatch), to_stage)
+            self._sent[to].append((place, sent))
 
     def _take(self, work: Work, stage: int, microbatch: int) -> dict[str, Tensor] | None:
         """Return what a stage has sent, after whatever its rank has sent before; ``None`` where that has failed."""
@@ -231,7 +226,7 @@ class PipelineRun:
         while wanted not in self._arrived:
             message = self._inbox[sender].popleft()
             self._arrived[message] = self._link.receive(sender)
-            self._release(sender, self._places[sender][self._action(*message)])
+            self._release(sender, self._itinerary.place_of(sender, message))
             self._expect_from(sender)
         return self._arrived.pop(wanted)
 
@@ -246,22 +241,6 @@ class PipelineRun:
         sent = self._sent[to]
         while sent and sent[0][0] <= place:
             self._link.release(sent.popleft()[1])
-
-    def _messages_from(self, sender: int) -> deque[tuple[Work, int, int]]:
-        """Return what another rank sends to this one, in its order."""
-        placement = self._schedule.placement
-        if sender == self._index:
-            return deque()
-        messages: deque[tuple[Work, int, int]] = deque()
-        for action in self._schedule.actions(sender):
-            if action.work is Work.BACKWARD_WEIGHT or not self._is_due(action):
-                continue
-            is_forward = action.work is Work.FORWARD
-            to_stage = action.stage + 1 if is_forward else action.stage - 1
-            if 0 <= to_stage < placement.num_stages and placement.rank_of(to_stage) == self._index:
-                work = Work.FORWARD if is_forward else Work.BACKWARD
-                messages.append((work, action.stage, action.microbatch))
-        return messages
 
     @staticmethod
     def _checked(loss: Any) -> Tensor:

@@ -1,30 +1,33 @@
 """A schedule is a list of actions for each rank; it is made and checked without ranks.
 
 A model is cut into *stages*. A rank holds one or several of them, its *chunks*; a *microbatch* passes through all
-stages forward and back. A schedule decides in which order each rank does what it has to do. It is found by letting the
-ranks work through one batch in thought, each taking up, whenever it is free, what its schedule prefers among what is
-ready. So the lists fit together by construction: nobody waits for something that comes later.
+stages forward and back. A schedule decides in which order each rank does what it has to do: in the order of a paper, or
+(for the zero-bubble V) as found by letting the ranks work through one batch in thought, each taking up, whenever it is
+free, what is preferred among what is ready.
 
 References: GPipe (Huang et al. 2019, arXiv:1811.06965); 1F1B (Narayanan et al. 2019, "PipeDream", and 2021,
-arXiv:2104.04473, for the interleaved form); the zero-bubble V (Qi et al. 2024, arXiv:2405.15362).
+arXiv:2104.04473, for the interleaved form); the zero-bubble V (Qi et al. 2024, arXiv:2405.15362); DualPipe-V, see
+`booster_hybrid.pipeline.dual_pipe`.
 """
 
 from __future__ import annotations
 
-import bisect
 import enum
 import functools
 import heapq
-from collections import deque
+import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.dual_pipe import FORWARD, INPUT, WEIGHT, dual_pipe_v
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-STYLES = ("gpipe", "1f1b", "interleaved", "zbv")
+STYLES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+V_STYLES = ("zbv", "dualpipev")
+"""Styles that split backward, and whose stages run through the ranks and back."""
 
 
 class Work(enum.Enum):
@@ -38,6 +41,8 @@ class Work(enum.Enum):
     BACKWARD_WEIGHT = "backward_weight"
     """Gradients of the stage's weights, which nobody waits for."""
 
+    __hash__ = object.__hash__  # by identity: that of enumerations runs Python code, and plans hash a lot
+
 
 COSTS: Mapping[Work, int] = {
     Work.FORWARD: 1,
@@ -48,14 +53,10 @@ COSTS: Mapping[Work, int] = {
 """How long each takes, for one stage, in the time of a forward: gradients cost two products for each of forward's."""
 
 
-_BACKWARDS = (Work.BACKWARD, Work.BACKWARD_INPUT)
-
-
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One piece of work.
 
-    Args:
+    Attributes:
         work: What to do.
         stage: In which stage of the whole model.
         microbatch: With which part of the batch.
@@ -95,8 +96,7 @@ class Placement:
         return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """An action with its time in the plan, in units of `COSTS`."""
 
     action: Action
@@ -120,9 +120,13 @@ class Schedule:
 
     def actions(self, rank: int) -> list[Action]:
         """Return a rank's actions in their order."""
-        return [event.action for event in self.events[rank]]
+        return [*self._orders[rank]]
 
-    @property
+    @functools.cached_property
+    def _orders(self) -> list[list[Action]]:
+        return [[event.action for event in events] for events in self.events]
+
+    @functools.cached_property
     def is_split(self) -> bool:
         """Whether gradients of weights are computed apart from those of inputs."""
         return any(event.action.work is Work.BACKWARD_WEIGHT for event in self.events[0])
@@ -154,10 +158,10 @@ def make_schedule(style: str, num_ranks: int, num_microbatches: int, num_chunks:
     """Return the schedule of a style.
 
     Args:
-        style: ``"gpipe"``, ``"1f1b"``, ``"interleaved"`` or ``"zbv"``.
+        style: One of `STYLES`. ``"dualpipev"`` has the order of ``"zbv"`` for fewer microbatches than two on each rank.
         num_ranks: Ranks of the pipeline.
         num_microbatches: Parts of each batch.
-        num_chunks: Stages on each rank; 1 but for ``"interleaved"``, where it is at least 2, and ``"zbv"``, where it
+        num_chunks: Stages on each rank; 1 but for ``"interleaved"``, where it is at least 2, and `V_STYLES`, where it
             is 2.
 
     Raises:
@@ -166,47 +170,79 @@ def make_schedule(style: str, num_ranks: int, num_microbatches: int, num_chunks:
     if style not in STYLES:
         msg = f"`pp_style={style!r}` is not one of {', '.join(map(repr, STYLES))}."
         raise ConfigError(msg)
-    wanted = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, None), "zbv": (2, 2)}[style]
-    low, high = wanted
+    low, high = {"interleaved": (2, None), "zbv": (2, 2), "dualpipev": (2, 2)}.get(style, (1, 1))
     if num_chunks < low or (high is not None and num_chunks > high):
         many = f"{low}" if high == low else f"at least {low}"
         msg = f"`pp_style={style!r}` puts {many} stage(s) on each rank, but `num_model_chunks={num_chunks}`."
         raise ConfigError(msg)
-    placement = Placement(num_ranks, num_chunks, is_v=style == "zbv")
-    if style != "interleaved":
-        return _Planner(style, placement, num_microbatches).run()
-    # A last group of fewer microbatches than ranks can't take turns all the way, so a full one is planned, and cut.
-    full = -(-num_microbatches // num_ranks) * num_ranks
-    return _without_surplus(_Planner(style, placement, full).run(), num_microbatches)
+    placement = Placement(num_ranks, num_chunks, is_v=style in V_STYLES)
+    if style == "zbv" or (style == "dualpipev" and num_microbatches < 2 * num_ranks):
+        return _Planner(placement, num_microbatches).run()
+    order = _as_dual_pipe if style == "dualpipev" else functools.partial(_in_turns, style)
+    return _timed(placement, num_microbatches, [order(placement, num_microbatches, rank) for rank in range(num_ranks)])
 
 
-def _without_surplus(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Return a schedule with fewer microbatches, its actions in the same order and as early as that lets them be."""
-    placement = schedule.placement
-    left = [
-        deque(action for action in schedule.actions(rank) if action.microbatch < num_microbatches)
-        for rank in range(placement.num_ranks)
+def _as_dual_pipe(placement: Placement, count: int, rank: int) -> list[Action]:
+    works = {FORWARD: Work.FORWARD, INPUT: Work.BACKWARD_INPUT, WEIGHT: Work.BACKWARD_WEIGHT}
+    stages = placement.stages_of(rank)
+    return [
+        Action(works[work], stages[chunk], microbatch)
+        for work, chunk, microbatch in dual_pipe_v(rank, placement.num_ranks, count)
     ]
-    events: list[list[Event]] = [[] for _ in left]
-    stops: dict[Action, int] = {}
-    while any(left):
-        for mine, done in zip(left, events, strict=True):
-            while mine and all(need in stops for need in _needed(mine[0], placement)):
-                action = mine.popleft()
-                free = [done[-1].stop] if done else [0]
-                start = max(free + [stops[need] for need in _needed(action, placement)])
-                done.append(Event(action, start, start + COSTS[action.work]))
-                stops[action] = done[-1].stop
-    return Schedule(placement, num_microbatches, events)
 
 
-def _needed(action: Action, placement: Placement) -> list[Action]:
-    """Return what has to be done right before an action of a schedule whose backward is not split."""
-    work, stage, microbatch = action.work, action.stage, action.microbatch
-    if work is Work.FORWARD:
-        return [Action(work, stage - 1, microbatch)] if stage else []
-    is_last = stage == placement.num_stages - 1
-    return [Action(Work.FORWARD, stage, microbatch) if is_last else Action(work, stage + 1, microbatch)]
+def _in_turns(style: str, placement: Placement, count: int, rank: int) -> list[Action]:
+    """Return what a rank does: forwards to warm up, then forward and backward by turns, and the backwards left.
+
+    As many microbatches as there are ranks pass through a chunk before the next chunk's turn. A last group of fewer
+    can't take turns all the way, so that a full one is listed, and cut.
+    """
+    ranks, chunks = placement.num_ranks, placement.num_chunks
+    full = count if chunks == 1 else -(-count // ranks) * ranks
+    order = [
+        (chunk * ranks + rank, microbatch)
+        for first in range(0, full, ranks)
+        for chunk in range(chunks)
+        for microbatch in range(first, min(first + ranks, full))
+    ]
+    forwards = [Action(Work.FORWARD, *each) for each in order]
+    ends = (chunks - 1) * ranks + 2 * rank
+    backwards = [Action(Work.BACKWARD, ends - stage, microbatch) for stage, microbatch in order]
+    warm_up = {"gpipe": full, "1f1b": ranks - rank - 1}.get(style, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
+    actions = forwards[:warm_up]
+    for turn in itertools.zip_longest(forwards[warm_up:], backwards):
+        actions += [each for each in turn if each is not None]
+    return [each for each in actions if each.microbatch < count]
+
+
+def _timed(placement: Placement, count: int, orders: Sequence[Sequence[Action]]) -> Schedule:
+    """Return the schedule of ranks that do their actions in a given order, each as early as that lets it be."""
+    last = placement.num_stages - 1
+    forward: dict[tuple[int, int], int] = {(-1, microbatch): 0 for microbatch in range(count)}
+    backward: dict[tuple[int, int], int] = {}
+    events: list[list[Event]] = [[] for _ in orders]
+    places, free = [0] * len(orders), [0] * len(orders)
+    num_left = sum(map(len, orders))
+    while num_left:
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                action = order[places[rank]]
+                work, stage, microbatch = action
+                ready: int | None = 0
+                if work is Work.FORWARD:
+                    ready = forward.get((stage - 1, microbatch))
+                elif work is not Work.BACKWARD_WEIGHT:  # a weight's gradient follows that of the input, here
+                    ready = forward.get((last, microbatch)) if stage == last else backward.get((stage + 1, microbatch))
+                if ready is None:
+                    break
+                start = max(ready, free[rank])
+                free[rank] = start + COSTS[work]
+                if work is not Work.BACKWARD_WEIGHT:
+                    (forward if work is Work.FORWARD else backward)[stage, microbatch] = free[rank]
+                events[rank].append(Event(action, start, free[rank]))
+                places[rank] += 1
+                num_left -= 1
+    return Schedule(placement, count, events)
 
 
 class _Worker:
@@ -218,10 +254,7 @@ class _Worker:
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self._place = {action: place for place, action in enumerate(actions)}
-        self.forwards = deque(action for action in actions if action.work is Work.FORWARD)
-        self.backwards = deque(action for action in actions if action.work in _BACKWARDS)
         self._ready: dict[Work, list[tuple[int, Action]]] = {work: [] for work in Work}
-        self._is_ready: set[Action] = set()
         self.num_left = len(actions)
         self.free_at = 0
         self.live = 0
@@ -229,39 +262,29 @@ class _Worker:
 
     def add(self, action: Action) -> None:
         """Tell that nothing is missing for an action any more."""
-        bisect.insort(self._ready[action.work], (self._place[action], action), key=_first)
-        self._is_ready.add(action)
+        # Places differ, so that no two actions are compared.
+        heapq.heappush(self._ready[action.work], (self._place[action], action))
 
-    def is_ready(self, action: Action | None) -> bool:
-        return action in self._is_ready
-
-    def ready(self, *works: Work) -> Iterator[Action]:
-        """Yield the actions of some kinds that are ready, in the order of preference."""
-        for _, action in heapq.merge(*(self._ready[work] for work in works), key=_first):
-            yield action
+    def first(self, work: Work) -> Action | None:
+        """Return the preferred one of the actions of a kind that are ready."""
+        ready = self._ready[work]
+        return ready[0][1] if ready else None
 
     def take(self, action: Action, now: int) -> int:
-        """Do something; return when it is done."""
-        entries = self._ready[action.work]
-        del entries[bisect.bisect_left(entries, self._place[action], key=_first)]
-        if action.work is not Work.BACKWARD_WEIGHT:
-            (self.forwards if action.work is Work.FORWARD else self.backwards).remove(action)
+        """Do the preferred action of a kind; return when it is done."""
+        heapq.heappop(self._ready[action.work])
         self.num_left -= 1
-        self.live += (action.work is Work.FORWARD) - (action.work in (Work.BACKWARD, Work.BACKWARD_WEIGHT))
+        self.live += (action.work is Work.FORWARD) - (action.work is Work.BACKWARD_WEIGHT)
         self.free_at = now + COSTS[action.work]
         self.events.append(Event(action, now, self.free_at))
         return self.free_at
 
 
-def _first(entry: tuple[int, Action]) -> int:
-    return entry[0]
-
-
 class _Planner:
-    """Lets the ranks work through a batch in thought."""
+    """Lets the ranks of a zero-bubble V work through a batch in thought."""
 
-    def __init__(self, style: str, placement: Placement, num_microbatches: int) -> None:
-        self._style, self._placement, self._count = style, placement, num_microbatches
+    def __init__(self, placement: Placement, num_microbatches: int) -> None:
+        self._placement, self._count = placement, num_microbatches
         self._workers = [_Worker(self._all_of(rank)) for rank in range(placement.num_ranks)]
 
     def run(self) -> Schedule:
@@ -272,32 +295,21 @@ class _Planner:
         while any(worker.num_left for worker in self._workers):
             for action in ends.pop(now, ()):
                 self._finish(action)
-            for rank, worker in enumerate(self._workers):
-                chosen = self._choice(rank, worker) if worker.free_at <= now else None
+            for worker in self._workers:
+                chosen = self._choice(worker) if worker.free_at <= now else None
                 if chosen is not None:
                     ends.setdefault(worker.take(chosen, now), []).append(chosen)
             now = min(ends)
         return Schedule(self._placement, self._count, [worker.events for worker in self._workers])
 
     def _all_of(self, rank: int) -> list[Action]:
-        """Return what a rank has to do, the preferred first within each kind of work."""
-        backward = (Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT) if self._style == "zbv" else (Work.BACKWARD,)
-        ranks = self._placement.num_ranks
-        actions = [
+        """Return what a rank has to do, the preferred first: what is nearer to its end frees memory sooner."""
+        return [
             Action(work, stage, microbatch)
-            for work in (Work.FORWARD, *backward)
-            for stage in self._placement.stages_of(rank)
+            for stage in reversed(self._placement.stages_of(rank))
             for microbatch in range(self._count)
+            for work in (Work.FORWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT)
         ]
-
-        def order(action: Action) -> tuple[int, ...]:
-            # As many microbatches as there are ranks pass through a chunk before the next chunk's turn.
-            if self._style == "zbv":
-                return (-action.stage, action.microbatch)  # what is nearer to its end frees memory sooner
-            toward = action.stage if action.work is Work.FORWARD else -action.stage
-            return (action.microbatch // ranks, toward, action.microbatch)
-
-        return sorted(actions, key=order)
 
     def _finish(self, action: Action) -> None:
         """Let what has waited for an action alone be ready."""
@@ -305,47 +317,21 @@ class _Planner:
         is_last = stage == self._placement.num_stages - 1
         following: list[Action] = []
         if work is Work.FORWARD:
-            backward = Work.BACKWARD_INPUT if self._style == "zbv" else Work.BACKWARD
-            following.append(Action(backward if is_last else work, stage if is_last else stage + 1, microbatch))
-        elif work in _BACKWARDS:
+            following.append(Action(Work.BACKWARD_INPUT if is_last else work, stage + (not is_last), microbatch))
+        elif work is Work.BACKWARD_INPUT:
             # The forward there is long done: this microbatch has come back through the stages after it.
             following += [Action(work, stage - 1, microbatch)] if stage else []
-            following += [Action(Work.BACKWARD_WEIGHT, stage, microbatch)] if work is Work.BACKWARD_INPUT else []
+            following += [Action(Work.BACKWARD_WEIGHT, stage, microbatch)]
         for each in following:
             self._workers[self._placement.rank_of(each.stage)].add(each)
 
-    def _choice(self, rank: int, worker: _Worker) -> Action | None:
+    def _choice(self, worker: _Worker) -> Action | None:
         """Return what a rank takes up."""
-        if self._style == "interleaved":
-            due = self._due(rank, worker)
-            return due if worker.is_ready(due) else None
-        forwards_first = self._style == "gpipe" and worker.forwards
-        chosen = None if forwards_first else next(worker.ready(*_BACKWARDS), None)
-        if chosen is None and worker.live < self._limit(rank):
-            chosen = self._forward(rank, worker)
-        return chosen or next(worker.ready(Work.BACKWARD_WEIGHT), None)
-
-    def _due(self, rank: int, worker: _Worker) -> Action | None:
-        """Return the next action in turn, without which this schedule is longer: forwards to warm up, then by turns."""
-        if worker.forwards and worker.live < self._limit(rank):
-            return worker.forwards[0]
-        return worker.backwards[0] if worker.backwards else None
-
-    def _forward(self, rank: int, worker: _Worker) -> Action | None:
-        """Return the forward to take up."""
-        ready = worker.ready(Work.FORWARD)
-        if self._style == "zbv" and worker.live == self._limit(rank) - 1:
+        chosen = worker.first(Work.BACKWARD_INPUT)
+        limit = 2 * self._placement.num_ranks
+        if chosen is None and worker.live < limit:
             # The last room is for the way back: with only first halves in it, nothing could ever finish.
-            ready = (action for action in ready if action.stage >= self._placement.num_ranks)
-        return next(ready, None)
-
-    def _limit(self, rank: int) -> int:
-        """Return how many forwards a rank may keep activations of."""
-        ranks, chunks = self._placement.num_ranks, self._placement.num_chunks
-        if self._style == "gpipe":
-            return self._count
-        if self._style == "1f1b":
-            return ranks - rank
-        if self._style == "interleaved":
-            return 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
-        return 2 * ranks
+            chosen = worker.first(Work.FORWARD)
+            if chosen is not None and worker.live == limit - 1 and chosen.stage < self._placement.num_ranks:
+                chosen = None
+        return chosen or worker.first(Work.BACKWARD_WEIGHT)

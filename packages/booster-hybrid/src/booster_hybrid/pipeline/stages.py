@@ -104,8 +104,8 @@ class StageMap:
 
 def find_crossings(
     model: nn.Module, trace: Trace, flow: Flow, config: PipelineConfig, batch: Any
-) -> tuple[Crossing, ...]:
-    """Return what each stage gets from the one before.
+) -> tuple[tuple[Crossing, ...], dict[str, frozenset[int]]]:
+    """Return what each stage gets from the one before, and the stages on which modules have nothing to compute.
 
     Args:
         model: The user's model, whole.
@@ -149,21 +149,31 @@ class StagePlan:
         placement: Which rank has which stages.
         stages: Which rank holds which tensors.
         crossings: What each stage gets from the one before.
+        idle: The stages on which a module outside of the layers has nothing to compute, by its name.
     """
 
     trace: Trace
     placement: Placement
     stages: StageMap
     crossings: tuple[Crossing, ...]
+    idle: Mapping[str, frozenset[int]]
 
     @classmethod
-    def of(cls, model: nn.Module, trace: Trace, crossings: tuple[Crossing, ...], config: PipelineConfig) -> StagePlan:
+    def of(
+        cls,
+        model: nn.Module,
+        trace: Trace,
+        crossings: tuple[Crossing, ...],
+        idle: Mapping[str, frozenset[int]],
+        config: PipelineConfig,
+    ) -> StagePlan:
         """Return how a model is cut.
 
         Args:
             model: The user's model, whole.
             trace: What a dry run of it has seen.
             crossings: As `find_crossings` returned them.
+            idle: Likewise.
             config: How many stages there are, and on which ranks.
 
         Raises:
@@ -172,7 +182,8 @@ class StagePlan:
         Collective: none.
         """
         placement = make_schedule(config.style, config.size, 1, config.num_chunks).placement
-        return cls(trace, placement, StageMap.of(model, trace, placement, config.num_layers_per_stage), crossings)
+        stages = StageMap.of(model, trace, placement, config.num_layers_per_stage)
+        return cls(trace, placement, stages, crossings, idle)
 
     @property
     def sent_names(self) -> list[str]:
@@ -206,15 +217,24 @@ class StagePlan:
         if chosen:
             enable_activation_checkpointing(model, chosen)
 
-    def cut(self, model: nn.Module, index: int, dtype_of: Callable[[nn.Parameter], torch.dtype]) -> StagedModel:
+    def cut(
+        self,
+        model: nn.Module,
+        index: int,
+        dtype_of: Callable[[nn.Parameter], torch.dtype],
+        *,
+        has_collectives: bool = False,
+    ) -> StagedModel:
         """Cut a model, in place; of its parameters those stay that a rank's stages need.
 
         Args:
             model: The user's model.
             index: The rank's position in the pipeline.
             dtype_of: Tells the format in which the run works with a parameter.
+            has_collectives: Whether modules communicate in forward, so that their outputs' shapes can't be told alone.
 
         Collective: none.
         """
         ranges = [self.stages.ranges[stage] for stage in self.placement.stages_of(index)]
-        return StagedModel(model, self.trace, ranges, dtype_of, self.crossings)
+        idle = None if has_collectives else self.idle
+        return StagedModel(model, self.trace, ranges, dtype_of, self.crossings, idle)

@@ -20,13 +20,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.arguments import ArgumentNames, PassedThrough
 from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.tensor_parallel.split import is_repeated
-from booster_runtime.data import call_with, named_forward, taken_by
+from booster_runtime.data import call_with, hides_tensors, named_forward, taken_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Modules whose members may be layers."""
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,13 @@ class Layer:
 
     Args:
         name: Its name in the model.
-        returned: Length of the tuple that it returns; ``None`` where it returns a tensor.
-        carried: Names of its arguments that are differentiable tensors: what a stage before it has to send.
-        constant: Names of its arguments that are tensors, and the same as the layer before it was given.
+        returned: What stands for its output on stages that do not run it.
+        carried: Paths of its arguments that are differentiable tensors: what a stage before it has to send.
+        constant: Paths of its arguments that are tensors, and the same as the layer before it was given.
     """
 
     name: str
-    returned: int | None
+    returned: PassedThrough
     carried: tuple[str, ...]
     constant: tuple[str, ...]
 
@@ -62,21 +67,6 @@ class Trace:
     uncalled: tuple[str, ...] = ()
 
 
-def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names; those that ``**kwargs`` takes are among the others."""
-    signature = inspect.signature(function)
-    named: dict[str, Any] = {}
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(value)
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
-            named.update({f"{name}/{index}": item for index, item in enumerate(value)})
-        else:
-            named[name] = value
-    return named
-
-
 def is_carried(value: Any) -> bool:
     """Return whether an argument has to come from the stage before: it has a gradient."""
     return isinstance(value, torch.Tensor) and value.requires_grad
@@ -85,6 +75,21 @@ def is_carried(value: Any) -> bool:
 def is_plain_output(output: Any) -> bool:
     """Return whether a layer returned a tensor, or a plain tuple that begins with one."""
     return isinstance(output[0] if type(output) is tuple and output else output, torch.Tensor)
+
+
+def members(modules: Mapping[str, nn.Module], names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the members of some lists of layers by name; lists that a model lacks are passed over.
+
+    Args:
+        modules: The model's modules by name.
+        names: Names of a `ModuleList`, `ModuleDict` or `Sequential` each; ``""`` is the model itself.
+
+    Collective: none.
+    """
+    found = [name for name in names if isinstance(modules.get(name), CONTAINERS)]
+    return {
+        f"{name}.{key}" if name else key: module for name in found for key, module in modules[name].named_children()
+    }
 
 
 def shown_output(output: Any) -> str:
@@ -119,16 +124,15 @@ def trace_flow(
     Collective: none.
     """
     modules = dict(model.named_modules())
-    found = [name for name in lists if isinstance(modules.get(name), nn.ModuleList)]
+    found = members(modules, lists)
     if not found:
         msg = (
             f"The policy of {type(model).__name__} cuts a pipeline at the lists of layers "
-            f"{', '.join(map(repr, lists)) or '(none given)'}, of which the model has none. Name a ModuleList in "
-            "`ShardingPolicy(layers=...)`."
+            f"{', '.join(map(repr, lists)) or '(none given)'}, of which the model has none. Name a ModuleList, "
+            "ModuleDict or Sequential in `ShardingPolicy(layers=...)`."
         )
         raise ConfigError(msg)
-    layers = {id(layer): f"{name}.{index}" for name in found for index, layer in enumerate(modules[name])}
-    recorder = _Recorder(modules, layers, found)
+    recorder = _Recorder(modules, {id(layer): name for name, layer in found.items()})
     recorder.watch()
     try:
         run_dry(model, batch, functools.partial(_run_recorded, model, recorder), draws or FixedDraws())
@@ -170,11 +174,11 @@ def replace_forward(module: Any, call: Callable[..., Any]) -> Callable[[], None]
 
 
 class _Recorder:
-    def __init__(self, modules: Mapping[str, nn.Module], layers: Mapping[int, str], lists: Sequence[str]) -> None:
-        self._modules, self._layers, self._lists = modules, layers, lists
+    def __init__(self, modules: Mapping[str, nn.Module], layers: Mapping[int, str]) -> None:
+        self._modules, self._layers = modules, layers
         self._undo: list[Callable[[], None]] = []
-        self._calls: list[tuple[str, dict[str, Any]]] = []
-        self._returned: dict[str, int | None] = {}
+        self._calls: list[tuple[str, dict[str, torch.Tensor]]] = []
+        self._returned: dict[str, PassedThrough] = {}
         self._uses: dict[str, list[int]] = {}
         self._num_returns: Counter[str] = Counter()
         self._entered: list[int] = []
@@ -182,11 +186,12 @@ class _Recorder:
         self.flow: Flow | None = None
 
     def watch(self) -> None:
+        names = {*self._layers.values()}
         for name, module in self._modules.items():
             if id(module) in self._layers:
                 call = functools.partial(self._call_layer, self._layers[id(module)])
                 self._undo.append(replace_forward(module, call))
-            elif any(name.startswith(f"{each}.") for each in self._lists):
+            elif is_inside(name, names):
                 self._undo.append(module.register_forward_hook(functools.partial(self._on_inner_return, name)).remove)
                 continue
             elif any(True for _ in module.parameters(recurse=False)):
@@ -218,9 +223,8 @@ class _Recorder:
             )
             raise ConfigError(msg)
         layers = []
-        before: dict[str, Any] = {}
-        for name, arguments in self._calls:
-            tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+        before: dict[str, torch.Tensor] = {}
+        for name, tensors in self._calls:
             layers.append(
                 Layer(
                     name,
@@ -242,24 +246,24 @@ class _Recorder:
         kwargs: dict[str, Any],
     ) -> Any:
         assert self.flow is not None, "the model runs"
-        arguments = named_arguments(signature, args, kwargs)
-        gates = self.flow.enter_layer({key: value for key, value in arguments.items() if is_carried(value)})
-        self._calls.append((name, arguments))
+        names = ArgumentNames(signature)
+        tensors = names.tensors(args, kwargs)
+        gates = self.flow.enter_layer({key: value for key, value in tensors.items() if is_carried(value)})
+        self._calls.append((name, tensors))
         self._depth += 1
         try:
-            output = forward(
-                *(gates.get(id(value), value) for value in args),
-                **{key: gates.get(id(value), value) for key, value in kwargs.items()},
-            )
+            args, kwargs = names.replaced(args, kwargs, gates, f"layer '{name}'")
+            output = forward(*args, **kwargs)
         finally:
             self._depth -= 1
-        if not is_plain_output(output):
+        returned = PassedThrough.like(output, tensors)
+        if returned is None:
             msg = (
                 f"Layer '{name}' returns a {shown_output(output)}. Where a pipeline is cut, layers must return a "
-                "tensor, or a plain tuple of which the first entry is one. Return one of these, or use `pp_size=1`."
+                "tensor, or a plain tuple or list with one. Return one of these, or use `pp_size=1`."
             )
             raise ConfigError(msg)
-        self._returned[name] = len(output) if isinstance(output, tuple) else None
+        self._returned[name] = returned
         return output
 
     def _on_call(self, *_: Any) -> None:
@@ -285,6 +289,14 @@ class _Recorder:
             self._uses[name] += range(before, now + 1)
 
 
+def is_inside(name: str, layers: Collection[str]) -> bool:
+    """Return whether a module is a part of a layer, given its name and those of the layers."""
+    while name := name.rpartition(".")[0]:
+        if name in layers:
+            return True
+    return False
+
+
 def run_dry(
     model: nn.Module, batch: Any, run: Callable[[Callable[[torch.Tensor], torch.Tensor], Any], None], draws: FixedDraws
 ) -> None:
@@ -304,11 +316,11 @@ def run_dry(
     Collective: none.
     """
     batch = taken_by(model, batch)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _kept_attributes(model):
         # Some kernels' shapes are known for bf16 alone, such as those of products of groups.
         for narrow in (False, True):
             try:
-                with FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet(), draws:
+                with FakeTensorMode(allow_non_fake_inputs=True) as mode, quiet_fakes(), draws:
                     make = functools.partial(_fake, mode, narrow=narrow)
                     run(make, pytree.tree_map_only(torch.Tensor, make, batch))
             except ConfigError:
@@ -318,6 +330,29 @@ def run_dry(
             return
         with draws:
             run(torch.Tensor.detach, batch)
+
+
+@contextlib.contextmanager
+def _kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Put tensors back that a forward leaves in modules, as they are fake; other attributes stay as they are set.
+
+    Models note there which hooks they have registered, for example, and hooks stay.
+    """
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, kept in before:
+            for name, value in [*attributes.items()]:
+                if value is not kept.get(name, _MISSING) and _holds_tensors(value):
+                    if name in kept:
+                        attributes[name] = kept[name]
+                    else:
+                        del attributes[name]
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) or hides_tensors(leaf) for leaf in pytree.tree_leaves(value))
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, *, narrow: bool) -> torch.Tensor:
@@ -331,7 +366,7 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, *, narrow: bool) -> torch.
 def _run_recorded(model: nn.Module, recorder: _Recorder, make: Callable[..., torch.Tensor], batch: Any) -> None:
     tensors = stand_ins(model, make)
     recorder.start({name: tensors[name] for name, _ in model.named_parameters()})
-    output = call_with(lambda *args, **kwargs: torch.func.functional_call(model, tensors, args, kwargs), batch)
+    output = call_on(model, tensors, batch)
     if recorder.flow is not None:
         recorder.flow.end(output)
 
@@ -349,9 +384,49 @@ def stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, 
     return state
 
 
+def at_every_place(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors by the names of all places that take them: tied parameters have several.
+
+    A module that has two names itself counts once: torch would put its tensors back in the wrong order.
+
+    Args:
+        model: The model.
+        tensors: What to put in the place of each parameter and buffer, by its first name.
+
+    Collective: none.
+    """
+    instead = {id(tensor): tensors[name] for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    return {
+        f"{prefix}.{key}" if prefix else key: instead[id(tensor)]
+        for prefix, module in model.named_modules()
+        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
+
+
+def call_on(model: nn.Module, tensors: Mapping[str, torch.Tensor], batch: Any) -> Any:
+    """Return what a model returns for a batch, with other tensors in the places of its own.
+
+    Args:
+        model: The model.
+        tensors: As `stand_ins` returns them.
+        batch: See `call_with`.
+
+    Collective: none.
+    """
+    every = at_every_place(model, tensors)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(model, every, args, kwargs, tie_weights=False)
+
+    return call_with(call, batch)
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging what a fake run can't do; the real run follows."""
+def quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging what a fake run can't do; the real run follows.
+
+    Collective: none.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True

@@ -24,11 +24,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.arguments import ArgumentNames
 from booster_hybrid.pipeline.cut import given_names
 from booster_hybrid.pipeline.flow import Extra
+from booster_hybrid.pipeline.idle import IdleModules
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
-from booster_hybrid.pipeline.trace import is_carried, named_arguments, replace_forward, run_dry, stand_ins
-from booster_runtime.data import call_with, leaves_by_path, tensors_of
+from booster_hybrid.pipeline.trace import call_on, is_carried, replace_forward, run_dry, stand_ins
+from booster_runtime.data import leaves_by_path, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -59,8 +61,8 @@ def add_values(
     crossings: Sequence[Crossing],
     is_held: Callable[[int, str], bool],
     batch: Any,
-) -> tuple[Crossing, ...]:
-    """Return what each stage gets from the one before, with values that have no gradient.
+) -> tuple[tuple[Crossing, ...], dict[str, frozenset[int]]]:
+    """Return what each stage gets from the one before, with values that have no gradient, and what need not be run.
 
     Args:
         model: The user's model, whole.
@@ -70,6 +72,9 @@ def add_values(
         is_held: Tells by stage and name whether a parameter is there, and used in its place.
         batch: As its data loader yields it.
 
+    Returns:
+        The crossings; and the stages on which a module outside of the layers has nothing to compute, by its name.
+
     Raises:
         ConfigError: If a stage needs a value that is not an argument of its first layer; with the layer that makes it.
 
@@ -78,25 +83,29 @@ def add_values(
     modules = dict(model.named_modules())
     found: tuple[Crossing, ...] = ()
     sources: dict[str, set[int]] = {}
+    idle: dict[str, frozenset[int]] = {}
+    seen: dict[str, frozenset[int]] = {}
 
     def run(make: Callable[[Tensor], Tensor], example: Any) -> None:
         tensors = stand_ins(model, make)
-        values = _Values(type(model).__name__, trace, ranges, crossings, sources)
+        values = _Values(type(model).__name__, trace, ranges, crossings, sources, idle)
         for name, _ in model.named_parameters():
             missing = [stage.index for stage in ranges if not is_held(stage.index, name)]
             values.labels.put(tensors[name], dict.fromkeys(missing, f"parameter '{name}'"))
         with values.watching(modules), values.labels:
-            output = call_with(
-                lambda *args, **kwargs: torch.func.functional_call(model, tensors, args, kwargs), example
-            )
+            output = call_on(model, tensors, example)
         values.end(output)
-        nonlocal found
-        found = tuple(values.crossings)
+        nonlocal found, seen
+        found, seen = tuple(values.crossings), values.idle.found()
 
+    may_idle = True
     while True:
         try:
             run_dry(model, batch, run, FixedDraws())
         except _NotSentError as error:
+            if idle:  # something else needs what such a module computes
+                idle, may_idle = {}, False
+                continue
             name = _source(error.origin)
             position = next((index for index, layer in enumerate(trace.layers) if layer.name == name), None)
             has = [
@@ -109,7 +118,9 @@ def add_values(
                 raise ConfigError(str(error)) from None
             sources.setdefault(name, set()).update(added)
         else:
-            return found
+            if idle or not (seen and may_idle):
+                return found, idle
+            idle = seen  # which is right if nothing else of what these modules make is used there
 
 
 class _NotSentError(ConfigError):
@@ -222,10 +233,12 @@ class _Values:
         ranges: Sequence[StageRange],
         crossings: Sequence[Crossing],
         sources: Mapping[str, set[int]],
+        idle: Mapping[str, frozenset[int]],
     ) -> None:
         self._model, self._trace, self._ranges, self.crossings = model, trace, ranges, [*crossings]
         self._sources = sources
         self.labels = _Labels(self._on_read)
+        self.idle = IdleModules(self.labels, idle, lambda: (self._num_calls, self._inside))
         self._num_calls = 0
         self._inside: int | None = None
         self._num_returns: Counter[str] = Counter()
@@ -241,6 +254,7 @@ class _Values:
             for name in senders:
                 hook = functools.partial(self._on_return, name)
                 stack.callback(modules[name].register_forward_hook(hook, prepend=True).remove)
+            self.idle.watch(modules, {layer.name for layer in self._trace.layers}, senders, stack)
             yield
 
     def end(self, output: Any) -> None:
@@ -256,7 +270,8 @@ class _Values:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        arguments = named_arguments(signature, args, kwargs)
+        names = ArgumentNames(signature)
+        arguments = names.tensors(args, kwargs)
         for stage in self._ranges:
             if stage.first == position:
                 self._send_more(stage, arguments)
@@ -264,24 +279,21 @@ class _Values:
         for stage in self._ranges[:-1]:
             if stage.last == position:
                 for name in self.crossings[stage.index + 1].carried:
-                    if isinstance(arguments.get(name), torch.Tensor) and name not in received.get(stage.index, ()):
+                    if name in arguments and name not in received.get(stage.index, ()):
                         what = f"argument '{name}' of layer '{self._trace.layers[position].name}'"
                         self._check(stage.index, arguments[name], what)
         running = {stage.index for stage in self._ranges if stage.first <= position < stage.last}
-        gates: dict[int, Tensor] = {}
+        gates: dict[str, Tensor] = {}
         for index in running & received.keys():
             for name in received[index] & arguments.keys():
-                if isinstance(arguments[name], torch.Tensor):
-                    gates[id(arguments[name])] = self.labels.copy(arguments[name], [index])
+                gates[name] = self.labels.copy(arguments[name], [index])
         before = self.labels.made_here, self._inside
         self._num_calls, self._inside = self._num_calls + 1, position
         later = [stage.index for stage in self._ranges if stage.first > position]
         self.labels.made_here = dict.fromkeys(later, f"layer '{self._trace.layers[position].name}'")
         try:
-            output = forward(
-                *(gates.get(id(value), value) for value in args),
-                **{key: gates.get(id(value), value) for key, value in kwargs.items()},
-            )
+            args, kwargs = names.replaced(args, kwargs, gates, f"layer '{self._trace.layers[position].name}'")
+            output = forward(*args, **kwargs)
             # What a layer returns is not there on later stages, even where it is what the layer was given.
             made = self.labels.made_here
             return pytree.tree_map_only(torch.Tensor, lambda tensor: self.labels.copy(tensor, more=made), output)
@@ -314,13 +326,11 @@ class _Values:
             ):
                 self.crossings[index] = dataclasses.replace(crossing, extras=(*crossing.extras, extra))
 
-    def _send_more(self, stage: StageRange, arguments: Mapping[str, Any]) -> None:
+    def _send_more(self, stage: StageRange, arguments: Mapping[str, Tensor]) -> None:
         """Let a stage be sent those arguments of its first layer that it can't compute by itself."""
         crossing = self.crossings[stage.index]
         more = [
-            name
-            for name, value in arguments.items()
-            if isinstance(value, torch.Tensor) and not is_carried(value) and stage.index in self.labels.of(value)
+            name for name, value in arguments.items() if not is_carried(value) and stage.index in self.labels.of(value)
         ]
         self.crossings[stage.index] = dataclasses.replace(crossing, carried=(*crossing.carried, *more))
 
@@ -341,7 +351,7 @@ class _Values:
 
     def _on_read(self, label: _Label) -> None:
         """Refuse code that reads values which are not there on a stage that runs it."""
-        for index in sorted(label):
+        for index in sorted(label.keys() - self.idle.now()):
             stage = self._ranges[index]
             runs = self._num_calls <= stage.last if self._inside is None else stage.first <= self._inside < stage.last
             if runs:

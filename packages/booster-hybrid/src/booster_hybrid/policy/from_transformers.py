@@ -78,7 +78,7 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
                 dim=dim,
             )
         )
-    return ShardingPolicy(rules=tuple(rules), layers=_layer_lists(model))
+    return ShardingPolicy(rules=tuple(rules), layers=layer_lists(model))
 
 
 def vocabulary_rules(model: nn.Module) -> list[ModuleRule]:
@@ -112,7 +112,12 @@ def vocabulary_rules(model: nn.Module) -> list[ModuleRule]:
     return rules
 
 
-def _layer_lists(model: nn.Module) -> tuple[str, ...]:
+def layer_lists(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the lists that transformers' plans call layers.
+
+    Args:
+        model: The user's model.
+    """
     return tuple(
         name
         for name, module in model.named_modules()

@@ -66,6 +66,22 @@ def given_policy(
     return found if isinstance(found, ShardingPolicy) else None
 
 
+def known_layers(
+    model: nn.Module, custom_policy: ShardingPolicy | None = None, hooks: Any = None
+) -> ShardingPolicy | None:
+    """Return a policy that lists a model's layers: the user's, a third party's, or one of ours; ``None`` without one.
+
+    Args:
+        model: The user's model.
+        custom_policy: The user's own policy, which wins.
+        hooks: As for `policy_for`.
+    """
+    given = given_policy(model, custom_policy, hooks)
+    if given is not None and given.layers:
+        return given
+    return _own(without_adapters(compiled_module(model) or model))
+
+
 def _layer_names(model: nn.Module) -> str:
     """Return what the linear layers of a model are called, one for each name but for numbers."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.trace import is_plain_output, shown_output
+from booster_hybrid.pipeline.trace import CONTAINERS, is_plain_output, shown_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import nn
 
 
 def lists_of_layers(model: nn.Module, lists: Sequence[str], mode: str) -> list[list[nn.Module]]:
@@ -25,7 +25,7 @@ def lists_of_layers(model: nn.Module, lists: Sequence[str], mode: str) -> list[l
         ConfigError: If there is none, or layers may be skipped.
     """
     modules = dict(model.named_modules())
-    found: list[Any] = [modules[name] for name in lists if isinstance(modules.get(name), nn.ModuleList)]
+    found = [[*modules[name].children()] for name in lists if isinstance(modules.get(name), CONTAINERS)]
     if not found:
         msg = (
             f"`sequence_parallelism_mode={mode!r}` splits sequences along lists of layers, but the policy of "
@@ -39,7 +39,7 @@ def lists_of_layers(model: nn.Module, lists: Sequence[str], mode: str) -> list[l
         if dropped:
             msg = f"`{name}={dropped}` skips layers at random, also the first, where sequences are split. Set it to 0."
             raise ConfigError(msg)
-    return [list(layers) for layers in found]
+    return found
 
 
 def check_layer_output(layer: nn.Module, output: Any) -> None:

@@ -51,6 +51,20 @@ class _Forward:
         self._layer, self._stack = layer, stack
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._run(*args, **kwargs)
+        except RuntimeError as error:
+            if not self._stack.is_probing:
+                raise
+            msg = (
+                f"A {type(self._layer).__name__} of {self._stack.model_name} can't be given a part of a sequence: "
+                f"{error}. Split sequences need layers that attend by "
+                "`torch.nn.functional.scaled_dot_product_attention` or transformers' attention interface alone. "
+                "Leave `sequence_parallelism_mode` out, or change the layer."
+            )
+            raise ConfigError(msg) from error
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         own = type(self._layer).forward
         if self._stack.is_alone:
             return own(self._layer, *args, **kwargs)

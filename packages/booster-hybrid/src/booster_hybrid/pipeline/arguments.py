@@ -1,0 +1,188 @@
+"""The arguments of a layer's call by name: tensors in tuples, lists and dicts have paths such as ``"state[0]"``.
+
+Stages send each other some of these tensors, and put those that they have received in their places.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import ConfigError
+from booster_runtime.data import fields_of, with_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class ArgumentNames:
+    """What a function calls its arguments.
+
+    Args:
+        function: The function whose arguments have names; of a bound method, without the first one.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        parameters = inspect.signature(function).parameters.values()
+        self._names = [each.name for each in parameters if each.kind in _POSITIONAL]
+        variable = [each.name for each in parameters if each.kind is inspect.Parameter.VAR_POSITIONAL]
+        self._variable = variable[0] if variable else ""
+
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by their names, in the order in which they were given.
+
+        Collective: none.
+        """
+        return {**{self._name(index): value for index, value in enumerate(args)}, **kwargs}
+
+    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the tensors among the arguments of a call, those in containers as well, by path.
+
+        Collective: none.
+        """
+        return {path: leaf for path, leaf in self.leaves(args, kwargs) if isinstance(leaf, torch.Tensor)}
+
+    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """Return what the arguments of a call consist of, by path.
+
+        Collective: none.
+        """
+        return [leaf for name, value in self.named(args, kwargs).items() for leaf in _leaves(value, name)]
+
+    def replaced(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any], what: str
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call with other values at some paths; an argument that is missing is added.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            values: By path.
+            what: What is called, for messages.
+
+        Raises:
+            ConfigError: If an argument has no such path, as it is of another form than in the dry run.
+
+        Collective: none.
+        """
+        left = dict(values)
+        new_args = tuple(_with(value, self._name(index), left) for index, value in enumerate(args))
+        new_kwargs = {name: _with(value, name, left) for name, value in kwargs.items()}
+        missing = [path for path in left if "[" in path or "." in path]
+        if missing:
+            msg = (
+                f"Argument '{missing[0]}' of {what}, which an earlier stage has sent, is not where it was in the dry "
+                "run at `boost`. Pass an `example_batch` like the batches that are run, or use `pp_size=1`."
+            )
+            raise ConfigError(msg)
+        return new_args, {**new_kwargs, **left}
+
+    def _name(self, index: int) -> str:
+        if index < len(self._names):
+            return self._names[index]
+        return f"{self._variable}/{index - len(self._names)}"
+
+
+def _parts(value: Any, path: str) -> list[tuple[str, Any, Any]] | None:
+    """Return path, key and value of what is directly in a container; ``None`` for anything else."""
+    if isinstance(value, dict):
+        return [(f"{path}[{key!r}]", key, each) for key, each in value.items()]
+    if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return [(f"{path}[{index}]", index, each) for index, each in enumerate(value)]
+    fields = fields_of(value)
+    return None if fields is None else [(f"{path}.{name}", name, each) for name, each in fields.items()]
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    parts = _parts(value, path)
+    if parts is None:
+        yield path, value
+    for below, _, each in parts or ():
+        yield from _leaves(each, below)
+
+
+def _with(value: Any, path: str, values: dict[str, Any]) -> Any:
+    """Return a nest of containers with other values at some paths, which are taken out of ``values``."""
+    if path in values:
+        return values.pop(path)
+    if not any(each.startswith(path) for each in values):
+        return value
+    parts = _parts(value, path)
+    new = {key: _with(each, below, values) for below, key, each in parts or ()}
+    if all(new[key] is each for _, key, each in parts or ()):
+        return value
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        for key, each in new.items():
+            copied[key] = each
+        return copied
+    if isinstance(value, (list, tuple)):
+        items = [*new.values()]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return with_fields(value, new)
+
+
+class PassedThrough:
+    """What a layer that is not run returns: some of its arguments, in the form of what it returned in the dry run.
+
+    Args:
+        form: Nested tuples and lists of paths of arguments, and of ``None`` for what is no argument's like.
+        has_shapes: Whether the first tensor of the output has the shape of the argument that stands for it.
+    """
+
+    def __init__(self, form: Any, *, has_shapes: bool) -> None:
+        self._form, self.has_shapes = form, has_shapes
+
+    @classmethod
+    def like(cls, output: Any, arguments: Mapping[str, torch.Tensor]) -> PassedThrough | None:
+        """Return what stands for an output: for each tensor the first argument of its shape that is not taken yet.
+
+        Args:
+            output: A tensor, or a tuple or list of tensors and others.
+            arguments: The tensors among the arguments of the call, by path.
+
+        Returns:
+            ``None`` if there is no tensor in it, or only in containers of other classes.
+
+        Collective: none.
+        """
+        found: list[bool] = []
+        form = _source(output, dict(arguments), found)
+        return cls(form, has_shapes=found[0]) if found else None
+
+    def of(self, arguments: Mapping[str, Any]) -> Any:
+        """Return the output.
+
+        Args:
+            arguments: What the arguments of the call consist of, by path.
+
+        Collective: none.
+        """
+        return _filled(self._form, arguments)
+
+
+# Outside of the methods: a nested function that calls itself keeps what it refers to until garbage is collected.
+def _source(value: Any, free: dict[str, torch.Tensor], found: list[bool]) -> str | tuple[Any, ...] | list[Any] | None:
+    """Return the path of the argument that stands for a value, which is then taken; note whether its shape fits."""
+    if type(value) in (list, tuple):
+        return type(value)(_source(each, free, found) for each in value)  # type: ignore[no-any-return]
+    if not isinstance(value, torch.Tensor):
+        return None
+    fits = [path for path, each in free.items() if each.shape == value.shape and each.dtype == value.dtype]
+    found.append(bool(fits))
+    if not fits and len(found) == 1:
+        fits = [*free][:1]
+    free.pop(fits[0] if fits else "", None)
+    return fits[0] if fits else None
+
+
+def _filled(source: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return a form with arguments in the places of their paths."""
+    if isinstance(source, (list, tuple)):
+        return type(source)(_filled(each, arguments) for each in source)
+    return None if source is None else arguments.get(source)

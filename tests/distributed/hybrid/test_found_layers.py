@@ -1,0 +1,423 @@
+"""Layers are found by the dry run, without a policy: models train over a pipeline as in one process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from model_parity import cases
+from model_zoo.transformers_build import from_config
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.pipeline.find_layers import find_layers
+from booster_testing import expect_on_ranks, run_on_ranks
+
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+_LATENT = {
+    **_SIZES,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_ROUTED = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_BART = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": 2,
+    "dropout": 0.0,
+    "use_cache": False,
+}
+FAMILIES = {
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**_LATENT, **_ROUTED, "topk_method": "greedy"},
+    ),
+    "minicpm3": ("MiniCPM3Config", "MiniCPM3ForCausalLM", {**_LATENT, "dim_model_base": 16}),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 32, "head_dim": 8},
+    ),
+    "roberta": (
+        "RobertaConfig",
+        "RobertaForMaskedLM",
+        {**_SIZES, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+    "bart": ("BartConfig", "BartForConditionalGeneration", _BART),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    ),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        "GPTNeoForCausalLM",
+        {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "num_layers": 4,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 4,
+            "max_position_embeddings": 32,
+            "intermediate_size": 64,
+            "use_cache": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "embed_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "resid_dropout": 0.0,
+        },
+    ),
+    "mamba": (
+        "MambaConfig",
+        "MambaForCausalLM",
+        {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "state_size": 4,
+            "num_hidden_layers": 4,
+            "use_cache": False,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+}
+DEFAULT = ("deepseek_v2", "bart", "gpt_neo", "mamba")
+
+
+def family(name):
+    config, model, sizes = FAMILIES[name]
+    torch.manual_seed(11)
+    built = from_config(config, model, **sizes)().train().double()
+    built.config._experts_implementation = "eager"  # the grouped kernel has no fp64
+    return built
+
+
+def tokens():
+    numbers = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(2))
+    return {"input_ids": numbers, "labels": numbers}
+
+
+def own_loss(outputs, _):
+    return outputs.loss
+
+
+def compare(make, batch, loss_of, options):
+    """Train one step in a pipeline; loss, outputs and gradients are those of one process."""
+    model, whole = make(), make()
+    plugin = HybridParallelPlugin(**{"pp_size": 2, "num_microbatches": 2, "example_batch": batch, **options})
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    result = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)
+    halves = [{key: value[part] for key, value in batch.items()} for part in (slice(0, 2), slice(2, 4))]
+    loss = 0.5 * sum(loss_of(whole(**half), half) for half in halves)
+    loss.backward()
+    assert any(parameter.grad is not None for parameter in whole.parameters())
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is not None:
+            found = booster.full_gradient(model, name)
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+    if result["loss"] is not None:
+        torch.testing.assert_close(result["loss"].double(), loss.detach().double(), rtol=1e-6, atol=1e-9)
+    held = sum(parameter.numel() for parameter in model.unwrap().parameters())
+    return held / sum(parameter.numel() for parameter in whole.parameters())
+
+
+@pytest.mark.parametrize("name", cases(FAMILIES, DEFAULT))
+def test_families_without_a_policy_train_as_one_process(name):
+    shares = run_on_ranks(compare, 2, functools.partial(family, name), tokens(), own_loss, {})
+    assert min(shares) < 1.0
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def sequential():
+    return nn.Sequential(nn.Linear(6, 4), Block(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Block(), nn.Linear(4, 3))
+
+
+def tokens_in_sequence():
+    return nn.Sequential(nn.Embedding(16, 4), Block(), nn.LayerNorm(4), Block(), nn.Flatten(0, 1), nn.Linear(4, 3))
+
+
+class Named(nn.Module):
+    """Keeps its layers in a `ModuleDict`, and calls them in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.entry = nn.Linear(6, 4)
+        self.steps = nn.ModuleDict({"last": Block(), "first": Block(), "second": Block()})
+        self.heads = nn.ModuleDict({"one": nn.Linear(4, 3), "two": nn.Linear(4, 3)})
+
+    def forward(self, x):
+        x = self.entry(x)
+        for name in ("first", "second", "last"):
+            x = self.steps[name](x)
+        return sum(head(x) for head in self.heads.values())
+
+
+class Pairs(nn.Module):
+    """Its layers take and return one tuple of two streams."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(4, 4), nn.Linear(5, 5)
+            self.mixed = nn.Linear(4, 5)
+
+        def forward(self, streams):
+            x, y = streams
+            y = torch.tanh(self.right(y) + self.mixed(x))
+            return torch.tanh(self.left(x)) + y[..., :4], y
+
+    def __init__(self):
+        super().__init__()
+        self.entry, self.other = nn.Linear(6, 4), nn.Linear(6, 5)
+        self.blocks = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def forward(self, x):
+        streams = self.entry(x), self.other(x)
+        for block in self.blocks:
+            streams = block(streams)
+            streams = [streams[0] * 2, streams[1] + 1]
+        return torch.cat([*streams], -1)
+
+
+class TwoArguments(Pairs):
+    """Its layers take two streams and return them swapped, with a mask that stays as it is."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, y, *, mask):
+            return torch.tanh(self.right(y)) * mask, torch.tanh(self.left(x)) + y, mask
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(6, 4)
+
+    def forward(self, x):
+        left, right, mask = self.entry(x), self.other(x), (x > 0).any(-1, keepdim=True)
+        for block in self.blocks:
+            left, right, mask = block(left, right, mask=mask)
+        return torch.cat([left, right], -1)
+
+
+class Narrowing(nn.Module):
+    """Layers of changing widths, with what joins them in between, and lists of lists."""
+
+    class Stage(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.widen = nn.Linear(width, 2 * width)
+            self.blocks = nn.Sequential(nn.Linear(2 * width, 2 * width), nn.Linear(2 * width, 2 * width))
+
+        def forward(self, x):
+            return self.blocks(torch.tanh(self.widen(x)))
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList([self.Stage(6), self.Stage(12), self.Stage(24)])
+        self.norms = nn.ModuleList([nn.LayerNorm(12), nn.LayerNorm(24), nn.LayerNorm(48)])
+
+    def forward(self, x):
+        for stage, norm in zip(self.stages, self.norms, strict=True):
+            x = norm(stage(x)).view(len(x), -1)
+        return x
+
+
+class Starred(nn.Module):
+    """Its layers take any number of tensors."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, *streams):
+            return tuple(torch.tanh(self.linear(stream)) for stream in streams)
+
+    def __init__(self):
+        super().__init__()
+        self.entry = nn.Linear(6, 4)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+
+    def forward(self, x):
+        x = self.entry(x)
+        streams = x, x * x
+        for layer in self.layers:
+            streams = layer(*streams)
+        return streams[0] + streams[1]
+
+
+def seeded(kind):
+    torch.manual_seed(5)
+    return kind().double()
+
+
+def squares(outputs, _):
+    return outputs.square().mean()
+
+
+ROWS = torch.randn(4, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+NUMBERS = torch.randint(16, (4, 1), generator=torch.Generator().manual_seed(4))
+KINDS = {
+    "sequential": (sequential, {"input": ROWS}),
+    "embedding": (tokens_in_sequence, {"input": NUMBERS}),
+    "dict": (Named, {"x": ROWS}),
+    "pairs": (Pairs, {"x": ROWS}),
+    "two_arguments": (TwoArguments, {"x": ROWS}),
+    "widths": (Narrowing, {"x": ROWS}),
+    "starred": (Starred, {"x": ROWS}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_models_train_as_one_process(kind):
+    make, batch = KINDS[kind]
+    shares = run_on_ranks(compare, 2, functools.partial(seeded, make), batch, squares, {})
+    assert max(shares) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "style"), [("sequential", "zbv"), ("pairs", "dualpipev"), ("widths", "zbv"), ("widths", "dualpipev")]
+)
+def test_plain_models_are_cut_into_more_stages(kind, style):
+    make, batch = KINDS[kind]
+    options = {"pp_style": style, "num_microbatches": 4}
+    run_on_ranks(compare, 2, functools.partial(seeded, make), batch, squares, options)
+
+
+def split_sequences(make, mode):
+    model, whole = make(), make()
+    plugin = HybridParallelPlugin(sp_size=2, sequence_parallelism_mode=mode, example_batch=tokens())
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(**tokens()).loss
+    booster.backward(loss, optimizer)
+    expected = whole(**tokens()).loss
+    expected.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=1e-9)
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is not None:
+            found = booster.full_gradient(model, name)
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
+WITHOUT_SPLIT = {
+    "gpt_neo": "A GPTNeoBlock of GPTNeoForCausalLM can't be given a part of a sequence",
+    "mamba": "The layers of MambaForCausalLM have a 'Conv1d', which sees other positions of a sequence than its own",
+}
+"""Families whose layers see other positions in ways of their own."""
+SPLIT = [name for name in FAMILIES if name not in WITHOUT_SPLIT]
+SPLIT_DEFAULT = (("gpt_oss", "all_to_all"), ("bart", "all_to_all"), ("roberta", "ring_attn"), ("llama4", "ring_attn"))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=[] if (name, mode) in SPLIT_DEFAULT else [pytest.mark.slow])
+        for name in SPLIT
+        for mode in ("all_to_all", "ring_attn")
+    ],
+)
+def test_sequences_of_families_without_a_policy_train_as_one_process(name, mode):
+    run_on_ranks(split_sequences, 2, functools.partial(family, name), mode)
+
+
+@pytest.mark.parametrize("name", WITHOUT_SPLIT)
+def test_layers_that_see_other_positions_in_their_own_way_are_refused(name):
+    make = functools.partial(family, name)
+    expect_on_ranks(ConfigError, WITHOUT_SPLIT[name], split_sequences, 2, make, "all_to_all")
+
+
+class Branches(nn.Module):
+    """Has lists whose members are no layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.again = nn.ModuleList([nn.Linear(4, 4)])
+        self.unused = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x):
+        x = self.again[0](self.again[0](x))
+        return sum(head(x) for head in self.heads)
+
+
+def test_what_is_no_list_of_layers_is_told_with_its_reason():
+    found = (
+        r"Branches has no list of layers that run one after the other.* 'heads' \(what 'heads\.1' is given does not "
+        r"depend on what 'heads\.0' returns\), 'again' \('again\.0' is called 2 times\), 'unused' \(no member is called"
+    )
+    with pytest.raises(ConfigError, match=found):
+        find_layers(Branches(), {"x": torch.ones(2, 4)}, 2)
+
+
+def test_too_few_layers_are_told_with_their_lists():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=r"2 layers can't fill 4 stages \(Sequential has 2 in ''\)"):
+        find_layers(model, torch.ones(2, 4), 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "num_stages", "lists"),
+    [
+        (sequential, {"input": torch.ones(2, 6)}, 2, [""]),
+        (Named, {"x": torch.ones(2, 6)}, 2, ["steps"]),
+        (Narrowing, {"x": torch.ones(2, 6)}, 3, ["stages"]),
+        (Narrowing, {"x": torch.ones(2, 6)}, 4, ["stages.0.blocks", "stages.1.blocks", "stages.2.blocks"]),
+    ],
+    ids=["root", "dict", "outermost", "inner"],
+)
+def test_the_outermost_lists_that_fill_all_stages_are_chosen(make, batch, num_stages, lists):
+    assert find_layers(make(), batch, num_stages) == lists

@@ -1,0 +1,135 @@
+"""What stands outside of the layers runs only on the stages that need it: work is counted, gradients are compared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from booster_core import Booster
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.policy.base import ShardingPolicy
+from booster_testing import run_on_ranks
+
+
+class Tower(nn.Module):
+    """Most of the model's work, before the layers."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 64), nn.Linear(64, width)
+
+    def forward(self, x):
+        return torch.tanh(self.second(torch.relu(self.first(x))))
+
+
+class Towered(nn.Module):
+    """Layers after a tower; a table of positions is needed by each of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = Tower(8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        table = torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype)
+        x = self.tower(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * table
+        return self.head(x)
+
+
+class Returned(Towered):
+    """The head needs what the tower has returned."""
+
+    def forward(self, x):
+        start = self.tower(x)
+        x = start
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x) + start
+
+
+class Shared(Towered):
+    """The head has the tower's parameters, so that the last stage has them too: but it does not need its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = Tower(8)
+        self.head.first, self.head.second = self.tower.first, self.tower.second
+
+
+class Between(Towered):
+    """A second tower between layers of the first stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.middle = Tower(8)
+
+    def forward(self, x):
+        x = self.tower(x)
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            x = self.middle(x) if index == 0 else x
+        return self.head(x)
+
+
+class Remembering(Towered):
+    """The tower leaves a value in itself that the head reads, so that it runs everywhere, without its products."""
+
+    class Tower(Tower):
+        def forward(self, x):
+            self.mean = x.mean(-1, keepdim=True)
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.tower = self.Tower(8)
+
+    def forward(self, x):
+        return super().forward(x) * self.tower.mean
+
+
+def seeded(kind):
+    torch.manual_seed(3)
+    return kind().double()
+
+
+def train(kind, options):
+    """Return the floating point operations of this rank's forward, relative to those of one process."""
+    model, whole = seeded(kind), seeded(kind)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    plugin = HybridParallelPlugin(
+        pp_size=2, custom_policy=ShardingPolicy(layers=("layers",)), example_batch=x[:2], **options
+    )
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.execute_pipeline(iter([x]), model, lambda outputs, _: outputs.square().mean(), optimizer)
+    whole(x).square().mean().backward()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(booster.full_gradient(model, name), parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+    with FlopCounterMode(display=False) as alone, torch.no_grad():
+        expected = whole(x)
+    with FlopCounterMode(display=False) as here:
+        result = booster.execute_pipeline(iter([x]), model, lambda outputs, _: outputs.mean(), return_outputs=True)
+    if result["outputs"] is not None:
+        torch.testing.assert_close(result["outputs"], expected)
+    return here.get_total_flops() / alone.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "more"),
+    [
+        (Towered, {}, 0.0),
+        (Towered, {"pp_style": "zbv"}, 0.0),
+        (Returned, {}, 0.0),
+        (Between, {}, 0.0),
+        (Shared, {}, 0.44),  # the tower's two products on the last stage, where nothing tells that they are not used
+        (Remembering, {}, 0.0),
+    ],
+)
+def test_work_outside_of_the_layers_is_done_once(kind, options, more):
+    shares = run_on_ranks(train, 2, kind, options)
+    assert sum(shares) == pytest.approx(1.0 + more, abs=0.05)
