@@ -111,8 +111,10 @@ class Client:
 
 
 @pytest.fixture
-def watched():
-    """A server, and the connections of ranks 0 and 1 of three."""
+def watched(monkeypatch):
+    """A server, and the connections of ranks 0 and 1 of three. It waits for answers until they have come."""
+    for name in ("_ANSWER_SECONDS", "_NEWS_SECONDS"):
+        monkeypatch.setattr(server_module, name, 600.0)
     server = Server(["a", "a", "a"], TOKEN, ["127.0.0.1"])
     server.start()
     clients = [Client(server.port) for _ in range(2)]
@@ -125,9 +127,10 @@ def watched():
     server.close()
 
 
-def check_that_it_watches(clients):
-    """A question is answered, and a death is told."""
-    clients[1].send(type="where", record={"counts": {"step": 8}}, call=["step", 8], ranks=[0, 1])
+def check_that_it_watches(clients, behind=b""):
+    """A question is answered, right behind what a rank sends before it as well, and a death is told."""
+    question = {"type": "where", "record": {"counts": {"step": 8}}, "call": ["step", 8], "ranks": [0, 1]}
+    clients[1].connection.sendall(behind + encode(question))
     assert clients[0].receive() == {"type": "where"}
     clients[0].here(step=7)
     assert clients[1].receive()["missing"].startswith("rank 0 has not reached it")
@@ -162,8 +165,7 @@ def test_what_third_parties_send_ends_their_connection_only(watched, data, capfd
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
 def test_what_a_rank_sends_by_mistake_is_no_death(watched, data, capfd):
     _, clients = watched
-    clients[1].connection.sendall(data if data.endswith(b"\n") else data + b"\n")
-    check_that_it_watches(clients)
+    check_that_it_watches(clients, behind=data if data.endswith(b"\n") else data + b"\n")
     told = capfd.readouterr().err
     is_known = data.startswith(b'{"type": "hello"') and b"1e999" not in data
     assert "the monitor ignores a message of rank 1" in told or is_known, told
