@@ -114,7 +114,7 @@ def refused():
         pass
     with pytest.raises(ConfigError, match="momentum_buffer"):
         full_state(booster, model, WEIGHT, "momentum_buffer")  # before the first step
-    with pytest.raises(ConfigError, match="'first.weight' has no gradient to replace"):
+    with pytest.raises(ConfigError, match=r"'first\.weight' has no gradient to replace"):
         set_full_gradient(booster, model, WEIGHT, torch.zeros(16, 8))
     backward(booster, model, optimizer)
     optimizer.step()
@@ -150,5 +150,5 @@ def test_gradients_of_one_process_are_set_and_sparse_ones_are_not():
     set_full_gradient(booster, model, "1.bias", torch.tensor([0.5]))
     optimizer.step()
     assert model.unwrap()[1].bias.item() == before - 0.5
-    with pytest.raises(ConfigError, match="The gradient of '0.weight' is sparse and can't be set"):
+    with pytest.raises(ConfigError, match=r"The gradient of '0\.weight' is sparse and can't be set"):
         set_full_gradient(booster, model, "0.weight", torch.zeros(4, 2))
