@@ -15,9 +15,7 @@ def test_a_model_without_an_optimizer_gets_no_gradients():
     refuse_all_gradients(model)
     with torch.no_grad():
         model(torch.ones(1, 2))
-    with pytest.raises(
-        GradientError, match=r"'1\.bias' got a gradient, but the model was boosted without an optimizer"
-    ):
+    with pytest.raises(GradientError, match=r"'1\.bias' got a gradient, but the model was boosted without"):
         model(torch.ones(1, 2)).sum().backward(inputs=[model[1].bias])
 
 
