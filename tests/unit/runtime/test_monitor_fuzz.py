@@ -111,10 +111,15 @@ class Client:
 
 
 @pytest.fixture
-def watched(monkeypatch):
-    """A server, and the connections of ranks 0 and 1 of three. It waits for answers until they have come."""
+def patient(monkeypatch):
+    """Let the server wait for answers until they have come, however busy the machine is."""
     for name in ("_ANSWER_SECONDS", "_NEWS_SECONDS"):
         monkeypatch.setattr(server_module, name, 600.0)
+
+
+@pytest.fixture
+def watched():
+    """A server, and the connections of ranks 0 and 1 of three."""
     server = Server(["a", "a", "a"], TOKEN, ["127.0.0.1"])
     server.start()
     clients = [Client(server.port) for _ in range(2)]
@@ -148,6 +153,7 @@ def lost_rank(client):
     return message["rank"]
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
 def test_what_third_parties_send_ends_their_connection_only(watched, data, capfd):
     server, clients = watched
@@ -162,6 +168,7 @@ def test_what_third_parties_send_ends_their_connection_only(watched, data, capfd
     assert "Booster" not in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
 def test_what_a_rank_sends_by_mistake_is_no_death(watched, data, capfd):
     _, clients = watched
@@ -193,6 +200,7 @@ def test_a_failure_right_behind_the_hello_counts(watched):
     third.close()
 
 
+@pytest.mark.usefixtures("patient")
 def test_nobody_takes_the_place_of_a_rank(watched):
     server, clients = watched
     other = Client(server.port).send(**HELLO)
@@ -215,6 +223,7 @@ def test_silent_third_parties_keep_nobody_out(watched, monkeypatch):
     assert lost_rank(clients[0]) == 2
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_connection_that_says_nothing_is_closed(watched, monkeypatch):
     monkeypatch.setattr(server_module, "_HELLO_SECONDS", 0.2)
     server, clients = watched
