@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import hookimpl, register_hooks, unregister_hooks
+from booster_core.plugin.single import SingleDevicePlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.mutants import ReferencePlugin
 
@@ -176,19 +177,21 @@ def boost_net(plugin=None, verify=True, mixed_precision=None, **changes):
     return booster.boost(model, **given)
 
 
-def printed(precision):
+def printed(plugin_class, precision):
     texts = []
     target = "booster_core.ranks.coordinator.DistCoordinator.print_on_master"
     with mock.patch(target, lambda _, text: texts.append(text)):
-        boost_net(mixed_precision=precision)
+        boost_net(plugin_class(), mixed_precision=precision)
     return [str(text) for text in texts]
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_it_says_how_long_it_took(precision):
-    for (text,) in run_on_ranks(printed, 2, precision):
+@pytest.mark.parametrize(
+    ("plugin_class", "size", "precision"), [(ReferencePlugin, 2, None), (SingleDevicePlugin, 1, "bf16")]
+)
+def test_it_says_how_long_it_took(plugin_class, size, precision):
+    for (text,) in run_on_ranks(printed, size, plugin_class, precision):
         assert text.startswith("Verified in ")
-        assert "on 2 rank(s) trains as one process does" in text
+        assert f"on {size} rank(s) trains as one process does" in text
 
 
 def boost_wrong():
