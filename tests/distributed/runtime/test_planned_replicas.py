@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_runtime import collectives
 from booster_runtime.planning import measure, predict
+from booster_runtime.planning.world import planned_world, watching
 from booster_testing import run_on_ranks
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
 
@@ -95,3 +98,52 @@ def test_a_pipeline_of_one_stage_is_planned():
     found = predict(build, batch, ReferencePipelinePlugin(), 2)
     assert found.traffic["all_reduce"].sent_bytes == pytest.approx(plain.traffic["all_reduce"].sent_bytes, rel=0.01)
     assert found.flops == plain.flops
+
+
+def communicate(*, computes):
+    """Use each collective once, with the same values on both ranks; return the traffic and the results."""
+    rank = dist.get_rank()
+    values = torch.arange(8, dtype=torch.float32)
+    halves = [0, 4, 8]
+    with watching(computes=computes) as ledger:
+        added, gathered, exchanged = torch.ones(4), values.clone(), torch.zeros(8)
+        reduced, sent = values.clone(), values.clone()
+        collectives.reduce_scatter(values, halves, added, scale=0.5, accumulate=True).wait()
+        plain = torch.empty(4)
+        collectives.reduce_scatter(values, halves, plain).wait()
+        gathered[4:] = gathered[:4]
+        collectives.all_gather(gathered, halves).wait()
+        same = torch.arange(4, dtype=torch.float32).repeat(2)
+        collectives.all_to_all(same, halves, exchanged, halves).wait()
+        collectives.all_reduce(reduced, dist.ReduceOp.SUM).wait()
+        collectives.broadcast(sent).wait()
+        collectives.reduce_scatter_parts([(2, values[2:5])], halves, torch.zeros(4)).wait()
+        objects = collectives.all_gather_object("same")
+    traffic = {kind: (each.calls, each.payload_bytes, each.sent_bytes) for kind, each in ledger.traffic.items()}
+    start = halves[rank]
+    assert torch.equal(added, 1 + values[start : start + 4])
+    assert torch.equal(plain, 2 * values[start : start + 4])
+    assert torch.equal(reduced, 2 * values)
+    assert torch.equal(sent, values)
+    assert torch.equal(gathered, values[:4].repeat(2))
+    assert torch.equal(exchanged, same)
+    assert objects == ["same", "same"]
+    return traffic
+
+
+def test_planned_collectives_answer_and_count_as_those_of_ranks():
+    found = run_on_ranks(communicate, 2, computes=True)
+    for rank in range(2):
+        with planned_world(2, rank):
+            assert communicate(computes=False) == found[rank]
+    # Whole buffers are 32 bytes, of which half stays; of the parts, two elements are the first rank's, and one is not.
+    assert found[0]["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + 4)
+    assert found[1]["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + 8)
+    assert found[0]["all_gather"] == found[0]["all_to_all"] == (1, 32, 16)
+    assert found[0]["all_reduce"] == (1, 32, 32)
+    assert found[0]["broadcast"] == (1, 32, 32)
+
+
+def test_a_plan_needs_a_process_without_a_group():
+    with planned_world(2, 0), pytest.raises(ConfigError, match="in a process that has launched none"):
+        predict(build, batch, ReferencePlugin(), 2)
