@@ -106,6 +106,8 @@ def communicate(*, computes):
     values = torch.arange(8, dtype=torch.float32)
     halves = [0, 4, 8]
     with watching(computes=computes) as ledger:
+        collectives.all_gather_object("the first call chooses a transport")
+        ledger.start_step()
         added, gathered, exchanged = torch.ones(4), values.clone(), torch.zeros(8)
         reduced, sent = values.clone(), values.clone()
         collectives.reduce_scatter(values, halves, added, scale=0.5, accumulate=True).wait()
