@@ -4,6 +4,7 @@ import torch
 
 from booster_core.plugin import Plugin
 from booster_testing.models import tiny_llama
+from booster_testing.mutants import ReferencePlugin
 
 NAMES = ["single", "ddp", "fsdp", "zero", "gemini", "hybrid", "hybrid-tp", "hybrid-pp"]
 
@@ -12,6 +13,8 @@ def plugin_named(name: str) -> Plugin | str | None:
     """Return the plugin of a name, for ``Booster(plugin=...)``."""
     if name == "single":
         return None
+    if name == "reference":
+        return ReferencePlugin()
     if not name.startswith("hybrid-"):
         return name
     from booster_hybrid import HybridParallelPlugin

@@ -1,6 +1,4 @@
-"""What training loops ask of a Booster: accumulation, several loaders, nested batches, unwrapping, printing."""
-
-import collections
+"""Accumulated steps under every plugin are those of large batches, also at the end of an epoch."""
 
 import pytest
 import torch
@@ -8,9 +6,8 @@ from named_plugins import plugin_named
 from torch.utils.data import DataLoader, TensorDataset
 
 from booster_core import Booster
-from booster_core.errors import ConfigError, GradientError
 from booster_runtime.gathering import gathered
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 NUM_BATCHES, STEPS, PER_BATCH = 5, 2, 4
 
@@ -71,148 +68,6 @@ def test_accumulated_steps_are_those_of_large_batches_also_at_an_end_of_an_epoch
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
 
-def _boosted(plugin="zero"):
-    booster, model = Booster(plugin=plugin), _model()
-    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
-
-
-def _step_too_early():
-    booster, model, optimizer = _boosted()
-    with booster.accumulate(model, steps=2) as is_last:
-        assert not is_last
-        booster.backward(model(torch.ones(2, 8)).mean(), optimizer)
-        optimizer.step()
-
-
-def test_a_step_before_the_last_micro_batch_raises():
-    expect_on_ranks(GradientError, "before the last micro-batch", _step_too_early, 2)
-
-
-def _call_as_in_accelerate():
-    booster, model, _ = _boosted()
-    with booster.accumulate(model):
-        pass
-
-
-def _nest():
-    booster, model, _ = _boosted()
-    with booster.accumulate(model, steps=2), booster.accumulate(model, steps=2):
-        pass
-
-
-def _accumulate_over_another_loader():
-    booster, model, _ = _boosted()
-    booster.accumulate(model, 2, DataLoader([1, 2]))
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (_call_as_in_accelerate, "needs the number of micro-batches of a step"),
-        (_nest, "is active already"),
-        (_accumulate_over_another_loader, "how many batches the `dataloader` has left"),
-    ],
-)
-def test_accumulation_that_cannot_be_right_raises(call, message):
-    expect_on_ranks(ConfigError, message, call, 1)
-
-
-def _steps_and_scheduler():
-    booster, model, optimizer = _boosted()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    losses = []
-    for _ in range(4):
-        with booster.accumulate(model, steps=2) as is_last:
-            booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
-        if is_last:
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            losses.append(model(torch.ones(2, 8)).square().mean().item())
-    booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
-    optimizer.step()
-    return losses, scheduler.get_last_lr()
-
-
-def test_steps_are_free_again_after_an_accumulation():
-    [(losses, rates)] = run_on_ranks(_steps_and_scheduler, 1)
-    assert losses[1] < losses[0]
-    assert rates == [0.025]
-
-
-def _several_loaders():
-    booster, model = Booster(plugin="ddp"), _model()
-    loaders = [DataLoader(range(number), batch_size=2) for number in (8, 4)]
-    _, _, _, (train, validation), _ = booster.boost(model, dataloader=loaders)
-    return [torch.cat(list(loader)).tolist() for loader in (train, validation)]
-
-
-def test_each_of_several_loaders_is_split():
-    found = run_on_ranks(_several_loaders, 2)
-    for number, both in ((8, [rank[0] for rank in found]), (4, [rank[1] for rank in found])):
-        assert sorted(both[0] + both[1]) == list(range(number))
-
-
-def _wrong_loader():
-    Booster(plugin="ddp").boost(_model(), dataloader=(DataLoader([1, 2]), [1, 2]))
-
-
-def test_what_is_no_loader_among_several_raises_on_every_rank():
-    assert all(expect_on_ranks(TypeError, "torch.utils.data.DataLoader", _wrong_loader, 2))
-
-
-class _Encoding(collections.UserDict):
-    """A mapping that pytree does not know, as tokenizers return."""
-
-    def to(self, device):
-        return {name: value.to(device) for name, value in self.data.items()}
-
-
-def _place_and_print():
-    booster = Booster(plugin="ddp")
-    inner = _model()
-    model, *_ = booster.boost(inner)
-    batch = {"x": torch.ones(2), "nested": [(torch.ones(1), "text")], "encoding": _Encoding(ids=torch.ones(3))}
-    placed = booster.to_device(batch)
-    booster.print("seen", booster.context.coordinator.rank)
-    return (
-        booster.unwrap(model) is inner,
-        placed["nested"][0][1],
-        placed["encoding"]["ids"].device == booster.device,
-        isinstance(placed["encoding"], dict),
-    )
-
-
-def test_batches_models_and_prints():
-    assert run_on_ranks(_place_and_print, 2) == [(True, "text", True, True)] * 2
-
-
-def _place_from_loaders():
-    class Recorded(collections.UserDict):
-        def to(self, device):
-            return "placed", device, self.data["x"].tolist()
-
-    def collate(samples):
-        return Recorded(x=torch.stack(samples))
-
-    data = list(torch.arange(4.0))
-    found = []
-    for is_wanted in (True, False):
-        booster = Booster(plugin="ddp", device_placement=is_wanted)
-        loader = DataLoader(data, batch_size=1, collate_fn=collate)
-        boosted = booster.boost(_model(), dataloader=loader).dataloader
-        [listed] = booster.boost(_model(), dataloader=[loader]).dataloader
-        prepared = booster.prepare_dataloader(data, batch_size=1, collate_fn=collate)
-        found.append([next(iter(each)) for each in (boosted, listed, prepared)])
-    device, rank = torch.device("cpu"), booster.context.coordinator.rank
-    assert found[0] == [("placed", device, [float(rank)])] * 3
-    assert [batch["x"].tolist() for batch in found[1]] == [[float(rank)]] * 3
-
-
-def test_loaders_place_batches_unless_told_not_to():
-    run_on_ranks(_place_from_loaders, 2)
-
-
 def _reduced(plugin):
     booster = Booster(plugin=plugin_named(plugin))
     coordinator = booster.context.coordinator
@@ -228,23 +83,3 @@ def _reduced(plugin):
 def test_values_of_each_data_parallel_rank_are_reduced_once(plugin):
     expected = (2, [1.5, 4.5], 2.5, 7, 5) if plugin == "zero" else (1, [1.0, 3.0], 2.0, 3, 2)
     assert run_on_ranks(_reduced, 2, plugin) == [expected] * 2
-
-
-def _reduce_wrongly(kind):
-    booster = Booster(plugin="ddp")
-    rank = booster.context.coordinator.rank
-    values = {"text": "text", "shapes": torch.ones(2 + rank), "structure": {str(rank): 1.0}, "reduction": 1.0}[kind]
-    booster.reduce(values, "max" if kind == "reduction" else "mean")
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "message"),
-    [
-        ("text", TypeError, "got `str`"),
-        ("shapes", ConfigError, "different shapes"),
-        ("structure", ConfigError, "different structure"),
-        ("reduction", ConfigError, "neither 'mean' nor 'sum'"),
-    ],
-)
-def test_values_that_cannot_be_reduced_raise_on_every_rank(kind, error, message):
-    assert all(expect_on_ranks(error, message, _reduce_wrongly, 2, kind))

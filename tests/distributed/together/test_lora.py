@@ -5,11 +5,9 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import CheckpointError, ConfigError
-from booster_core.plugin import Capability
+from booster_core.errors import CheckpointError
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
@@ -18,7 +16,7 @@ from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
-from booster_testing.models import TinyMLP, tiny_llama
+from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
@@ -194,19 +192,6 @@ def test_a_saved_folder_loads_in_stock_peft_with_equal_logits(run, config, use_s
     assert_same_tensors({"logits": logits}, {"logits": results[0][0]}, EXACT)
 
 
-def test_what_is_written_equals_what_peft_writes(tmp_path):
-    booster, model, optimizer = boost(SingleDevicePlugin, {}, config={"modules_to_save": ["lm_head"]})
-    train(booster, model, optimizer, range(1))
-    booster.save_lora_as_pretrained(model, tmp_path / "ours")
-    model.unwrap().save_pretrained(tmp_path / "theirs")
-    ours, theirs = (
-        peft.utils.save_and_load.load_peft_weights(str(tmp_path / who), device="cpu") for who in ("ours", "theirs")
-    )
-    assert_same_tensors(ours, theirs, EXACT)
-    texts = [(tmp_path / who / "adapter_config.json").read_text() for who in ("ours", "theirs")]
-    assert texts[0] == texts[1]
-
-
 def load_adapters_and_train(plugin_class, options, folder):
     booster, model, optimizer = boost(plugin_class, options, folder=folder)
     return train(booster, model, optimizer, range(2, 4)), whole_model(booster, model)
@@ -224,26 +209,6 @@ def test_training_goes_on_from_a_folder_under_another_plugin(saved, loaded, tmp_
     assert all(math.isfinite(loss) for loss in results[0][0])
     changed = {name for name, tensor in results[0][1].items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if "lora_" in name}
-
-
-def test_several_adapters_are_written_by_name(tmp_path):
-    booster = Booster("cpu")
-    model = booster.enable_lora(make_model(), lora_config=make_config())
-    model.add_adapter("second", make_config(r=2))
-    perturbed(model)
-    boosted, *_ = booster.boost(model)
-    booster.save_lora_as_pretrained(boosted, tmp_path / "all")
-    booster.save_lora_as_pretrained(boosted, tmp_path / "one", selected_adapters=["second"])
-    with pytest.raises(ConfigError, match=r"no adapters \['third'\]. It has: 'default', 'second'"):
-        booster.save_lora_as_pretrained(boosted, tmp_path / "none", selected_adapters=["third"])
-    assert not (tmp_path / "one" / "adapter_config.json").exists()
-    model.set_adapter("second")
-    with torch.no_grad():
-        expected = model(input_ids=tokens_of(1)).logits
-    for folder in ("all", "one"):
-        loaded = peft.PeftModel.from_pretrained(make_model(), str(tmp_path / folder / "second"))
-        with torch.no_grad():
-            assert torch.equal(loaded(input_ids=tokens_of(1)).logits, expected)
 
 
 # ---- checkpoints of the whole model
@@ -307,123 +272,3 @@ def test_the_base_loads_without_adapters(run, tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert type(loaded) is type(plain)
     assert_same_tensors(loaded.state_dict(), original, EXACT)
-
-
-def test_a_plain_model_loads_under_adapters(tmp_path):
-    booster = Booster("cpu")
-    booster.save_model(make_model(), tmp_path / "base", shard=True)
-    model = make_model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.5)
-    boosted, *_ = booster.boost(booster.enable_lora(model, lora_config=make_config()))
-    report = booster.load_model(boosted, tmp_path / "base", strict=False)
-    assert all("lora_" in name for name in report.missing)
-    with torch.no_grad():
-        assert torch.equal(boosted(input_ids=tokens_of(0)).logits, make_model()(input_ids=tokens_of(0)).logits)
-
-
-# ---- what a user can get wrong
-
-
-def test_an_optimizer_made_before_is_refused():
-    booster = Booster("cpu")
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model = booster.enable_lora(model, lora_config=make_config(modules_to_save=["lm_head"]))
-    with pytest.raises(ConfigError, match=r"made before `enable_lora`\. Make it afterwards"):
-        booster.boost(model, optimizer)
-
-
-def test_frozen_parameters_leave_the_optimizer_with_their_names():
-    booster = Booster("cpu")
-    model = booster.enable_lora(make_model(), lora_config=make_config())
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
-    booster.boost(model, optimizer)
-    (group,) = optimizer.param_groups
-    assert len(group["params"]) == len(group["param_names"]) == 8
-    assert all("lora_" in name for name in group["param_names"])
-
-
-def test_enabling_twice_is_refused():
-    booster = Booster("cpu")
-    model = booster.enable_lora(make_model(), lora_config=make_config())
-    with pytest.raises(ConfigError, match="has adapters already"):
-        booster.enable_lora(model, lora_config=make_config())
-
-
-def test_enabling_after_boost_is_refused():
-    booster = Booster("cpu")
-    boosted, *_ = booster.boost(make_model())
-    with pytest.raises(ConfigError, match=r"already boosted\. Call `enable_lora` before `boost`"):
-        booster.enable_lora(boosted, lora_config=make_config())
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's compiler, when it is first imported
-def test_enabling_after_compilation_is_refused():
-    with pytest.raises(ConfigError, match=r"before `torch\.compile`"):
-        Booster("cpu").enable_lora(torch.compile(make_model()), lora_config=make_config())
-
-
-def test_unknown_target_modules_are_refused_with_the_layers_there_are():
-    booster, model = Booster("cpu"), make_model()
-    with pytest.raises(ConfigError, match=r"'query'.*not found.*Linear layers of `LlamaForCausalLM`: .*q_proj.*v_proj"):
-        booster.enable_lora(model, lora_config=make_config(target_modules=["query"]))
-    booster.enable_lora(model, lora_config=make_config())  # nothing is left of the attempt
-
-
-def test_a_model_whose_layers_peft_does_not_know_is_refused():
-    with pytest.raises(ConfigError, match=r"specify `target_modules`.*Linear layers of `TinyMLP`: first, second"):
-        Booster("cpu").enable_lora(TinyMLP(), lora_config=peft.LoraConfig())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [({}, "got neither of them"), ({"pretrained_dir": "x", "lora_config": CONFIG}, "got both of them")],
-)
-def test_one_of_config_and_folder_is_needed(arguments, match):
-    with pytest.raises(ConfigError, match=match):
-        Booster("cpu").enable_lora(make_model(), **arguments)
-
-
-def test_a_folder_without_adapters_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds no 'adapter_config.json'"):
-        Booster("cpu").enable_lora(make_model(), pretrained_dir=tmp_path)
-
-
-def test_adapters_of_another_model_are_refused(tmp_path):
-    booster, model, _ = boost(SingleDevicePlugin, {})
-    booster.save_lora_as_pretrained(model, tmp_path)
-    with pytest.raises(CheckpointError, match=r"(?s)do not fit `LlamaForCausalLM`: .*size mismatch"):
-        booster.enable_lora(make_model(hidden_size=64), pretrained_dir=tmp_path)
-
-
-@pytest.mark.parametrize("arguments", [{"quantize": True}, {"bnb_quantization_config": {"load_in_8bit": True}}])
-def test_a_quantised_base_needs_cuda(arguments):
-    with pytest.raises(ConfigError, match="quantised on CUDA only, and this run's device is 'cpu'"):
-        Booster("cpu").enable_lora(make_model(), lora_config=make_config(), **arguments)
-
-
-def test_saving_without_adapters_is_refused(tmp_path):
-    booster = Booster("cpu")
-    boosted, *_ = booster.boost(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="has no adapters to save"):
-        booster.save_lora_as_pretrained(boosted, tmp_path)
-
-
-class WithoutAdapters(SingleDevicePlugin):
-    capabilities = SingleDevicePlugin.capabilities - {Capability.LORA}
-
-
-def test_a_plugin_that_does_not_declare_adapters_refuses_them():
-    booster = Booster("cpu", plugin=WithoutAdapters())
-    with pytest.raises(ConfigError, match="does not train adapters"):
-        booster.enable_lora(make_model(), lora_config=make_config())
-    with pytest.raises(ConfigError, match="does not train adapters"):
-        booster.boost(peft.get_peft_model(make_model(), make_config()))
-
-
-def test_without_peft_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'booster-runtime\[lora\]'"):
-        Booster("cpu").enable_lora(make_model(), lora_config=object())

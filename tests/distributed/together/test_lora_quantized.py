@@ -7,8 +7,7 @@ import pytest
 import torch
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 
-from booster_core import Booster, LazyInitContext
-from booster_core.errors import ConfigError
+from booster_core import Booster
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
@@ -46,16 +45,12 @@ def bits(number):
     return transformers.BitsAndBytesConfig(load_in_8bit=True)
 
 
-def enabled(booster, number, *, lazy=False):
+def enabled(booster, number):
     """Return a model with adapters whose linear layers are packed."""
     use_isolated_libraries()
     import_quietly(["bitsandbytes"])
     torch.manual_seed(3)
-    if lazy:
-        with LazyInitContext():
-            model = tiny_llama()
-    else:
-        model = tiny_llama()
+    model = tiny_llama()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantization, "check_quantization", lambda config, device: config)
@@ -101,57 +96,3 @@ def test_adapters_of_a_packed_base_load_in_stock_peft(tmp_path):
     run_on_ranks(save, 2, 4, *RUNS["zero2"], str(tmp_path))
     model = peft.PeftModel.from_pretrained(tiny_llama(), str(tmp_path))
     assert any("lora_A" in name for name, _ in model.named_parameters())
-
-
-def refuse_lazy():
-    with pytest.raises(ConfigError, match="A lazy model has no values to quantise"):
-        enabled(Booster("cpu"), 4, lazy=True)
-
-
-def test_a_lazy_base_is_refused():
-    run_on_ranks(refuse_lazy, 1)
-
-
-def gpt2():
-    torch.manual_seed(3)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2))
-
-
-def pack_gpt2():
-    """Return how far the outputs of packed layers are from those of the layers, and how many were packed."""
-    use_isolated_libraries()
-    import_quietly(["bitsandbytes"])
-    plain, packed = gpt2().eval(), gpt2().eval()
-    quantization.quantize_linears(packed, bits(4))
-    packed.to("cpu")
-    num_packed = sum(type(layer).__name__ == "Linear4bit" for layer in packed.modules())
-    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        exact, rounded = (model.transformer(tokens).last_hidden_state for model in (plain, packed))
-    return num_packed, float((exact - rounded).norm() / exact.norm())
-
-
-def test_layers_of_gpt2_are_packed():
-    ((num_packed, error),) = run_on_ranks(pack_gpt2, 1)
-    assert num_packed == 2 * 4
-    assert 0 < error < 0.2, "4 bits are within a few per cent of the weights; transposed ones would be far off"
-
-
-def refuse_experts():
-    use_isolated_libraries()
-    import_quietly(["bitsandbytes"])
-    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
-    config = transformers.Qwen3MoeConfig(**sizes, **experts)
-    model = transformers.Qwen3MoeForCausalLM(config)
-    with pytest.raises(ConfigError, match=r"can't be quantised: .*'model\.layers\.0\.mlp\.experts'"):
-        quantization.quantize_linears(model, bits(4))
-    assert not any(type(layer).__name__ == "Linear4bit" for layer in model.modules())
-    named = bits(4)
-    named.llm_int8_skip_modules = ["experts", "gate"]
-    quantization.quantize_linears(model, named)
-    assert sum(type(layer).__name__ == "Linear4bit" for layer in model.modules()) == 4
-
-
-def test_layers_that_cannot_be_packed_are_named():
-    run_on_ranks(refuse_experts, 1)

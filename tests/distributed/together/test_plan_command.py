@@ -5,7 +5,6 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from booster_core.errors import ConfigError
 from booster_runtime.cli.plan import command
 from booster_runtime.planning import Candidate, Devices, plan
 
@@ -45,21 +44,6 @@ def test_nothing_that_fits_is_an_exit_status(run):
     assert (done.exit_code, "No setting fits." in done.stdout) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("options", "function", "message"),
-    [
-        ([*SIZES, "80"], "build", "`--memory 80` is not a number with a unit, such as 80GiB"),
-        ([*SIZES, "80GiB", "--interconnect", "fast"], "build", "`--interconnect fast` is not a number"),
-        ([*SIZES, "80GiB"], "bild", "has no function 'bild'"),
-        ([*SIZES, "80GiB", "--plugin", "zerp"], "build", "No plugin named 'zerp' is installed"),
-    ],
-)
-def test_wrong_options_are_named(run, options, function, message):
-    done = run(*options, function=function)
-    assert done.exit_code == 2
-    assert message in done.stderr
-
-
 class _Dropping(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
@@ -82,8 +66,3 @@ def test_what_cannot_be_planned_says_why(model, options, message):
     found = plan(build, lambda: torch.zeros(64, 256), devices, settings=[Candidate(name="zero", options=options)])
     assert found.best is None
     assert message in found.settings[0].problem
-
-
-def test_figures_of_devices_are_checked():
-    with pytest.raises(ConfigError, match="`memory_bytes=0` of the devices must be positive"):
-        Devices(number=4, memory_bytes=0)

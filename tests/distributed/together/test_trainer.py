@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_runs import NUM_EVALUATED, make_model, make_trainer, saved_parameters, train
 
-from booster_core.errors import CheckpointError, ConfigError
+from booster_core.errors import ConfigError
 from booster_testing import expect_on_ranks, run_on_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -103,29 +103,19 @@ def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
     assert_same_parameters(tmp_path / "zero" / "out", run_on_ranks(saved_parameters, 1, kept)[0])
 
 
-def _refused(folder, plugin, precision, changes):
-    make_trainer(plugin, folder, precision=precision, **changes).train()
+def _refused(folder, plugin, changes):
+    make_trainer(plugin, folder, **changes).train()
 
 
 @pytest.mark.parametrize(
-    ("plugin", "precision", "changes", "message"),
+    ("plugin", "changes", "message"),
     [
-        (
-            "ddp",
-            None,
-            {"bf16": True},
-            r"bf16=True\)` asks for another precision than the Booster, which",
-        ),
-        ("zero", "bf16", {"fp16": True}, "another precision than the Booster, which computes in bf16"),
-        ("zero", None, {"fsdp": "full_shard"}, r"fsdp.*can't be followed under a Booster. Leave it out"),
-        ("ddp", None, {"ddp_bucket_cap_mb": 1}, "Pass it to `TorchDDPPlugin`"),
-        ("ddp", None, {"auto_find_batch_size": True}, "would leave the others waiting"),
-        ("hybrid-pp", None, {}, "runs this one through a pipeline. Use `pp_size=1`"),
-        ("hybrid-tp", None, {"train_sampling_strategy": "batch_rebalance"}, "ranks of this plugin share batches"),
+        ("hybrid-pp", {}, "runs this one through a pipeline. Use `pp_size=1`"),
+        ("hybrid-tp", {"train_sampling_strategy": "batch_rebalance"}, "ranks of this plugin share batches"),
     ],
 )
-def test_arguments_that_contradict_the_booster_raise_on_every_rank(plugin, precision, changes, message, tmp_path):
-    errors = expect_on_ranks(ConfigError, message, _refused, 2, tmp_path, plugin, precision, changes)
+def test_arguments_that_contradict_the_plugin_raise_on_every_rank(plugin, changes, message, tmp_path):
+    errors = expect_on_ranks(ConfigError, message, _refused, 2, tmp_path, plugin, changes)
     assert all(errors)
 
 
@@ -139,16 +129,6 @@ def test_a_forward_that_was_replaced_raises_where_layers_are_split(tmp_path):
     assert all(
         expect_on_ranks(ConfigError, "has replaced `LlamaForCausalLM", _train_with_forward_replaced, 2, tmp_path)
     )
-
-
-def _resume_from_plain(folder):
-    make_trainer("ddp", folder).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-
-
-def test_a_checkpoint_of_the_plain_trainer_raises_on_every_rank(tmp_path):
-    run_on_ranks(train, 1, None, tmp_path, stopped_after=2)
-    errors = expect_on_ranks(CheckpointError, "no optimizer that a Booster wrote", _resume_from_plain, 2, tmp_path)
-    assert all(errors)
 
 
 def _train_adapters(name, folder, resume=None):
@@ -175,27 +155,3 @@ def test_adapters_are_saved_for_peft_and_resume_under_another_plugin(tmp_path):
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-5)
         assert "lora_A" in name or value.abs().sum() > 0
-
-
-def _train_in_fp16(folder, scale):
-    from booster_core import LossScaleConfig, PrecisionPolicy
-
-    precision = PrecisionPolicy(compute_dtype=torch.float16, loss_scale=LossScaleConfig(initial_scale=scale))
-    trainer = make_trainer("zero", folder, precision=precision, max_steps=3)
-    trainer.train()
-    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-
-
-def test_the_scheduler_waits_where_fp16_overflows(tmp_path):
-    assert run_on_ranks(_train_in_fp16, 2, tmp_path, 2.0**32)[0][:2] == [0.0, 0.0]
-    assert run_on_ranks(_train_in_fp16, 2, tmp_path, 2.0**4)[0][1] > 0.0
-
-
-def _boost_a_module():
-    from booster_runtime.integrations.transformers import with_booster
-
-    with_booster(torch.nn.Module)
-
-
-def test_other_classes_are_no_trainers():
-    expect_on_ranks(TypeError, "takes a class derived from `transformers", _boost_a_module, 1)

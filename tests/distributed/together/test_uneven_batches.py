@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import ConfigError
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
 
@@ -114,91 +113,3 @@ def evaluate():
 
 def test_evaluation_ends_together():
     assert run_on_ranks(evaluate, 2) == [10, 10]
-
-
-def with_batches(*of_ranks):
-    booster, model, optimizer, index = boosted("ddp")
-    for x in booster.join(of_ranks[index]):
-        booster.backward(square(model(x), None), optimizer)
-        optimizer.step()
-
-
-def failing(count):
-    yield torch.ones(2, 8)
-    for _ in range(count):
-        yield torch.ones(2, 8)
-    msg = "disk gone"
-    raise OSError(msg)
-
-
-def fail_on_one_rank():
-    booster, model, optimizer, index = boosted("ddp")
-    for x in booster.join(failing(0) if index else batches_of(1)):
-        booster.backward(square(model(x), None), optimizer)
-        optimizer.step()
-
-
-def test_a_rank_without_any_batch_is_named_on_every_rank():
-    expect_on_ranks(ConfigError, "no batch at all", with_batches, 2, [], [torch.ones(2, 8)])
-
-
-def test_no_batch_on_any_rank_is_no_step():
-    run_on_ranks(with_batches, 2, [], [])
-
-
-def test_an_error_of_one_ranks_batches_raises_on_every_rank():
-    expect_on_ranks(OSError, "disk gone", fail_on_one_rank, 2)
-
-
-def step_by_hand():
-    booster, model, optimizer, index = boosted("ddp")
-    for x in booster.join(batches_of(index)):
-        square(model(x), None).backward()
-        optimizer.step()
-
-
-def test_gradients_that_were_not_weighed_raise_on_every_rank():
-    expect_on_ranks(ConfigError, r"Call it in place of `loss\.backward\(\)`", step_by_hand, 2)
-
-
-def train_whole_batches():
-    booster, model, optimizer, index = boosted("ddp")
-    booster.train_batch(booster.join(batches_of(index)), model, square, optimizer)
-
-
-def test_whole_batches_can_not_be_joined():
-    expect_on_ranks(ConfigError, "`Booster.train_batch` does not know which batches", train_whole_batches, 2)
-
-
-def leave_and_go_on(keeps):
-    """Leave the loop where one rank has run out, and take one more step on other batches."""
-    booster, model, optimizer, index = boosted("ddp")
-    joined = booster.join(batches_of(index))
-    batches = enumerate(joined)
-    if not keeps:
-        del joined
-    for number, x in batches:
-        optimizer.zero_grad()
-        booster.backward(square(model(x), None), optimizer)
-        optimizer.step()
-        if number == NUM_BATCHES[0]:
-            break
-    if not keeps:
-        del batches
-    optimizer.zero_grad()
-    booster.backward(square(model(torch.ones(2, 8)), None), optimizer)
-    gradient = model.unwrap().layers[1].weight.grad.clone()
-    optimizer.step()
-    optimizer.zero_grad()
-    square(model.unwrap().eval()(torch.ones(2, 8)), None)
-    return gradient
-
-
-def test_steps_after_a_loop_that_was_left_are_not_weighed():
-    first, second = run_on_ranks(leave_and_go_on, 2, False)
-    assert torch.equal(first, second)
-    assert float(first.abs().sum()) > 0
-
-
-def test_steps_after_a_loop_whose_iterator_is_kept_raise():
-    expect_on_ranks(ConfigError, "Delete the iterator", leave_and_go_on, 2, True)

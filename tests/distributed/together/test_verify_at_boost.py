@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from booster_core import Booster
-from booster_core.errors import ConfigError, GradientError
+from booster_core.errors import ConfigError
 from booster_core.plugin import hookimpl, register_hooks, unregister_hooks
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
@@ -24,7 +24,6 @@ from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {
-    "single": None,
     "ddp": (TorchDDPPlugin, {}),
     "fsdp": (TorchFSDPPlugin, {}),
     "zero2": (LowLevelZeroPlugin, {"stage": 2}),
@@ -35,7 +34,7 @@ PLUGINS = {
 
 
 def plugin_named(name):
-    return None if PLUGINS[name] is None else PLUGINS[name][0](**PLUGINS[name][1])
+    return PLUGINS[name][0](**PLUGINS[name][1])
 
 
 class Samples(torch.utils.data.Dataset):
@@ -88,22 +87,8 @@ def loaders():
     sampler = WeightedRandomSampler([1.0] * 16, 8, generator=torch.Generator().manual_seed(4))
     return {
         "shuffled": DataLoader(data, batch_size=2, shuffle=True),
-        "generator": DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5)),
         "sampler": DataLoader(data, batch_size=2, sampler=sampler),
-        "stream": DataLoader(Stream(), batch_size=2),
     }
-
-
-class Stream(IterableDataset):
-    """Goes on where the pass before has stopped."""
-
-    def __init__(self):
-        self.position = 0
-
-    def __iter__(self):
-        for _ in range(8):
-            self.position += 1
-            yield torch.full((8,), float(self.position)), self.position % 3
 
 
 def trained(plugin, kind, verify):
@@ -171,9 +156,6 @@ def leaves_no_trace(plugin, kind):
     ("plugin", "kind"),
     [
         ("ddp", "shuffled"),
-        ("ddp", "generator"),
-        ("ddp", "sampler"),
-        ("ddp", "stream"),
         ("fsdp", "shuffled"),
         ("zero2", "shuffled"),
         ("gemini", "sampler"),
@@ -181,10 +163,6 @@ def leaves_no_trace(plugin, kind):
 )
 def test_the_training_that_follows_is_the_same_bit_for_bit(plugin, kind):
     run_on_ranks(leaves_no_trace, 2, plugin, kind)
-
-
-def test_one_process_without_a_plugin_leaves_no_trace():
-    run_on_ranks(leaves_no_trace, 1, "single", "shuffled")
 
 
 def trained_llama(plugin, verify):
@@ -248,104 +226,6 @@ def test_it_says_how_long_it_took(plugin, precision):
         assert "on 2 rank(s) trains as one process does" in text
 
 
-class ScalesOneGradient(TorchDDPPlugin):
-    """Gets one parameter's gradient wrong by a tenth."""
-
-    api_version = 1
-
-    def configure(self, objects, context):
-        boosted = super().configure(objects, context)
-        objects.model.last.weight.register_hook(lambda gradient: gradient * 1.1)
-        return boosted
-
-
-def boost_net(plugin=None, verify=True, **changes):
-    model = Net()
-    given = {
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "criterion": nn.CrossEntropyLoss(),
-        "dataloader": DataLoader(TensorDataset(torch.randn(8, 8), torch.arange(8) % 3), batch_size=2),
-        **{name: make() for name, make in changes.items()},
-    }
-    return Booster(plugin=plugin or TorchDDPPlugin(), verify=verify).boost(model, **given)
-
-
-def boost_wrong():
-    boost_net(ScalesOneGradient())
-
-
-def test_a_plugin_that_is_wrong_raises_at_boost_and_the_parameter_is_named():
-    expect_on_ranks(GradientError, r"differs from one process .*\n  gradient 'last\.weight' at step 1", boost_wrong, 2)
-
-
-def nothing():
-    return None
-
-
-def dicts():
-    return DataLoader([{"x": torch.randn(8), "y": 0}] * 4, batch_size=2)
-
-
-def empty():
-    return DataLoader([], batch_size=2)
-
-
-class Uncopyable(IterableDataset):
-    """Keeps a generator."""
-
-    def __init__(self):
-        self.rows = (torch.randn(8) for _ in range(8))
-
-    def __iter__(self):
-        return self.rows
-
-
-def uncopyable():
-    return DataLoader(Uncopyable(), batch_size=2)
-
-
-def vector_loss():
-    return nn.CrossEntropyLoss(reduction="none")
-
-
-REFUSED = {
-    "no-loader": ({"dataloader": nothing}, "`boost` got no data loader"),
-    "no-optimizer": ({"optimizer": nothing}, "`boost` got no optimizer"),
-    "dicts": ({"dataloader": dicts}, r"(?s)could not compute a loss as it guessed .*Pass a function"),
-    "no-criterion": (
-        {"criterion": nothing},
-        r"(?s)could not compute .* no criterion was given.*Pass a function",
-    ),
-    "empty": ({"dataloader": empty}, "has none|fewer samples|samples"),
-    "uncopyable": ({"dataloader": uncopyable}, r"`copy\.deepcopy` failed with TypeError"),
-    "vector-loss": ({"criterion": vector_loss}, r"got a tensor of shape \(2,\)"),
-}
-
-
-def refuse(case):
-    boost_net(**REFUSED[case][0])
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_can_not_be_verified_raises_on_every_rank(case):
-    expect_on_ranks(ConfigError, REFUSED[case][1], refuse, 2, case)
-
-
-def with_workers():
-    return DataLoader(
-        Samples(), batch_size=2, num_workers=1, multiprocessing_context="forkserver", timeout=60, prefetch_factor=2
-    )
-
-
-def boost_with_workers():
-    with mock.patch("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", side_effect=AssertionError):
-        return boost_net(dataloader=with_workers).dataloader.num_workers
-
-
-def test_no_worker_is_started():
-    assert run_on_ranks(boost_with_workers, 2) == [1, 1]
-
-
 def refuse_lazy():
     with LazyInitContext():
         model = Net()
@@ -356,36 +236,3 @@ def refuse_lazy():
 
 def test_a_lazy_model_is_refused():
     expect_on_ranks(ConfigError, "this model is lazy", refuse_lazy, 2)
-
-
-def refuse_large():
-    free = 1 << 14 if torch.distributed.get_rank() else None
-    with mock.patch("booster_runtime.verification.at_boost.available_bytes", return_value=free):
-        boost_net()
-
-
-def test_a_model_whose_copies_do_not_fit_raises_on_every_rank():
-    expect_on_ranks(ConfigError, r"GiB on each of 2 rank\(s\); 0\.0 GiB are available", refuse_large, 2)
-
-
-def by_function():
-    seen = []
-
-    def loss_of(model, batch):
-        seen.append(batch["y"].shape)
-        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
-
-    boost_net(verify=loss_of, dataloader=dicts)
-    return seen
-
-
-def test_a_function_says_how_the_loss_is_computed():
-    for seen in run_on_ranks(by_function, 2):
-        assert seen
-        assert set(seen) == {(2,)}
-
-
-@pytest.mark.parametrize("wrong", ["yes", 1, None])
-def test_a_wrong_argument_raises(wrong):
-    with pytest.raises(TypeError, match="`verify` is True, False or a function"):
-        Booster(verify=wrong)

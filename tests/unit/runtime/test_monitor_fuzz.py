@@ -111,6 +111,13 @@ class Client:
 
 
 @pytest.fixture
+def patient(monkeypatch):
+    """Let the server wait for answers until they have come, however busy the machine is."""
+    for name in ("_ANSWER_SECONDS", "_NEWS_SECONDS"):
+        monkeypatch.setattr(server_module, name, 600.0)
+
+
+@pytest.fixture
 def watched():
     """A server, and the connections of ranks 0 and 1 of three."""
     server = Server(["a", "a", "a"], TOKEN, ["127.0.0.1"])
@@ -125,9 +132,10 @@ def watched():
     server.close()
 
 
-def check_that_it_watches(clients):
-    """A question is answered, and a death is told."""
-    clients[1].send(type="where", record={"counts": {"step": 8}}, call=["step", 8], ranks=[0, 1])
+def check_that_it_watches(clients, behind=b""):
+    """A question is answered, right behind what a rank sends before it as well, and a death is told."""
+    question = {"type": "where", "record": {"counts": {"step": 8}}, "call": ["step", 8], "ranks": [0, 1]}
+    clients[1].connection.sendall(behind + encode(question))
     assert clients[0].receive() == {"type": "where"}
     clients[0].here(step=7)
     assert clients[1].receive()["missing"].startswith("rank 0 has not reached it")
@@ -145,6 +153,7 @@ def lost_rank(client):
     return message["rank"]
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
 def test_what_third_parties_send_ends_their_connection_only(watched, data, capfd):
     server, clients = watched
@@ -159,11 +168,11 @@ def test_what_third_parties_send_ends_their_connection_only(watched, data, capfd
     assert "Booster" not in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
 def test_what_a_rank_sends_by_mistake_is_no_death(watched, data, capfd):
     _, clients = watched
-    clients[1].connection.sendall(data if data.endswith(b"\n") else data + b"\n")
-    check_that_it_watches(clients)
+    check_that_it_watches(clients, behind=data if data.endswith(b"\n") else data + b"\n")
     told = capfd.readouterr().err
     is_known = data.startswith(b'{"type": "hello"') and b"1e999" not in data
     assert "the monitor ignores a message of rank 1" in told or is_known, told
@@ -191,6 +200,7 @@ def test_a_failure_right_behind_the_hello_counts(watched):
     third.close()
 
 
+@pytest.mark.usefixtures("patient")
 def test_nobody_takes_the_place_of_a_rank(watched):
     server, clients = watched
     other = Client(server.port).send(**HELLO)
@@ -213,6 +223,7 @@ def test_silent_third_parties_keep_nobody_out(watched, monkeypatch):
     assert lost_rank(clients[0]) == 2
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_connection_that_says_nothing_is_closed(watched, monkeypatch):
     monkeypatch.setattr(server_module, "_HELLO_SECONDS", 0.2)
     server, clients = watched

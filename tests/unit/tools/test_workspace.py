@@ -29,7 +29,7 @@ ALL = workspace.PACKAGES
         ("packages/booster-gemini/src/booster_gemini/plugin.py", ["booster-gemini"]),
         ("packages/booster-zero/changelog.d/offload.fixed.md", ["booster-zero"]),
         ("tests/unit/zero/test_zero_config.py", ["booster-zero"]),
-        ("tests/checkpoint/test_s3.py", ALL),
+        ("tests/checkpoint/test_matrix.py", ALL),
         ("tests/shared/covering.py", ALL),
         ("constraints.txt", ALL),
         ("noxfile.py", ALL),

@@ -58,12 +58,18 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for message in self.lines.feed(data):
-                self._handle(self, message)
+                self._act_on(message)
         except RefusedError:
             self.close()
-        except Exception:  # noqa: BLE001 - an error over one message must not end the watch over all
-            with contextlib.suppress(RefusedError):
-                self.refuse(traceback.format_exc())
+
+    def _act_on(self, message: Message) -> None:
+        """Handle a message. An error over one must not end the watch over all, nor lose the messages behind it."""
+        try:
+            self._handle(self, message)
+        except RefusedError:
+            raise
+        except Exception:  # noqa: BLE001 - whatever it is, this message alone is ignored
+            self.refuse(traceback.format_exc())
 
     def connection_lost(self, exc: Exception | None) -> None:
         with contextlib.suppress(OSError):

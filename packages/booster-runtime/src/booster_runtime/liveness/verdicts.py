@@ -52,7 +52,11 @@ class _Wait:
 
     def needs(self, rank: int, record: Record) -> bool:
         """Return whether this waits for a rank whose record this is to make the same call."""
-        return (self.record.ranks is None or rank in self.record.ranks) and not record.has_begun(self.call)
+        return self.includes(rank) and not record.has_begun(self.call)
+
+    def includes(self, rank: int) -> bool:
+        """Return whether a rank takes part in the call."""
+        return self.record.ranks is None or rank in self.record.ranks
 
 
 class Verdicts:
@@ -160,8 +164,11 @@ class Verdicts:
         for wait in waits:
             if wait.seconds >= _MISMATCH_SECONDS:
                 calls[wait.call].append(wait)
-        for some, others in combinations(calls.values(), 2):
-            if any(a.needs(b.rank, b.record) and b.needs(a.rank, a.record) for a in some for b in others):
+        for (call, some), (other_call, others) in combinations(calls.items(), 2):
+            # Most have come to the other call as well, so that few pairs are left to look at.
+            some_behind = [wait for wait in some if not wait.record.has_begun(other_call)]
+            others_behind = [wait for wait in others if not wait.record.has_begun(call)]
+            if any(a.includes(b.rank) and b.includes(a.rank) for a in some_behind for b in others_behind):
                 # Ranks that came to one of these calls later, or were busy until now, are named with it too.
                 in_call = {rank: call for rank, (call, _) in sorted(self._in_call.items()) if rank in present}
                 places = {call: [rank for rank, other in in_call.items() if other == call] for call in calls}

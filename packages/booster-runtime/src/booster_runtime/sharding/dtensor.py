@@ -66,29 +66,6 @@ def local_of(tensor: Tensor) -> Tensor:
     return local
 
 
-def sharded_like(whole: Tensor, like: DTensor) -> DTensor:
-    """Return a tensor of a DTensor's shape placed as that one is; every rank passes the same values.
-
-    Args:
-        whole: The values, in the DTensor's shape; device and dtype are kept.
-        like: Says how to place them.
-
-    Collective: none.
-    """
-    place = _Place.of(like, "the tensor")
-    local = whole.new_empty(local_of(like).shape)
-    for box, held in local_boxes(tuple(like.shape), place.splits):
-        _window(local, held).copy_(_window(whole.detach(), box))
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=torch.empty(like.shape, device="meta").stride(),
-    )
-
-
 class DTensorStateAdapter(ReplicatedStateAdapter):
     """Shows a model (and optimizer) whose tensors are DTensors or plain.
 

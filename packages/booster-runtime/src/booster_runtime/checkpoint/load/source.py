@@ -217,11 +217,6 @@ class Source:
             file.take_turns(turn, num_turns)
 
     @property
-    def file_paths(self) -> list[Path]:
-        """The files that hold the tensors."""
-        return [file.path for file in self._files]
-
-    @property
     def total_bytes(self) -> int:
         """Size of all tensors' values."""
         return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in self.tensors.values())

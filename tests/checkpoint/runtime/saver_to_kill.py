@@ -20,6 +20,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.ranks.world import close_world, open_world
 from booster_runtime.checkpoint.run.manifest import verify_folder
+from booster_testing.mutants import ReferencePlugin
 
 WIDTH = 40_000
 LAST = 1_000_000
@@ -47,7 +48,7 @@ def live(rank, folder, life, use_async):
     """Save one step after the other until somebody kills this process."""
     store = dist.FileStore(str(folder / f"store-{life}"), 2)
     open_world(store, rank=rank, world_size=2, local_rank=rank, backend="gloo", timeout_seconds=60)
-    booster, model, optimizer = make("ddp")
+    booster, model, optimizer = make(ReferencePlugin())
     root = folder / "root"
     step = booster.load_checkpoint(root, model=model, optimizer=optimizer, resume=True).step
     (folder / f"ready-{life}-{rank}").touch()

@@ -18,6 +18,7 @@ from booster_runtime.checkpoint.files.reading import ByteFile
 from booster_runtime.checkpoint.run.manifest import Manifest, verify_folder
 from booster_runtime.state.regions import regions_of
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.mutants import ReferencePlugin
 
 SHAPE = (40, 30)
 ITEMSIZE = 4
@@ -123,10 +124,10 @@ def test_reads_return_the_bytes_of_the_file(small_blocks, tmp_path):
 # ---- a training state
 
 
-def make(seed=0, plugin=None):
+def make(seed=0, plugin_class=None):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 301), nn.Linear(301, 5))
-    booster = Booster(plugin=plugin)
+    booster = Booster(plugin=plugin_class and plugin_class())
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     booster.backward(model(torch.ones(2, 300)).sum(), optimizer)
     optimizer.step()
@@ -191,8 +192,8 @@ def damage_values(folder, name="optimizer"):
     path.write_bytes(content)
 
 
-def load(root, step, plugin=None):
-    booster, model, optimizer = make(seed=1, plugin=plugin)
+def load(root, step, plugin_class=None):
+    booster, model, optimizer = make(seed=1, plugin_class=plugin_class)
     found = booster.load_checkpoint(root, model=model, optimizer=optimizer, step=step).step
     return found, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -204,14 +205,14 @@ def test_damage_met_halfway_is_an_error_that_says_so(tmp_path):
         r"'optimizer/optimizer-00001-of-00001.safetensors' has the checksum \w+ in bytes \d+ to \d+, and was saved "
         r"with .* partly .*load it with `step=1`"
     )
-    expect_on_ranks(CheckpointError, message, load, 2, str(tmp_path), "latest", "ddp")
+    expect_on_ranks(CheckpointError, message, load, 2, str(tmp_path), "latest", ReferencePlugin)
 
 
 def test_newest_whole_goes_on_from_damage_met_halfway(tmp_path):
     expected = save_steps(tmp_path)
     damage_values(tmp_path / "step-00000002")
     damage_values(tmp_path / "step-00000002", "model")
-    for step, values in run_on_ranks(load, 2, str(tmp_path), "newest-whole", "ddp"):
+    for step, values in run_on_ranks(load, 2, str(tmp_path), "newest-whole", ReferencePlugin):
         assert step == 1
         assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
 

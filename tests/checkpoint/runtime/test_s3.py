@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint import CheckpointFiles
 from booster_runtime.checkpoint.run.steps_remote import open_steps
+from booster_runtime.state import ReplicatedStateAdapter
 from booster_runtime.storage import multipart, path_at
 from booster_testing import expect_on_ranks, peak_memory, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
@@ -343,7 +345,7 @@ def load_replicated(url, num_threads, dtype):
 
 
 def test_ranks_of_a_host_fetch_what_they_all_hold_once(s3):
-    """32 MiB, on two and three ranks; then a training state of a run under DDP."""
+    """32 MiB, on two and three ranks; then a training state of a run with replicas."""
     url, root = f"{BUCKET}/replicated.safetensors", f"{BUCKET}/replicated"
     run_on_s3(s3, 2, save_replicated, url, root)
     for world_size, num_threads, dtype in ((2, 1, torch.float32), (3, 2, torch.bfloat16)):
@@ -356,18 +358,27 @@ def test_ranks_of_a_host_fetch_what_they_all_hold_once(s3):
     assert run_on_s3(s3, 2, load_step, root) == [1, 1]
 
 
+class WithMasters(ReplicatedStateAdapter):
+    """Reads the values of a bf16 model into fp32 masters as well, as strategies do that keep them."""
+
+    def __init__(self, model):
+        super().__init__(model, None, DistCoordinator())
+        self.masters = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
+
+    def model_targets(self, stored):
+        yield from self.model_shards()
+        for shard in self.model_shards():
+            yield replace(shard, dtype=torch.float32, data=self.masters[shard.name], is_owner=False)
+
+
 def load_bf16(url):
-    """Load fp32 values into a bf16 run with masters; return whether masters have all digits."""
+    """Load fp32 values into a bf16 model with masters; return whether masters have all digits."""
     values = torch.arange(4 << 20).view(4096, 1024).div(7)
-    if url.endswith("bf16"):
-        booster = Booster("cpu", "bf16", "zero")
-        model = torch.nn.Linear(1024, 4096, bias=False)
-        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-        booster.load_model(model, url.removesuffix("-bf16"))
-        shards = booster.state_adapter(model, optimizer).optimizer_shards()
-        (master,) = [shard for shard in shards if shard.state == "master"]
-        return torch.equal(master.data.view(-1), values.view(-1)[slice(*master.flat_range)])
     model = torch.nn.Linear(1024, 4096, bias=False)
+    if url.endswith("bf16"):
+        adapter = WithMasters(model.bfloat16())
+        CheckpointFiles(DistCoordinator()).load_model(adapter, url.removesuffix("-bf16"))
+        return torch.equal(adapter.masters["weight"], values) and torch.equal(model.weight, values.bfloat16())
     with torch.no_grad():
         model.weight.copy_(values)
     Booster("cpu").save_model(model, url)

@@ -11,6 +11,7 @@ from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.checkpoint.run.manifest import verify_folder
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.mutants import ReferencePlugin
 
 
 class Keeper:
@@ -30,7 +31,8 @@ STATE = {"best": 0.25, "seen": [1, 2, (3, None)], "mean": torch.arange(6.0).view
 
 
 def make(**registered):
-    booster, model = Booster("cpu", None, "ddp" if DistCoordinator().world_size > 1 else None), nn.Linear(2, 2)
+    plugin = ReferencePlugin() if DistCoordinator().world_size > 1 else None
+    booster, model = Booster("cpu", None, plugin), nn.Linear(2, 2)
     model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for name, item in registered.items():
         booster.register_for_checkpointing(item, name=name)

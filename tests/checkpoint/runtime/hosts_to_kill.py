@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from booster_core.ranks.host import this_host
 from booster_core.ranks.world import close_world, open_world
+from booster_testing.mutants import ReferencePlugin
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.checkpoint.saver_to_kill import kill, live, look, make, wait_for
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.checkpoint.runtime.saver_to_kill import kill, live, look, make, wait_for
 from tests.shared.fuse_mirror import mounted_mirror
 
 _CLONE_NEWNS = 0x20000
@@ -59,7 +60,7 @@ def import_all(folder):
     booster.load_checkpoint(folder, model=model, optimizer=optimizer)
     store = dist.FileStore(str(folder / "store"), 1)
     open_world(store, rank=0, world_size=1, local_rank=0, backend="gloo", timeout_seconds=60)
-    make("ddp")
+    make(ReferencePlugin())
     close_world()
 
 

@@ -1,0 +1,63 @@
+"""Names that are changed on load, and optimizers' files of torch, under a strategy that shards."""
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from booster_core import Booster
+from booster_testing import run_on_ranks
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def load_sharded(path):
+    booster, model = Booster("cpu", None, "zero"), make(1)
+    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.load_model(model, path, rename={"^model.": ""}, exclude=["1.bias"])
+    expected = make().state_dict()
+    return {name for name, tensor in model.state_dict().items() if torch.equal(tensor, expected[name])}
+
+
+def test_a_boosted_model_takes_the_same(tmp_path):
+    path = tmp_path / "m.safetensors"
+    save_file({f"model.{name}": tensor for name, tensor in make().state_dict().items()}, path)
+    assert run_on_ranks(load_sharded, 2, str(path)) == [{"0.weight", "0.bias", "1.weight"}] * 2
+
+
+def groups_of(model):
+    return [{"params": model[1].parameters(), "weight_decay": 0.1}, {"params": model[0].parameters()}]
+
+
+def load_torchs_optimizer(path):
+    model = make(1)
+    booster = Booster("cpu", None, "zero")
+    optimizer = torch.optim.AdamW(groups_of(model), lr=7.0)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    booster.load_optimizer(optimizer, path)
+    booster.save_optimizer(optimizer, f"{path}.safetensors")
+    return optimizer.param_groups[0]["lr"]
+
+
+def test_a_sharded_optimizer_reads_torchs_file(tmp_path):
+    model = make()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.05)
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    path = tmp_path / "optimizer.pt"
+    torch.save(optimizer.state_dict(), path)
+    assert run_on_ranks(load_torchs_optimizer, 2, str(path)) == [0.05, 0.05]
+    booster, other = Booster("cpu"), make(1)
+    other, reloaded, *_ = booster.boost(other, torch.optim.AdamW(groups_of(other), lr=7.0))
+    booster.load_optimizer(reloaded, f"{path}.safetensors")
+    for ours, theirs in zip(reloaded.param_groups, optimizer.param_groups, strict=True):
+        assert {key: value for key, value in ours.items() if key != "params"} == {
+            key: value for key, value in theirs.items() if key != "params"
+        }
+        for our_parameter, their_parameter in zip(ours["params"], theirs["params"], strict=True):
+            found, expected = reloaded.state[our_parameter], optimizer.state[their_parameter]
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(torch.as_tensor(found[name]), value) for name, value in expected.items())

@@ -1,0 +1,113 @@
+"""Ranks that train on the same batch are told once; only training is looked at."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from booster_core import Booster
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_testing import run_on_ranks
+from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
+
+
+class Records(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def train(feed, accumulate=1, before=None, steps=4):
+    """Train in the way that ``feed`` names, and return what the project's logger said on this rank."""
+    rank = DistCoordinator().rank
+    torch.manual_seed(rank if feed == "seeded by rank" else 3)
+    data = torch.randn(32, 8)
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
+    torch.manual_seed(rank if feed == "seeded by rank" else 3)
+    booster = Booster("cpu", plugin=ReferencePlugin())
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    records = Records()
+    logging.getLogger("booster").addHandler(records)
+    try:
+        passed = loader if feed == "boosted loader" else None
+        model, optimizer, _, boosted, _ = booster.boost(module, optimizer, None, passed)
+        if before is not None:
+            before(model)
+        batches = iter(boosted if passed is not None else loader)
+        for _ in range(steps):
+            for micro in range(accumulate):
+                x = next(batches) if "loader" in feed else torch.randn(4, 8)
+                with booster.no_sync(model, optimizer) if micro < accumulate - 1 else torch.enable_grad():
+                    booster.backward(model(x).square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not model._forward_pre_hooks or steps == 1, "nothing is left in the way of a step"
+    finally:
+        logging.getLogger("booster").removeHandler(records)
+    return records.texts
+
+
+@pytest.mark.parametrize(("feed", "accumulate"), [("equal seeds", 1), ("plain loader", 1), ("equal seeds", 3)])
+def test_equal_batches_are_told_once_on_rank_0(feed, accumulate):
+    texts = run_on_ranks(train, 2, feed, accumulate)
+    assert [len(each) for each in texts] == [1, 0]
+    assert "ranks 0 and 1 got the same first batch" in texts[0][0]
+    assert "Pass the data loader to `boost`" in texts[0][0]
+
+
+@pytest.mark.parametrize("feed", ["seeded by rank", "boosted loader"])
+def test_batches_of_ones_own_are_not_told(feed):
+    assert run_on_ranks(train, 2, feed) == [[], []]
+
+
+def train_in_pipeline(is_same):
+    """Train through `execute_pipeline`, and return what was said."""
+    records = Records()
+    logging.getLogger("booster").addHandler(records)
+    try:
+        booster = Booster("cpu", plugin=ReferencePipelinePlugin())
+        module = nn.Linear(8, 1)
+        model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        torch.manual_seed(3 if is_same else DistCoordinator().rank)
+        batches = iter([{"input": torch.randn(4, 8)} for _ in range(4)])
+        for _ in range(4):
+            booster.execute_pipeline(batches, model, lambda outputs, _: outputs.square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        logging.getLogger("booster").removeHandler(records)
+    return len(records.texts)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_batches_of_a_pipeline_are_looked_at(is_same):
+    assert run_on_ranks(train_in_pipeline, 2, is_same) == [int(is_same), 0]
+
+
+def copy_and_pickle(model):
+    copy.deepcopy(model.unwrap())
+    for check in list(model._forward_pre_hooks.values()):
+        pickle.loads(pickle.dumps(check))(model, (torch.ones(1),), {})
+        copy.deepcopy(check)(model, (torch.ones(1),), {})
+
+
+def evaluate_first(model):
+    model.eval()
+    model(torch.ones(2, 8))
+    model.train()
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("before", [copy_and_pickle, evaluate_first])
+def test_only_training_is_looked_at(before):
+    assert run_on_ranks(train, 2, "seeded by rank", 1, before) == [[], []]

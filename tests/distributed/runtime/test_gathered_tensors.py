@@ -1,0 +1,154 @@
+"""Whole parameters, optimizer state and gradients of replicas: read and changed by name, on every rank alike."""
+
+import pytest
+import torch
+
+from booster_core import Booster
+from booster_core.errors import ConfigError, PluginError
+from booster_runtime.gathering import full_state, gathered, set_full_gradient, set_full_state
+from booster_runtime.sharding import write_gradient
+from booster_testing import run_on_ranks
+from booster_testing.models import TinyMixedBag, TinyMLP
+from booster_testing.mutants import ReferencePlugin
+
+WEIGHT = "first.weight"
+
+
+class SetsGradients(ReferencePlugin):
+    """Also replaces gradients."""
+
+    api_version = 1
+
+    def set_full_gradient(self, model, optimizer, name, values):
+        write_gradient(model.unwrap().get_parameter(name).grad, values, optimizer)
+
+
+def boost(plugin=None, precision=None, model_class=TinyMLP):
+    torch.manual_seed(0)
+    model = model_class()
+    booster = Booster("cpu", precision, plugin=plugin or SetsGradients())
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    return booster, model, optimizer
+
+
+def backward(booster, model, optimizer):
+    x = torch.full((2, 8), 1.0 + booster.context.coordinator.rank)
+    booster.backward(model(x).square().mean(), optimizer)
+
+
+def change():
+    booster, model, optimizer = boost()
+    backward(booster, model, optimizer)
+    optimizer.step()
+    is_first = booster.context.coordinator.is_master()
+    with gathered(booster, model, [WEIGHT, "second.bias"]) as tensors:
+        tensors[WEIGHT].zero_()  # a copy
+    before = model.unwrap().second.bias.detach().clone()
+    with gathered(booster, model, ["second.bias", WEIGHT], writes=True) as tensors:
+        assert list(tensors) == ["second.bias", WEIGHT]
+        if is_first:
+            tensors[WEIGHT][3] = 0.25
+        tensors["second.bias"].fill_(5.0 if is_first else 9.0)
+    assert torch.equal(model.unwrap().second.bias, torch.full_like(before, 5.0))
+    assert bool((model.unwrap().first.weight[3] == 0.25).all())
+    assert bool(model.unwrap().first.weight[2].any())
+    momentum = full_state(booster, model, WEIGHT, "momentum_buffer")
+    set_full_state(booster, model, WEIGHT, "momentum_buffer", 2 * momentum if is_first else torch.zeros_like(momentum))
+    assert torch.equal(optimizer.state[model.unwrap().first.weight]["momentum_buffer"], 2 * momentum)
+    optimizer.zero_grad()
+    backward(booster, model, optimizer)
+    gradient = booster.full_gradient(model, WEIGHT)
+    set_full_gradient(booster, model, WEIGHT, -gradient if is_first else torch.ones_like(gradient))
+    assert torch.equal(booster.full_gradient(model, WEIGHT), -gradient)
+    return momentum, gradient
+
+
+def test_changes_are_rank_0s_on_every_rank():
+    (momentum, gradient), others = run_on_ranks(change, 2)
+    assert torch.equal(momentum, others[0])
+    assert torch.equal(gradient, others[1])
+    torch.manual_seed(0)
+    plain = TinyMLP()
+    (sum(plain(torch.full((2, 8), x)).square().mean() for x in (1.0, 2.0)) / 2).backward()
+    torch.testing.assert_close(momentum, plain.first.weight.grad)
+
+
+def masters_follow():
+    booster, model, optimizer = boost(precision="bf16")
+    with gathered(booster, model, [WEIGHT], writes=True) as tensors:
+        tensors[WEIGHT].fill_(0.75)
+    backward(booster, model, optimizer)
+    set_full_gradient(booster, model, WEIGHT, torch.full((16, 8), 1e-4))
+    optimizer.step()
+    master = full_state(booster, model, WEIGHT, "master")
+    torch.testing.assert_close(master, torch.full((16, 8), 0.75 - 1e-5), rtol=0, atol=1e-7)
+    set_full_state(booster, model, WEIGHT, "master", torch.full((16, 8), 0.123))
+    return bool((model.unwrap().first.weight == torch.tensor(0.123).bfloat16()).all())
+
+
+def test_masters_follow_and_lead():
+    assert run_on_ranks(masters_follow, 2) == [True, True]
+
+
+def tied():
+    booster, model, _ = boost(model_class=TinyMixedBag)
+    with gathered(booster, model, ["head.weight", "scale"], writes=True) as tensors:
+        tensors["head.weight"].fill_(3.0)
+        tensors["scale"].fill_(2.0)
+    inner = model.unwrap()
+    return bool((inner.embedding.weight == 3).all()), bool((inner.scale == 2).all())
+
+
+def test_tied_tensors_and_buffers_are_found_by_any_name():
+    assert run_on_ranks(tied, 2) == [(True, True)] * 2
+
+
+def refused():
+    booster, model, optimizer = boost()
+    rank = booster.context.coordinator.rank
+    with pytest.raises(ConfigError, match=f"Did you mean '{WEIGHT}'"), gathered(booster, model, [WEIGHT[:-1]]):
+        pass
+    with pytest.raises(TypeError, match="list of names"), gathered(booster, model, WEIGHT):
+        pass
+    with pytest.raises(ConfigError, match="on rank 1"), gathered(booster, model, [WEIGHT, "first.bias"][rank:]):
+        pass
+    with pytest.raises(ConfigError, match="momentum_buffer"):
+        full_state(booster, model, WEIGHT, "momentum_buffer")  # before the first step
+    with pytest.raises(ConfigError, match=r"'first\.weight' has no gradient to replace"):
+        set_full_gradient(booster, model, WEIGHT, torch.zeros(16, 8))
+    backward(booster, model, optimizer)
+    optimizer.step()
+    with pytest.raises(ConfigError, match=r"has shape \(\d,\); the state 'momentum_buffer' of 'first\.weight'"):
+        set_full_state(booster, model, WEIGHT, "momentum_buffer", torch.zeros(2 + rank))
+    with pytest.raises(ConfigError, match=r"`values` has shape \(\d,\); the gradient of 'first\.weight'"):
+        set_full_gradient(booster, model, WEIGHT, torch.zeros(2 + rank))
+    whole = booster.full_gradient(model, WEIGHT)
+    with pytest.raises(TypeError, match=f"in the shape of '{WEIGHT}'; got `list`"):
+        set_full_gradient(booster, model, WEIGHT, whole if rank else whole.tolist())  # rank 0's alone is wrong
+
+
+def test_what_is_not_there_or_does_not_fit_is_named_on_every_rank():
+    run_on_ranks(refused, 2)
+
+
+def without_a_way():
+    booster, model, optimizer = boost(ReferencePlugin())
+    backward(booster, model, optimizer)
+    with pytest.raises(PluginError, match="'reference' keeps gradients in its own way, and has no `set_full_gradient`"):
+        set_full_gradient(booster, model, WEIGHT, torch.zeros(16, 8))
+
+
+def test_a_plugin_that_can_not_set_gradients_says_so():
+    run_on_ranks(without_a_way, 2)
+
+
+def test_gradients_of_one_process_are_set_and_sparse_ones_are_not():
+    booster, model = Booster("cpu"), torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True), torch.nn.Linear(2, 1))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    booster.backward(model(torch.tensor([1, 2])).sum(), optimizer)
+    before = model.unwrap()[1].bias.item()
+    set_full_gradient(booster, model, "1.bias", torch.tensor([0.5]))
+    optimizer.step()
+    assert model.unwrap()[1].bias.item() == pytest.approx(before - 0.5)
+    with pytest.raises(ConfigError, match=r"The gradient of '0\.weight' is sparse and can't be set"):
+        set_full_gradient(booster, model, "0.weight", torch.zeros(4, 2))

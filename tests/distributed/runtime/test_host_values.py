@@ -1,0 +1,124 @@
+"""An eager model on the host is sharded as lazy ones are: parameters are hollowed, and shards get the first rank's."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core.errors import ConfigError
+from booster_core.ranks import DistCoordinator
+from booster_core.state import TensorShard, full_box
+from booster_runtime.lazy import host_values
+from booster_runtime.lazy.boosting import take_values
+from booster_runtime.lazy.host_values import HostValues, shards_from_host
+from booster_testing import expect_on_ranks, run_on_ranks
+
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    """Has a tied parameter, and one that a rank drops."""
+
+    def __init__(self, seed=0, width=6):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second, self.dropped = nn.Linear(width, 5), nn.Linear(5, width), nn.Linear(2, 2)
+        self.second.weight = nn.Parameter(self.first.weight.detach().t().contiguous())
+        self.tied = self.first.weight
+
+
+def shard_of(name, whole, box, flat=None):
+    shape = tuple(stop - start for start, stop in box)
+    data = torch.zeros(shape) if flat is None else torch.zeros(flat[1] - flat[0])
+    return TensorShard(
+        name=name, global_shape=tuple(whole.shape), dtype=whole.dtype, box=box, flat=flat, data=data, is_owner=True
+    )
+
+
+def fill():
+    """Keep other parts of the first rank's model on each rank; return what is wrong with them."""
+    rank = dist.get_rank()
+    model, expected = Model(seed=rank), dict(Model(seed=0).named_parameters(remove_duplicate=False))
+    objects = dict(model.named_parameters())
+    values = take_values(model)
+    assert isinstance(values, HostValues)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    if rank:
+        del model.dropped
+    values.leave_out_absent()
+    shards = [
+        shard_of("tied", expected["first.weight"], ((rank, rank + 3), (0, 6))),
+        shard_of("second.weight", expected["second.weight"], full_box((6, 5)), (7 + rank, 19)),
+    ]
+    written = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_values, "_SENT_BYTES", 4 * 7)  # a row and a bit
+        values.fill(shards, CPU, before_write=written.append)
+    assert set(map(id, written)) == set(map(id, shards)), "each is announced"
+    wrong = [] if torch.equal(shards[0].data, expected["first.weight"][rank : rank + 3]) else ["a box"]
+    wrong += [] if torch.equal(shards[1].data, expected["second.weight"].view(-1)[7 + rank : 19]) else ["a range"]
+    present = dict(model.named_parameters(remove_duplicate=False))
+    whole = ["first.bias", "second.bias", *([] if rank else ["dropped.weight", "dropped.bias"])]
+    wrong += [name for name in whole if not torch.equal(present[name], expected[name])]
+    for name in whole:
+        assert present[name] is values.replaced.get(objects[name], objects[name])
+    return wrong + [name for name in ("first.weight", "second.weight") if not present[name].is_meta]
+
+
+def test_shards_get_the_first_ranks_values_and_the_rest_is_whole():
+    assert run_on_ranks(fill, 2) == [[], []]
+
+
+def fail_on_one_rank():
+    model = Model()
+    values = HostValues(model)
+    values.hollow(CPU)
+    assert model.first.weight.untyped_storage().nbytes() == 4, "one element, expanded"
+
+    def refuse(shard):
+        if dist.get_rank():
+            msg = f"no room for {shard.name}"
+            raise RuntimeError(msg)
+
+    values.fill([shard_of("first.bias", model.first.bias, ((0, 5),))], CPU, before_write=refuse)
+
+
+def test_an_error_is_raised_after_the_rank_has_taken_part_for_the_others():
+    with pytest.raises(Exception, match=r"failed on ranks 1 of 2(.|\n)*no room for first\.bias"):
+        run_on_ranks(fail_on_one_rank, 2)
+
+
+def possible(case):
+    model = Model()
+    if case == "expanded":
+        model.first.bias = nn.Parameter(torch.zeros(1).expand(5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if case == "state" and dist.get_rank():
+        optimizer.state[model.first.bias]["momentum_buffer"] = torch.zeros(5)
+    device = CPU if case == "host" else torch.device("meta")  # any device but the CPU
+    return shards_from_host(model, optimizer, device, DistCoordinator())
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"), [("plain", True), ("host", False), ("state", False), ("expanded", False)]
+)
+def test_ranks_agree_on_whether_it_is_possible(case, expected):
+    assert run_on_ranks(possible, 2, case) == [expected] * 2
+
+
+def build_different(attribute):
+    model = Model(width=6 + dist.get_rank()) if attribute == "width" else Model()
+    if attribute == "number" and dist.get_rank():
+        del model.dropped
+    shards_from_host(model, None, torch.device("meta"), DistCoordinator())
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("width", r"Rank 1 built another model than rank 0: parameter 'tied' of \(5, 7\) .*there .*\(5, 6\)"),
+        ("number", r"Rank 1 built another model than rank 0: 4 parameters, there 6"),
+    ],
+)
+def test_different_models_are_told(attribute, message):
+    expect_on_ranks(ConfigError, message, build_different, 2, attribute)

@@ -1,0 +1,128 @@
+"""A base in 8 or 4 bits in one process: which layers are packed, and what is refused.
+
+The product refuses this elsewhere than on CUDA; bitsandbytes has kernels for the CPU, by which tests call what packs.
+"""
+
+import pytest
+import torch
+from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
+
+from booster_core import Booster, LazyInitContext
+from booster_core.errors import ConfigError
+from booster_runtime import quantization
+from booster_testing import run_on_ranks
+from booster_testing.models import tiny_llama
+
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
+transformers = pytest.importorskip("transformers", reason="the models are transformers'")
+
+pytestmark = [
+    pytest.mark.usefixtures("new_interpreters"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft 0.21
+    pytest.mark.skipif(
+        bool(missing_libraries(["bitsandbytes"])), reason=f"bitsandbytes not installed, nor in {FOLDER}"
+    ),
+]
+
+
+def bits(number):
+    if number == 4:
+        return transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )
+    return transformers.BitsAndBytesConfig(load_in_8bit=True)
+
+
+def train_packed():
+    """Train adapters over a packed base; return losses, and whether the base has stayed."""
+    use_isolated_libraries()
+    import_quietly(["bitsandbytes"])
+    torch.manual_seed(3)
+    booster, losses = Booster("cpu"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantization, "check_quantization", lambda config, device: config)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        model = booster.enable_lora(tiny_llama(), lora_config=config, bnb_quantization_config=bits(4))
+        with LazyInitContext():
+            lazy = tiny_llama()
+        with pytest.raises(ConfigError, match="A lazy model has no values to quantise"):
+            booster.enable_lora(lazy, lora_config=config, bnb_quantization_config=bits(4))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    packed = [p for p in model.unwrap().parameters() if not p.is_floating_point()]
+    before = [p.clone() for p in packed]
+    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, len(packed), all(map(torch.equal, packed, before))
+
+
+def test_adapters_train_over_a_packed_base():
+    ((losses, num_packed, is_same),) = run_on_ranks(train_packed, 1)
+    assert losses[2] < losses[1] < losses[0]
+    assert num_packed == 2 * 7, "the linear layers of both blocks, and not the head"
+    assert is_same
+
+
+def ask_for_settings():
+    use_isolated_libraries()
+    import_quietly(["bitsandbytes"])
+    device = torch.device("cuda")
+    chosen = quantization.check_quantization(None, device)
+    assert (chosen.load_in_4bit, chosen.bnb_4bit_quant_type) == (True, "nf4")
+    given = bits(8)
+    assert quantization.check_quantization(given, device) is given
+    with pytest.raises(TypeError, match=r"must be a transformers.BitsAndBytesConfig; got `dict`"):
+        quantization.check_quantization({"load_in_8bit": True}, device)
+
+
+def test_settings_are_four_bits_by_default():
+    run_on_ranks(ask_for_settings, 1)
+
+
+def gpt2():
+    torch.manual_seed(3)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2))
+
+
+def pack_gpt2():
+    """Return how far the outputs of packed layers are from those of the layers, and how many were packed."""
+    use_isolated_libraries()
+    import_quietly(["bitsandbytes"])
+    plain, packed = gpt2().eval(), gpt2().eval()
+    quantization.quantize_linears(packed, bits(4))
+    packed.to("cpu")
+    num_packed = sum(type(layer).__name__ == "Linear4bit" for layer in packed.modules())
+    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact, rounded = (model.transformer(tokens).last_hidden_state for model in (plain, packed))
+    return num_packed, float((exact - rounded).norm() / exact.norm())
+
+
+def test_layers_of_gpt2_are_packed():
+    ((num_packed, error),) = run_on_ranks(pack_gpt2, 1)
+    assert num_packed == 2 * 4
+    assert 0 < error < 0.2, "4 bits are within a few per cent of the weights; transposed ones would be far off"
+
+
+def refuse_experts():
+    use_isolated_libraries()
+    import_quietly(["bitsandbytes"])
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    config = transformers.Qwen3MoeConfig(**sizes, **experts)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    with pytest.raises(ConfigError, match=r"can't be quantised: .*'model\.layers\.0\.mlp\.experts'"):
+        quantization.quantize_linears(model, bits(4))
+    assert not any(type(layer).__name__ == "Linear4bit" for layer in model.modules())
+    named = bits(4)
+    named.llm_int8_skip_modules = ["experts", "gate"]
+    quantization.quantize_linears(model, named)
+    assert sum(type(layer).__name__ == "Linear4bit" for layer in model.modules()) == 4
+
+
+def test_layers_that_cannot_be_packed_are_named():
+    run_on_ranks(refuse_experts, 1)

@@ -1,0 +1,120 @@
+"""Ranks begin with the first rank's values, send buffers that forward changed, and name what took no part."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core.errors import GradientError
+from booster_runtime.sharding import (
+    BufferWatch,
+    RanksOfWorld,
+    agree_on_values,
+    describe_reductions,
+    note_reductions,
+    raise_for_unused,
+)
+from booster_testing import expect_on_ranks, run_on_ranks
+
+
+class Mixed(nn.Module):
+    """Has values of several types and strides."""
+
+    def __init__(self, seed):
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(3, 4, generator=draw).t())
+        self.register_buffer("mask", torch.rand(5, generator=draw) > 0.5)
+        self.register_buffer("count", torch.tensor(seed))
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        self.count += 1
+        return self.norm(x)
+
+
+def agree():
+    model = Mixed(dist.get_rank())
+    strides = model.weight.stride()
+    agree_on_values(model)
+    expected = Mixed(0)
+    assert model.weight.stride() == strides
+    return [torch.equal(value, expected.state_dict()[name]) for name, value in model.state_dict().items()]
+
+
+def test_every_rank_begins_with_the_first_ranks_values():
+    for found in run_on_ranks(agree, 2):
+        assert found
+        assert all(found)
+
+
+def watch():
+    rank = dist.get_rank()
+    model = Mixed(0)
+    watch = BufferWatch(model)
+    names = list(watch.buffers())
+    seen = [[name for name, changed in zip(names, watch.changed(), strict=True) if changed]]
+    model.eval()
+    watch.forget()
+    seen.append([name for name, changed in zip(names, watch.changed(), strict=True) if changed])
+    for _ in range(1 + rank):
+        model(torch.ones(4, 2))
+    changed = watch.changed()
+    seen.append([name for name, is_changed in zip(names, changed, strict=True) if is_changed])
+    watch.send_changed(changed)
+    watch.send_changed([False] * len(names))
+    model.mask = ~model.mask  # another tensor
+    seen.append([name for name, is_changed in zip(names, watch.changed(), strict=True) if is_changed])
+    return seen, int(model.count)
+
+
+def test_buffers_that_forward_changed_are_sent():
+    statistics = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert run_on_ranks(watch, 2) == [([statistics, [], ["count"], ["mask"]], 1)] * 2
+
+
+def name_unused():
+    raise_for_unused([])
+    raise_for_unused([f"layers.{index}" for index in range(12)] if dist.get_rank() else [])
+
+
+def test_unused_parameters_are_named_for_each_rank():
+    expect_on_ranks(GradientError, r"rank 1: 'layers\.0', .*'layers\.9', \.\.\.\. Freeze them", name_unused, 2)
+
+
+def places():
+    made = RanksOfWorld(2)
+    found = made.get()
+    assert made.get() is found, "groups are made once"
+    members = [dist.get_process_group_ranks(group) for group in (found.gathering, found.replica_group)]
+    alone = RanksOfWorld(1).get()
+    return found.shard_rank, found.shard_size, found.replica_rank, members, (alone.gathering, alone.shard_size)
+
+
+def test_ranks_of_two_replicas_know_their_place():
+    found = run_on_ranks(places, 4)
+    assert [place[:3] for place in found] == [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)]
+    assert [place[3] for place in found] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+    assert {place[4] for place in found} == {(None, 4)}
+
+
+def describe(by_backend, is_rounded):
+    model = nn.Linear(2, 2)
+    sent = [torch.bfloat16, torch.float32, torch.bfloat16]
+    note_reductions(model, sent, torch.device("cpu"), by_backend=by_backend, is_rounded=is_rounded)
+    return describe_reductions([model, nn.Linear(2, 2), model])
+
+
+@pytest.mark.parametrize(
+    ("by_backend", "is_rounded", "narrow"),
+    [
+        (False, False, "sent in bf16, summed in fp32 in rank order"),
+        (False, True, "sent in bf16, summed in fp32 in rank order, and rounded to bf16"),
+        (True, False, "sent in bf16, summed in bf16 by gloo"),
+    ],
+)
+def test_formats_of_sums_are_described(by_backend, is_rounded, narrow):
+    wide = f"sent in fp32, summed in fp32 {'by gloo' if by_backend else 'in rank order'}"
+    lines = [f"reduction  gradients are {text}" for text in (wide, narrow)]
+    assert run_on_ranks(describe, 2, by_backend, is_rounded) == [lines] * 2
+    assert run_on_ranks(describe, 1, by_backend, is_rounded) == [[]]

@@ -1,0 +1,210 @@
+"""`train_batch` and `evaluate_batch` equal plain PyTorch on one large batch, and refuse what they can't weigh."""
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.models import TinyMLP
+from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
+from booster_testing.training import whole_model
+
+STEPS, ACCUMULATION, SAMPLES = 2, 2, 4
+LEARNING_RATE, MAX_NORM = 0.1, 0.3
+
+
+class Predictor(nn.Module):
+    """Predicts a class below 6 for each of five positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(6, 8)
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, ids, labels=None):
+        del labels  # a microbatch has them
+        return self.head(torch.tanh(self.table(ids)))
+
+
+def make_model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        return Predictor()
+
+
+def batches_of(rank):
+    """Return a rank's batches of all steps; differently many of their labels count."""
+    draw = torch.Generator().manual_seed(rank)
+    batches = []
+    for index in range(STEPS * ACCUMULATION):
+        ids = torch.randint(6, (SAMPLES, 5), generator=draw)
+        labels = ids.flip(1)
+        for sample in range(SAMPLES):
+            labels[sample, 1 + (index + sample + 2 * rank) % 4 :] = -100
+        batches.append({"ids": ids, "labels": labels})
+    return batches
+
+
+def count_labels(batch):
+    return (batch["labels"] != -100).sum()
+
+
+def cross_entropy(logits, batch, reduction="mean"):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+
+
+def summed_loss(model, batches):
+    """Return the mean over all labels that count, and their number."""
+    weight = sum(count_labels(batch) for batch in batches)
+    return sum(cross_entropy(model(batch["ids"]), batch, "sum") for batch in batches) / weight, float(weight)
+
+
+def train_plainly():
+    """Return losses, the loss of an evaluation with its weight, and parameters of one process."""
+    model, losses = make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step in range(STEPS):
+        part = slice(step * ACCUMULATION, (step + 1) * ACCUMULATION)
+        loss, _ = summed_loss(model, [*batches_of(0)[part], *batches_of(1)[part]])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    evaluated, weight = summed_loss(model, [batches_of(0)[0], batches_of(1)[0]])
+    return losses, (evaluated.item(), weight), {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train_by_whole_batches(plugin_class):
+    booster, model = Booster(plugin=plugin_class()), make_model()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+    rank = booster.context.coordinator.rank
+    batches = iter(batches_of(rank))
+    losses = [
+        booster.train_batch(
+            batches,
+            model,
+            cross_entropy,
+            optimizer,
+            accumulation=ACCUMULATION,
+            max_norm=MAX_NORM,
+            weight=count_labels,
+        ).item()
+        for _ in range(STEPS)
+    ]
+    with pytest.raises(StopIteration):
+        booster.train_batch(batches, model, cross_entropy, optimizer)
+    evaluation = booster.evaluate_batch(iter(batches_of(rank)), model, cross_entropy, weight=count_labels)
+    assert model.training, "as before the evaluation"
+    return losses, (evaluation.loss.item(), evaluation.weight), whole_model(booster, model), evaluation.outputs
+
+
+@pytest.mark.parametrize("plugin_class", [ReferencePlugin, ReferencePipelinePlugin])
+def test_gradients_and_losses_are_those_of_one_large_batch(plugin_class):
+    expected_losses, expected_evaluation, expected = train_plainly()
+    for losses, evaluation, parameters, outputs in run_on_ranks(train_by_whole_batches, 2, plugin_class):
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        assert evaluation == pytest.approx(expected_evaluation, rel=1e-5)
+        assert_same_tensors(parameters, expected, tolerance_for(torch.float32))
+        assert outputs.shape == (SAMPLES, 5, 6)
+
+
+def train_on_pairs(plugin, criterion):
+    torch.manual_seed(2)
+    model = TinyMLP()
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+    pairs = [(torch.full((2, 8), float(number)), torch.ones(2, 4)) for number in range(3)]
+    batches = iter(pairs)
+    losses = [booster.train_batch(batches, model, criterion, optimizer, accumulation=2) for _ in range(2)]
+    assert next(batches, None) is None
+    return losses, whole_model(booster, model)
+
+
+def squared_error(outputs, batch):
+    return torch.nn.functional.mse_loss(outputs, batch[1])
+
+
+def test_pairs_of_inputs_and_targets_and_an_odd_last_batch():
+    torch.manual_seed(2)
+    model = TinyMLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    expected = []
+    for numbers in ((0, 1), (2,)):
+        each = [
+            torch.nn.functional.mse_loss(model(torch.full((2, 8), float(number))), torch.ones(2, 4))
+            for number in numbers
+        ]
+        loss = sum(each) / len(each)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.detach())
+    for plugin, size in ((None, 1), (ReferencePlugin(), 2)):  # the ranks train on the same batches
+        for losses, parameters in run_on_ranks(train_on_pairs, size, plugin, squared_error):
+            torch.testing.assert_close(losses, expected)
+            torch.testing.assert_close(parameters, {key: p.detach() for key, p in model.named_parameters()})
+
+
+class Masked(TinyMLP):
+    """A model with an optional argument."""
+
+    def forward(self, x, mask=None):
+        return super().forward(x if mask is None else x * mask)
+
+
+def train_on_ambiguous_pairs():
+    model = Masked()
+    booster = Booster()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.train_batch(iter([(torch.ones(2, 8), torch.ones(2, 4))]), model, squared_error, optimizer)
+
+
+def test_targets_that_could_be_an_argument_raise():
+    with pytest.raises(ConfigError, match=r"requires 1: the others may be for `mask` or for the criterion"):
+        train_on_ambiguous_pairs()
+
+
+def train_without_loss():
+    model = TinyMLP()
+    booster = Booster()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.train_batch(iter([torch.ones(2, 8)]), model, None, optimizer)
+
+
+def test_outputs_without_a_loss_raise():
+    with pytest.raises(ConfigError, match=r"outputs \(`Tensor`\) have no loss. Pass a criterion"):
+        train_without_loss()
+
+
+def train_without_weight():
+    booster, model = Booster(plugin=ReferencePlugin()), make_model()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = {**batches_of(0)[0], "labels": torch.full((SAMPLES, 5), -100)}
+    booster.train_batch(iter([batch]), model, cross_entropy, optimizer, weight=count_labels)
+
+
+def test_a_step_without_weight_raises_on_every_rank():
+    expect_on_ranks(ConfigError, r"weights of the batches sum up to 0 over all ranks", train_without_weight, 2)
+
+
+@pytest.mark.parametrize("call", ["train_batch", "evaluate_batch"])
+def test_a_loader_in_place_of_its_iterator_raises(call):
+    model = TinyMLP()
+    booster = Booster()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    arguments = [optimizer] if call == "train_batch" else []
+    with pytest.raises(TypeError, match=rf"`Booster\.{call}` takes an iterator .*`iter\(dataloader\)`.*got `list`"):
+        getattr(booster, call)([torch.ones(2, 8)], model, squared_error, *arguments)
+
+
+@pytest.mark.parametrize("accumulation", [0, -1, True, 1.5])
+def test_a_wrong_number_of_batches_raises(accumulation):
+    model = TinyMLP()
+    booster = Booster()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=f"`accumulation={accumulation}` is no number of batches"):
+        booster.train_batch(iter([torch.ones(2, 8)]), model, squared_error, optimizer, accumulation=accumulation)

@@ -1,0 +1,180 @@
+"""`Booster.join` by itself, under a plugin that replicates: what it weighs, what ends it, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
+from booster_testing.training import whole_model
+
+NUM_BATCHES = (2, 5)
+"""Of each data parallel rank."""
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def make():
+    torch.manual_seed(0)
+    model = Stack()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def batches_of(index):
+    generator = torch.Generator().manual_seed(10 + index)
+    return [torch.randn(2, 8, generator=generator) for _ in range(NUM_BATCHES[index])]
+
+
+def square(outputs, _):
+    return outputs.square().mean()
+
+
+def train_plainly():
+    model, optimizer = make()
+    for number in range(max(NUM_BATCHES)):
+        present = [batches_of(index)[number] for index in range(2) if number < NUM_BATCHES[index]]
+        (sum(square(model(x), None) for x in present) / len(present)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def boosted(plugin_class=ReferencePlugin):
+    booster = Booster("cpu", plugin=plugin_class())
+    model, optimizer, *_ = booster.boost(*make())
+    return booster, model, optimizer, booster.context.coordinator.rank
+
+
+def train():
+    booster, model, optimizer, index = boosted()
+    count = 0
+    for x in booster.join(batches_of(index)):
+        booster.backward(square(model(x), None), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        count += 1
+    return count, whole_model(booster, model)
+
+
+def train_in_pipeline():
+    booster, model, optimizer, index = boosted(ReferencePipelinePlugin)
+    joined = booster.join({"x": x} for x in batches_of(index))
+    count = 0
+    while True:
+        try:
+            booster.execute_pipeline(joined, model, square, optimizer)
+        except StopIteration:
+            return count, whole_model(booster, model)
+        optimizer.step()
+        optimizer.zero_grad()
+        count += 1
+
+
+@pytest.mark.parametrize("run", [train, train_in_pipeline])
+def test_steps_follow_the_ranks_that_have_batches(run):
+    expected = train_plainly()
+    for count, found in run_on_ranks(run, 2):
+        assert count == max(NUM_BATCHES)
+        assert_same_tensors(found, expected, tolerance_for(torch.float32))
+
+
+def with_batches(*of_ranks):
+    booster, model, optimizer, index = boosted()
+    for x in booster.join(of_ranks[index]):
+        booster.backward(square(model(x), None), optimizer)
+        optimizer.step()
+
+
+def failing(count):
+    yield torch.ones(2, 8)
+    for _ in range(count):
+        yield torch.ones(2, 8)
+    msg = "disk gone"
+    raise OSError(msg)
+
+
+def fail_on_one_rank():
+    booster, model, optimizer, index = boosted()
+    for x in booster.join(failing(0) if index else batches_of(1)):
+        booster.backward(square(model(x), None), optimizer)
+        optimizer.step()
+
+
+def test_a_rank_without_any_batch_is_named_on_every_rank():
+    expect_on_ranks(ConfigError, "no batch at all", with_batches, 2, [], [torch.ones(2, 8)])
+
+
+def test_no_batch_on_any_rank_is_no_step():
+    run_on_ranks(with_batches, 2, [], [])
+
+
+def test_an_error_of_one_ranks_batches_raises_on_every_rank():
+    expect_on_ranks(OSError, "disk gone", fail_on_one_rank, 2)
+
+
+def step_by_hand():
+    booster, model, optimizer, index = boosted()
+    for x in booster.join(batches_of(index)):
+        square(model(x), None).backward()
+        optimizer.step()
+
+
+def test_gradients_that_were_not_weighed_raise_on_every_rank():
+    expect_on_ranks(ConfigError, r"Call it in place of `loss\.backward\(\)`", step_by_hand, 2)
+
+
+def train_whole_batches():
+    booster, model, optimizer, index = boosted()
+    booster.train_batch(booster.join(batches_of(index)), model, square, optimizer)
+
+
+def test_whole_batches_can_not_be_joined():
+    expect_on_ranks(ConfigError, "`Booster.train_batch` does not know which batches", train_whole_batches, 2)
+
+
+def leave_and_go_on(keeps):
+    """Leave the loop where one rank has run out, and take one more step on other batches."""
+    booster, model, optimizer, index = boosted()
+    joined = booster.join(batches_of(index))
+    batches = enumerate(joined)
+    if not keeps:
+        del joined
+    for number, x in batches:
+        optimizer.zero_grad()
+        booster.backward(square(model(x), None), optimizer)
+        optimizer.step()
+        if number == NUM_BATCHES[0]:
+            break
+    if not keeps:
+        del batches
+    optimizer.zero_grad()
+    booster.backward(square(model(torch.ones(2, 8)), None), optimizer)
+    gradient = model.unwrap().layers[1].weight.grad.clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    square(model.unwrap().eval()(torch.ones(2, 8)), None)
+    return gradient
+
+
+def test_steps_after_a_loop_that_was_left_are_not_weighed():
+    first, second = run_on_ranks(leave_and_go_on, 2, False)
+    assert torch.equal(first, second)
+    assert float(first.abs().sum()) > 0
+
+
+def test_steps_after_a_loop_whose_iterator_is_kept_raise():
+    expect_on_ranks(ConfigError, "Delete the iterator", leave_and_go_on, 2, True)

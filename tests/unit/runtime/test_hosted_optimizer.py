@@ -1,0 +1,147 @@
+"""The user's optimizer with this rank's pieces in the place of parameters: state is cut, listed, saved and loaded."""
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core.errors import ConfigError
+from booster_core.state import ParamGroup, TensorMeta
+from booster_runtime.sharding import HostedOptimizer, ParameterPiece, piece_shard, whole_shard
+
+NAMES = {0: "weight", 1: "bias"}
+
+
+def trained():
+    """Return parameters of a model and an optimizer that has stepped on them."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(4))]
+    optimizer = torch.optim.AdamW(
+        [{"params": [("weight", parameters[0])]}, {"params": [("bias", parameters[1])], "lr": 0.5}], lr=0.1
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return parameters, optimizer
+
+
+def piece_of(index, parameter, start, stop):
+    is_whole = stop - start == parameter.numel()
+    values = parameter.detach().clone() if is_whole else parameter.detach().view(-1)[start:stop].clone()
+    return ParameterPiece(index, parameter, start, stop, nn.Parameter(values))
+
+
+def hosted():
+    """Host an optimizer on a rank that has the weight's last four elements, and all of the bias."""
+    parameters, optimizer = trained()
+    before = {index: dict(optimizer.state[parameter]) for index, parameter in enumerate(parameters)}
+    host = HostedOptimizer(optimizer, NAMES)
+    pieces = {0: piece_of(0, parameters[0], 2, 6), 1: piece_of(1, parameters[1], 0, 4)}
+    host.adopt(0, [0], {0: pieces[0]})
+    host.adopt(1, [1], {1: pieces[1]})
+    return host, optimizer, pieces, before, parameters
+
+
+def test_state_is_cut_as_the_parameter_is():
+    host, optimizer, pieces, before, _ = hosted()
+    assert [group["params"] for group in optimizer.param_groups] == [[pieces[0].values], [pieces[1].values]]
+    assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
+    states = host.states()
+    assert torch.equal(states[0]["exp_avg"], before[0]["exp_avg"].view(-1)[2:6])
+    assert torch.equal(states[1]["exp_avg_sq"], before[1]["exp_avg_sq"])
+    assert states[0]["step"] == before[0]["step"], "a count is no element of it"
+    states[0]["exp_avg"].zero_()
+    assert before[0]["exp_avg"].any(), "the state is a copy"
+    assert set(optimizer.state) == {pieces[0].values, pieces[1].values}
+
+
+def test_a_step_updates_pieces_as_it_would_the_whole():
+    _, optimizer, pieces, _, parameters = hosted()
+    whole, reference = trained()
+    for piece in pieces.values():
+        piece.values.grad = torch.full_like(piece.values, 2.0)
+    for parameter in whole:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    optimizer.step()
+    reference.step()
+    torch.testing.assert_close(pieces[0].values.detach(), whole[0].detach().view(-1)[2:6])
+    torch.testing.assert_close(pieces[1].values.detach(), whole[1].detach())
+    del parameters
+
+
+def test_a_parameter_of_another_rank_leaves_the_list():
+    parameters, optimizer = trained()
+    host = HostedOptimizer(optimizer, NAMES)
+    host.adopt(0, [0], {})
+    assert optimizer.param_groups[0]["params"] == []
+    assert optimizer.param_groups[0]["param_names"] == []
+    assert parameters[0] not in optimizer.state
+    assert (host.members(), host.states()) == ({0}, {})
+
+
+def test_shards_name_their_part():
+    host, _, pieces, _, _ = hosted()
+    state = host.states()[0]
+    shard = piece_shard("weight", "exp_avg", pieces[0], state["exp_avg"], is_owner=True)
+    assert (shard.key, shard.global_shape, shard.flat_range, shard.is_owner) == ("weight/exp_avg", (2, 3), (2, 6), True)
+    whole = piece_shard("bias", None, pieces[1], pieces[1].values, is_owner=True)
+    assert (whole.flat, tuple(whole.data.shape)) == (None, (4,))
+    count = piece_shard("weight", "row_var", pieces[0], torch.ones(2), is_owner=True)
+    assert (count.global_shape, count.is_owner) == ((2,), False), "the rank of the first part writes it"
+    assert whole_shard("x", None, torch.ones(()), is_owner=True).global_shape == ()
+
+
+def test_saved_groups_and_scalars_come_back():
+    host, _, _, before, _ = hosted()
+    groups = host.param_groups()
+    assert [group.params for group in groups] == [("weight",), ("bias",)]
+    assert [group.options["lr"] for group in groups] == [0.1, 0.5]
+    assert host.scalars() == {}, "AdamW counts in tensors"
+    tensors = {
+        name: {
+            "exp_avg": TensorMeta(shape=shape, dtype=torch.float32),
+            "exp_avg_sq": TensorMeta(shape=shape, dtype=torch.float32),
+            "step": TensorMeta(shape=(), dtype=torch.float32),
+            "master": TensorMeta(shape=shape, dtype=torch.float32),
+        }
+        for name, shape in (("weight", (2, 3)), ("bias", (4,)))
+    }
+    saved = [ParamGroup(params=group.params, options={**group.options, "lr": 0.25}) for group in groups]
+    other, optimizer, pieces, _, _ = hosted()
+    other.set_state(1, {})
+    optimizer.param_groups[1]["lr"] = torch.tensor(7.0)
+    kept = optimizer.param_groups[1]["lr"]
+    batches = []
+    masters = other.prepare_load(tensors, {}, saved, has_master={1}, batches=[[1]], on_batch=batches.append)
+    assert masters == [0], "its saved master is read as its value"
+    assert [sorted(made) for made in batches] == [[1], [0]]
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.param_groups[1]["lr"] is kept
+    assert kept == 0.25
+    states = other.states()
+    assert states[0]["exp_avg"].shape == pieces[0].values.shape
+    assert states[1]["exp_avg"].shape == before[1]["exp_avg"].shape
+    assert "master" not in states[0]
+
+
+def test_a_new_layout_replaces_pieces_and_state():
+    host, optimizer, pieces, _, parameters = hosted()
+    first = piece_of(0, parameters[0], 0, 6)
+    state = {"exp_avg": torch.ones(2, 3)}
+    host.replace({0: first}, {0: state})
+    assert optimizer.param_groups[0]["params"] == [first.values]
+    assert optimizer.param_groups[1]["params"] == []
+    assert set(optimizer.state) == {first.values}
+    assert host.states() == {0: state}
+    del pieces
+
+
+def test_parameters_of_a_new_group_are_checked():
+    host, _, _, _, parameters = hosted()
+    new = nn.Parameter(torch.ones(2))
+    index_of = {id(parameters[0]): 0, id(parameters[1]): 1, id(new): 2}
+    assert host.new_members([("new", new)], index_of, remedy="") == [2]
+    assert host.new_members(new, index_of, remedy="") == [2]
+    with pytest.raises(ConfigError, match="'bias' is in a parameter group already"):
+        host.new_members([new, parameters[1]], index_of, remedy="")
+    with pytest.raises(ConfigError, match=r"Parameter 1 of the new group, of shape \(5,\), .* Leave it out"):
+        host.new_members([new, nn.Parameter(torch.ones(5))], index_of, remedy="Leave it out.")

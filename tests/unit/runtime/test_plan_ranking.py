@@ -1,0 +1,146 @@
+"""Plans are ranked, printed as code, and drawn; what can't be planned says why."""
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from booster_core.errors import ConfigError, PluginError
+from booster_runtime.cli import plan as plan_command
+from booster_runtime.planning import Candidate, Devices, candidates, plan
+from booster_testing.mutants import ReferencePlugin
+
+SCRIPT = """
+import torch
+
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
+    return model, torch.optim.AdamW(model.parameters()), lambda outputs, batch: outputs.square().mean()
+
+def batch():
+    return torch.zeros(64, 256)
+"""
+SIZES = ["--devices", "4", "--memory"]
+
+
+class Configurable(ReferencePlugin):
+    """Takes an option, and says which of its settings are worth comparing."""
+
+    name = "configurable"
+    api_version = 1
+
+    def __init__(self, *, precision=None, level=0):
+        super().__init__(precision=precision)
+        if level > 1:
+            msg = f"`level={level}` is not 0 or 1."
+            raise ConfigError(msg)
+
+    @classmethod
+    def settings_to_plan(cls, world_size):
+        return [{}, {"level": 1}, {"level": world_size}]
+
+
+@pytest.fixture(autouse=True)
+def _plugins(monkeypatch):
+    """Install two plugins, and a third one that is broken."""
+    classes = {"configurable": Configurable, "reference": ReferencePlugin}
+
+    def load(name):
+        if name not in classes:
+            msg = f"No plugin named '{name}' is installed."
+            raise PluginError(msg)
+        return classes[name]
+
+    listings = [type("Listing", (), {"name": name}) for name in ("broken", *classes)]
+    monkeypatch.setattr(candidates, "load", load)
+    monkeypatch.setattr(candidates, "installed", lambda: listings)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    path = tmp_path / "script_to_rank.py"
+    path.write_text(SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda *options, function="build": CliRunner().invoke(plan_command.command, [f"{path}:{function}", *options])
+
+
+def test_settings_of_all_plugins_but_broken_ones_are_compared():
+    found = candidates.candidates(4)
+    assert [str(each) for each in found] == [
+        "configurable()",
+        "configurable(level=1)",
+        "configurable(level=4)",
+        "reference()",
+    ]
+    with pytest.raises(PluginError, match="'broken'"):
+        candidates.candidates(4, ["broken"])
+
+
+def test_the_setting_that_fits_is_printed_as_code(run, tmp_path):
+    done = run(*SIZES, "1GiB", "--precision", "bf16", "--picture", str(tmp_path / "plan.svg"))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == "booster = Booster(plugin=\"configurable\", mixed_precision='bf16')"
+    assert "not planned: configurable(level=4): `level=4` is not 0 or 1." in done.stdout
+    assert "4/4 reference()" in done.stderr
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+
+
+def test_options_are_part_of_the_code():
+    text = Candidate(name="configurable", options={"level": 1}).code()
+    assert text.splitlines()[1] == "booster = Booster(plugin=Configurable(level=1))"
+    assert text.startswith("from ")
+
+
+def test_nothing_that_fits_is_an_exit_status(run):
+    done = run(*SIZES, "1MiB", "--plugin", "reference")
+    assert (done.exit_code, "No setting fits." in done.stdout) == (1, True)
+    assert "booster =" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "function", "message"),
+    [
+        ([*SIZES, "80"], "build", "`--memory 80` is not a number with a unit, such as 80GiB"),
+        ([*SIZES, "80GiB", "--interconnect", "fast"], "build", "`--interconnect fast` is not a number"),
+        ([*SIZES, "1.2.3GiB"], "build", "`--memory 1.2.3GiB` is not a number"),
+        ([*SIZES, "80GiB"], "bild", "has no function 'bild'"),
+        ([*SIZES, "80GiB", "--plugin", "zerp"], "build", "No plugin named 'zerp' is installed"),
+        ([*SIZES, "80GiB", "--picture", "plan.jpg"], "build", "must end in .svg or .png"),
+    ],
+)
+def test_wrong_options_are_named(run, options, function, message):
+    done = run(*options, function=function)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(("name", "message"), [("absent.py", "No file '"), ("train.txt", "is not a Python file")])
+def test_a_script_that_is_none_is_named(name, message, tmp_path):
+    (tmp_path / "train.txt").write_text("")
+    done = CliRunner().invoke(plan_command.command, [str(tmp_path / name), *SIZES, "80GiB"])
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def linear():
+    model = torch.nn.Linear(256, 256)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda outputs, batch: outputs.sum()
+
+
+def test_settings_that_do_not_fit_come_after_those_that_do():
+    devices = Devices(number=4, memory_bytes=2**30)
+    found = plan(linear, lambda: torch.zeros(64, 256), devices)
+    assert [each.fits for each in found.settings] == [True, True, True, False]
+    assert found.best is found.settings[0]
+    assert found.settings[-1].step_seconds == float("inf")
+    slow = Devices(number=4, memory_bytes=2**30, interconnect_bytes_per_second=1e6)
+    assert plan(linear, lambda: torch.zeros(64, 256), slow, plugins=["reference"]).best.step_seconds > 0.1
+
+
+def test_nothing_to_compare_raises():
+    with pytest.raises(ConfigError, match="no setting to plan"):
+        plan(linear, lambda: torch.zeros(64, 256), Devices(number=4, memory_bytes=1), settings=[])
+
+
+def test_figures_of_devices_are_checked():
+    with pytest.raises(ConfigError, match="`memory_bytes=0` of the devices must be positive"):
+        Devices(number=4, memory_bytes=0)

@@ -1,0 +1,69 @@
+"""Gradients that nobody would reduce raise, embeddings that write in forward too, and gradients can be set by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError, GradientError
+from booster_runtime.sharding import refuse_all_gradients, refuse_gradient, refuse_renormalized, working_dtypes
+from booster_runtime.sharding.written import not_optimized, write_gradient
+
+
+def test_a_model_without_an_optimizer_gets_no_gradients():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    refuse_all_gradients(model)
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    with pytest.raises(GradientError, match=r"'1\.bias' got a gradient, but the model was boosted without"):
+        model(torch.ones(1, 2)).sum().backward(inputs=[model[1].bias])
+
+
+def test_a_frozen_parameter_is_watched_until_it_is_not():
+    layer = nn.Linear(2, 1)
+    layer.weight.requires_grad_(requires_grad=False)
+    handle = refuse_gradient(layer.weight, "weight")
+    assert not layer.weight.requires_grad
+    layer(torch.ones(1, 2)).sum().backward()  # the bias may have a gradient
+    layer.weight.requires_grad_()
+    with pytest.raises(GradientError, match="'weight' got a gradient, but it was frozen at `boost`"):
+        layer(torch.ones(1, 2)).sum().backward()
+    handle.remove()
+    layer(torch.ones(1, 2)).sum().backward()
+
+
+def test_what_can_have_no_gradient_needs_no_watch():
+    counts = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    assert refuse_gradient(counts, "counts") is None
+    with torch.inference_mode():
+        inferred = nn.Parameter(torch.zeros(2), requires_grad=False)
+    assert refuse_gradient(inferred, "inferred") is None
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_renormalizes_is_refused(kind):
+    refuse_renormalized(nn.Sequential(kind(4, 2)))
+    with pytest.raises(ConfigError, match=r"Embedding '0' has `max_norm=1\.5`"):
+        refuse_renormalized(nn.Sequential(kind(4, 2, max_norm=1.5)))
+
+
+def test_written_gradients_get_the_loss_scale():
+    model = nn.Linear(2, 1)
+    model, optimizer, *_ = Booster("cpu", "fp16").boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    gradient = torch.zeros(3)
+    write_gradient(gradient, torch.ones(3), optimizer)
+    assert torch.equal(gradient, torch.full((3,), float(optimizer.loss_scaler.scale)))
+    write_gradient(gradient, torch.ones(3), None)
+    assert torch.equal(gradient, torch.ones(3))
+    assert "The gradient of 'x' can't be set" in str(not_optimized("x"))
+
+
+def test_formats_of_parameters_under_a_narrow_one():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_parameter("count", nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))
+    dtype_of = working_dtypes(model, torch.bfloat16)
+    assert dtype_of(model[0].weight) == torch.bfloat16
+    assert dtype_of(model[1].weight) == torch.float32, "torch's kernel needs it"
+    assert dtype_of(model.count) == torch.int64
+    assert working_dtypes(model, None)(model[0].weight) == torch.float32
+    assert working_dtypes(model, torch.float64)(model[1].weight) == torch.float64
