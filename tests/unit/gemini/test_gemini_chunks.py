@@ -1,4 +1,4 @@
-"""The parts of chunks that need no ranks: sizes, life cycle, the order of uses, and memory that is used again."""
+"""How large chunks are: what the search for a size finds, and what a budget has room for."""
 
 import pytest
 import torch
@@ -7,9 +7,7 @@ from booster_gemini.config import GeminiConfig
 from booster_gemini.memory.make import most_chunk_numel
 from booster_gemini.search import search_chunk_numel, wasted_numel
 from booster_testing.models import tiny_llama
-from booster_zero.engine import BufferPool, Format, WholeState
-from booster_zero.engine.whole import TRANSITIONS, check_transition
-from booster_zero.gathering.timeline import Timeline
+from booster_zero.engine import Format
 
 
 def transformer(layers, hidden, vocabulary):
@@ -102,97 +100,3 @@ def test_real_transformers_waste_little():
     numels = [parameter.numel() for parameter in tiny_llama(num_hidden_layers=8).parameters()]
     found = search_chunk_numel(numels, 2, 8192)
     assert wasted_numel(numels, 2, found) <= 0.05 * sum(numels)
-
-
-@pytest.mark.parametrize("before", list(WholeState))
-@pytest.mark.parametrize("after", list(WholeState))
-def test_a_chunk_goes_only_where_the_table_leads(before, after):
-    if after in TRANSITIONS[before]:
-        check_transition(before, after)
-    else:
-        with pytest.raises(RuntimeError, match=f"that is {before.value} can't become {after.value}"):
-            check_transition(before, after)
-
-
-def recorded(timeline, kind, uses):
-    timeline.begin(kind)
-    for chunk in uses:
-        timeline.note(chunk)
-    timeline.end()
-
-
-def test_what_came_after_a_use_is_expected_after_it_again():
-    timeline = Timeline()
-    recorded(timeline, "forward", [0, 1, 1, 2, 1])
-    timeline.begin("forward")
-    assert timeline.upcoming(2) == [0, 1]
-    timeline.note(0)
-    assert timeline.upcoming(3) == [1, 2]  # each once
-    assert (timeline.next_use(1), timeline.next_use(2), timeline.next_use(7)) == (0, 1, None)
-
-
-def test_kinds_are_told_apart():
-    timeline = Timeline()
-    recorded(timeline, "forward", [0, 1])
-    recorded(timeline, "backward", [1, 0])
-    timeline.begin("backward")
-    assert timeline.upcoming(1) == [1]
-    timeline.begin("evaluation")
-    assert timeline.upcoming(1) == []
-
-
-def test_another_branch_is_expected_the_next_time():
-    timeline = Timeline()
-    recorded(timeline, "forward", [0, 1, 3])
-    timeline.begin("forward")
-    timeline.note(0)
-    timeline.note(2)  # a branch that was not taken before
-    assert timeline.upcoming(2) == [1, 3]
-    timeline.note(3)
-    assert timeline.upcoming(2) == []
-    timeline.begin("forward")
-    assert timeline.upcoming(3) == [0, 2, 3]
-
-
-def test_nothing_is_expected_of_chunks_that_are_gone():
-    timeline = Timeline()
-    recorded(timeline, "forward", [0, 1])
-    timeline.forget()
-    timeline.begin("forward")
-    assert timeline.upcoming(2) == []
-
-
-def test_memory_is_used_again_when_nobody_reads_it():
-    pool = BufferPool(least_bytes=0, most_idle_bytes=1 << 20)
-    buffer = pool.take(64, torch.float32, torch.device("cpu"))
-    address, view = buffer.data_ptr(), buffer[3:5]
-    pool.give(buffer)
-    del buffer
-    assert pool.take(64, torch.float32, torch.device("cpu")).data_ptr() != address
-    del view
-    assert pool.take(64, torch.float32, torch.device("cpu")).data_ptr() == address
-
-
-def test_idle_memory_is_bounded():
-    pool = BufferPool(least_bytes=0, most_idle_bytes=1024)
-    buffers = [pool.take(128, torch.float32, torch.device("cpu")) for _ in range(4)]
-    storages = [torch.multiprocessing.reductions.StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
-    while buffers:
-        pool.give(buffers.pop())
-    assert sum(storage.expired() for storage in storages) == 2
-
-
-def test_buffers_of_about_the_same_size_take_each_others_place():
-    pool = BufferPool(least_bytes=512, most_idle_bytes=1024)
-    buffer = pool.take(100, torch.float32, torch.device("cpu"))
-    address = buffer.data_ptr()
-    pool.give(buffer)
-    del buffer
-    again = pool.take(250, torch.bfloat16, torch.device("cpu"))
-    assert (again.data_ptr(), again.shape, again.dtype) == (address, (250,), torch.bfloat16)
-
-
-def test_memory_taken_in_inference_mode_serves_training():
-    with torch.inference_mode():
-        buffer = BufferPool(64, 1024).take(4, torch.float32, torch.device("cpu"))
-    assert not buffer.is_inference()

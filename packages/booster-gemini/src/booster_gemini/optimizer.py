@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.gradients import check_finite_norm, global_norm
-from booster_runtime import collectives
 from booster_zero.engine import Role
 from booster_zero.gathering import GatheringOptimizer
 
@@ -53,18 +52,6 @@ class GeminiOptimizer(GatheringOptimizer):
         self._chosen = chosen
         super().__init__(optim, model, manager=manager, held=held, offloads=manager.home.moves, **kwargs)
         self.reducer.repeated = {*chosen}
-
-    def lay_out_again(self, order: list[int]) -> None:
-        """Lay the chunks out in the order in which rank 0 used parameters first.
-
-        Collective: every rank of the world.
-        """
-        del order  # which is that of backward
-        manager = self.manager
-        new = collectives.all_gather_object(manager.order_of_first_use())[0]
-        manager.first_uses = None
-        if new != self.layout.order():
-            self.rebuild(new)
 
     def end_step(self) -> None:
         """Raise on every rank what went wrong on any apart from the step itself, which is complete.

@@ -215,6 +215,8 @@ class Layout:
                     )
                 if self.kind == "flat":
                     self._move_states(bucket, new_pieces, states, kinds, homes, moved)
+                elif bucket.home.moves:
+                    _carry_states(bucket, homes, moved)
             bucket.free()
         if self.kind == "parameter":
             for bucket in self.buckets:
@@ -322,3 +324,23 @@ class Layout:
                     having,
                     homes,
                 )
+
+
+def _carry_states(bucket: Bucket, homes: Mapping[int, Bucket], moved: dict[int, State]) -> None:
+    """Copy the optimizer's state out of a bucket, whose blocks are dropped next, into the buckets that take its place.
+
+    Args:
+        bucket: The bucket, whose blocks are in use.
+        homes: The new bucket of each parameter.
+        moved: The state of each piece; what is the bucket's is replaced by a copy.
+    """
+    carried: dict[Bucket, dict[int, State]] = defaultdict(dict)
+    for piece in bucket.pieces:
+        if piece.index in moved:
+            state = {
+                key: each.clone() if isinstance(each, torch.Tensor) else each
+                for key, each in moved[piece.index].items()
+            }
+            moved[piece.index] = carried[homes[piece.index]][piece.index] = state
+    for home, states in carried.items():
+        home.offload_state(states)

@@ -54,7 +54,7 @@ class Reducer:
         agree_on_record: Called on every rank at the end of the first round, with the parameters in the order in which
             their gradients came and those whose gradients came again too late; returns the latter over all ranks.
 
-    Parameters get a hook each; `close` takes the hooks off again.
+    Parameters get a hook each.
 
     Attributes:
         repeated: Parameters whose gradients come several times in one backward, on any rank.
@@ -127,14 +127,6 @@ class Reducer:
             if parameter.requires_grad:
                 self._hooks[index] = _hook(reducer, index, parameter)
                 del self._unhooked[index]
-
-    def close(self) -> None:
-        """Take the hooks off the parameters."""
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks = {}
-        self._stand_ins.hide()
-        self._stand_ins.clear()
 
     # ---- rounds
 

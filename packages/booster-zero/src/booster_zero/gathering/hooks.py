@@ -1,4 +1,4 @@
-"""Fetch before use, release after: hooks on the user's modules, which can all be taken off again.
+"""Fetch before use, release after: hooks on the user's modules.
 
 A parameter may be used in three ways, and each is noticed in its own:
 
@@ -98,7 +98,6 @@ class ParameterHooks:
         self._frames: list[_Frame] = []
         self._saved_uses = SavedUses(manager)
         self._mode = _FunctionUses(self)
-        self._handles: list[Any] = []
         for name, module in model.named_modules():
             used = with_model if module is model and with_model else module.parameters(recurse=False)
             own = [manager.index_of[id(parameter)] for parameter in used]
@@ -125,19 +124,8 @@ class ParameterHooks:
             if owner is not None:
                 owner.leave(module, (args, kwargs), output)
 
-        self._handles += [
-            module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after, with_kwargs=True, always_call=True),
-        ]
-
-    def close(self) -> None:
-        """Take all hooks off.
-
-        Collective: none.
-        """
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
     # ---- modules
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from booster_runtime import collectives
 from booster_zero.engine.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
@@ -54,6 +55,18 @@ class GatheringOptimizer(ZeroOptimizer):
         self.manager.release_all()
         super().rebuild(order)
         self.manager.after_laying_out()
+
+    def lay_out_again(self, order: list[int]) -> None:
+        """Lay the chunks out in the order in which rank 0 used parameters first.
+
+        Collective: every rank of the world.
+        """
+        del order  # which is that of backward
+        manager = self.manager
+        new = collectives.all_gather_object(manager.order_of_first_use())[0]
+        manager.first_uses = None
+        if new != self.layout.order():
+            self.rebuild(new)
 
     def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
         """Lay the chunks out by what the first round has shown; see `ZeroOptimizer.agree_on_record`.

@@ -17,13 +17,11 @@ class Timeline:
     """What was used, and what will be.
 
     Attributes:
-        position: How many uses there have been in the present phase.
         kind: The kind of the present phase; ``None`` between phases.
     """
 
     def __init__(self) -> None:
         self.kind: Hashable | None = None
-        self.position = 0
         self._expected: list[int] = []
         self._cursor = 0
         self._present: list[int] = []
@@ -34,7 +32,7 @@ class Timeline:
         self.end()
         self.kind = kind
         self._expected = self._recorded.get(kind, [])
-        self._cursor = self.position = 0
+        self._cursor = 0
         self._present = []
 
     def end(self) -> None:
@@ -49,7 +47,6 @@ class Timeline:
         if self._present and self._present[-1] == chunk:
             return
         self._present.append(chunk)
-        self.position += 1
         try:
             self._cursor = self._expected.index(chunk, self._cursor) + 1
         except ValueError:
@@ -64,13 +61,6 @@ class Timeline:
             if chunk not in found:
                 found.append(chunk)
         return found
-
-    def next_use(self, chunk: int) -> int | None:
-        """Return in how many uses from now a chunk is expected in this phase; ``None`` where it is not."""
-        try:
-            return self._expected.index(chunk, self._cursor) - self._cursor
-        except ValueError:
-            return None
 
     def forget(self) -> None:
         """Drop all records, because chunks have got other numbers."""

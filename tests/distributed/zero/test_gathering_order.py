@@ -3,17 +3,18 @@
 import pytest
 import torch
 import torch.distributed as dist
+from gathering_plugin import GatheringPlugin
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
-from booster_gemini import GeminiPlugin
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero.engine import Bucket, WholeState
-from booster_zero.gathering.manager import ChunkManager
+from booster_zero.gathering import ChunkManager
 
 WIDTH, DEPTH = 16, 8
+LAYER_BYTES = WIDTH * WIDTH * 4
 
 
 class Layers(nn.Module):
@@ -69,7 +70,7 @@ def run(events):
     """Train and evaluate; return outputs, how often a step waited, and parameters."""
     net = Layers()
     plain = Layers()
-    booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=WIDTH * WIDTH * 4))
+    booster = Booster(plugin=GatheringPlugin(chunk_bytes=LAYER_BYTES))
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -127,7 +128,7 @@ def test_the_order_is_recorded_again_and_results_equal_one_process(name):
 def gathers_when_checkpointed():
     net = Layers()
     net.is_checkpointed = True
-    booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=WIDTH * WIDTH * 4))
+    booster = Booster(plugin=GatheringPlugin(chunk_bytes=LAYER_BYTES))
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
     counts = None
     for step in range(3):
@@ -146,12 +147,70 @@ def test_what_is_computed_again_is_gathered_once_for_that_and_for_its_gradient()
         assert waits <= 2
 
 
+def most_ahead(**options):
+    """Train, and return the most chunks and bytes that were underway at once."""
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    plugin = GatheringPlugin(chunk_bytes=LAYER_BYTES, **options)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
+    manager = model.manager
+    seen = [(0, 0)]
+
+    def counted(chunk):
+        Bucket.start_gather(chunk)
+        seen.append((len(manager._ahead), sum(each.whole_bytes for each in manager._ahead.values())))
+
+    for step in range(3):
+        if step:  # the first step lays chunks out again
+            for chunk in manager.layout.buckets:
+                chunk.start_gather = lambda chunk=chunk: counted(chunk)
+        optimizer.backward(model(torch.ones(2, WIDTH)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(count for count, _ in seen), max(size for _, size in seen)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_as_many_chunks_are_underway_as_asked_for(depth):
+    assert {count for count, _ in run_on_ranks(most_ahead, 2, max_prefetch=depth)} == {depth}
+
+
+@pytest.mark.parametrize("most_bytes", [LAYER_BYTES // 2, 5 * LAYER_BYTES // 2], ids=["less than one", "two"])
+def test_a_limit_bounds_what_is_underway_beyond_the_first(most_bytes):
+    expected = max(most_bytes // LAYER_BYTES, 1)
+    for found in run_on_ranks(most_ahead, 2, max_prefetch=DEPTH, max_ahead_bytes=most_bytes):
+        assert found == (expected, expected * LAYER_BYTES)
+
+
+def stop_looking_ahead():
+    """Return how many uses waited in the steps before and after gathering ahead was stopped, and what it said."""
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    plugin = GatheringPlugin(chunk_bytes=LAYER_BYTES)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
+    waited, said, counts = [], [], None
+    for step in range(4):
+        if step == 3:
+            said = [model.manager.stop_looking_ahead() for _ in range(2)]
+        optimizer.backward(model(torch.ones(2, WIDTH)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        counts = counts or Counts(model.manager)  # after the first step, which lays chunks out again
+        waited.append(counts.take()[1])
+    return waited[2:], said
+
+
+def test_nothing_is_gathered_ahead_once_that_is_stopped():
+    # Backward needs the weights of all layers but the first, and finds that of the last.
+    for waited, said in run_on_ranks(stop_looking_ahead, 2):
+        assert waited == [0, DEPTH + DEPTH - 2]
+        assert said == [True, False], "stopping makes a difference once"
+
+
 def generate_between_steps(does_generate):
     from booster_testing.models import tiny_llama
 
     torch.manual_seed(0)
     net = tiny_llama(use_cache=True, pad_token_id=0)
-    booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=4096))
+    booster = Booster(plugin=GatheringPlugin(chunk_bytes=4096))
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
     losses = []
     for step in range(3):

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gathering_plugin import GatheringPlugin
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_gemini import GeminiPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero.engine import Bucket
@@ -259,7 +259,7 @@ def plainly(name, size, steps):
 
 def boost(model, **options):
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    booster = Booster(plugin=GeminiPlugin(**{"min_chunk_bytes": 256, **options}))
+    booster = Booster(plugin=GatheringPlugin(**{"chunk_bytes": 256, **options}))
     boosted, optimizer, *_ = booster.boost(model, optimizer)
     return booster, boosted, optimizer
 
@@ -391,7 +391,7 @@ def teach():
         teacher, student = make("repeated").requires_grad_(requires_grad=False), make("of others")
         names = [n for n, _ in student.named_parameters()]
         if is_boosted:
-            booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=256))
+            booster = Booster(plugin=GatheringPlugin(chunk_bytes=256))
             teacher = booster.boost(teacher).model
             student, optimizer, *_ = booster.boost(student, torch.optim.SGD(student.parameters(), lr=0.1))
         with torch.no_grad():
@@ -418,7 +418,7 @@ def generate():
     original = tiny_llama(use_cache=True, pad_token_id=0).eval()
     prompt = torch.arange(5).view(1, 5)
     expected = original.generate(prompt, max_new_tokens=6, do_sample=False)
-    model = Booster(plugin=GeminiPlugin(min_chunk_bytes=4096)).boost(original).model
+    model = Booster(plugin=GatheringPlugin(chunk_bytes=4096)).boost(original).model
     assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
 
 
@@ -455,24 +455,13 @@ def test_other_memory_of_a_parameter_is_refused():
     expect_on_ranks(ConfigError, r"'layers.0.weight' was given other memory after `boost`", give_other_memory, 2)
 
 
-def share_memory():
-    net = make("repeated")
-    net.layers[1].weight = nn.Parameter(net.layers[0].weight.data)
-    boost(net)
-
-
-def test_two_parameters_over_one_memory_are_refused():
-    match = "'layers.0.weight' and 'layers.1.weight' are two objects over the same memory"
-    expect_on_ranks(ConfigError, match, share_memory, 2)
-
-
 def gathers_of_a_step(frac):
     """Return how many chunks are gathered in a step, how many there are, and the parameters after it."""
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
     with torch.no_grad():
         for layer in model:
             layer.weight.copy_(torch.eye(16))
-    booster, wrapped, optimizer = boost(model, min_chunk_bytes=16 * 16 * 4, shard_param_frac=frac)
+    booster, wrapped, optimizer = boost(model, chunk_bytes=16 * 16 * 4, shard_param_frac=frac)
     counted = []
     gather = Bucket.start_gather
     for _ in range(2):
@@ -497,7 +486,7 @@ def test_parameters_that_are_not_sharded_are_gathered_once_a_step():
 def memory_between_uses():
     """Return how many bytes of parameters are alive at most while a model runs, by its hooks, and in all."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
-    booster, wrapped, optimizer = boost(model, min_chunk_bytes=64 * 64 * 4, max_prefetch=1)
+    booster, wrapped, optimizer = boost(model, chunk_bytes=64 * 64 * 4, max_prefetch=1)
     counted = []
     for layer in model:
         layer.register_forward_hook(

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from gathering_plugin import GatheringPlugin
 from torch import nn
 
 from booster_core import Booster
-from booster_gemini import GeminiPlugin
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
@@ -27,7 +27,7 @@ def train(late, options):
     """Return how far each matrix moves in all steps after a first one, and the formats that the optimizer updates."""
     net = make()
     net[0].requires_grad_(not late)
-    booster = Booster("cpu", "bf16", GeminiPlugin(min_chunk_bytes=64, **options))
+    booster = Booster("cpu", "bf16", GatheringPlugin(chunk_bytes=64, **options))
     first = [*net[1].parameters(), *net[2].parameters()]
     optimizer = torch.optim.SGD(first if late else net.parameters(), lr=LR, momentum=0.1)
     model, optimizer, *_ = booster.boost(net, optimizer)
@@ -98,8 +98,11 @@ def masters_of_one_process(num_ranks):
     return {name: parameter.detach() for name, parameter in net.named_parameters()}
 
 
-LATE = {"gemini": lambda: GeminiPlugin(min_chunk_bytes=64), "zero1": LowLevelZeroPlugin,
-        "zero2": lambda: LowLevelZeroPlugin(stage=2)}  # fmt: skip
+LATE = {
+    "chunks": lambda: GatheringPlugin(chunk_bytes=64),
+    "zero1": LowLevelZeroPlugin,
+    "zero2": lambda: LowLevelZeroPlugin(stage=2),
+}
 
 
 def add_later(name):

@@ -1,0 +1,224 @@
+"""What parameters in chunks can't bear is refused by name on every rank: changes by hand, copies, ranks that differ."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from gathering_plugin import GatheringPlugin
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_testing import expect_on_ranks, run_on_ranks
+
+WIDTH = 16
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def boost(model, **options):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    booster = Booster(plugin=GatheringPlugin(**options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(trained, lr=0.1))
+    return booster, model, optimizer
+
+
+def step(booster, model, optimizer, number=0):
+    loss = model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))).square().mean()
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+# ---- parameters changed by hand
+
+
+def change_through_data(module):
+    module.weight.data.mul_(2)
+
+
+def give_other_memory(module):
+    module.weight.data = torch.zeros_like(module.weight.data)
+
+
+def fill_while_released(module):
+    module.weight.data.fill_(1)
+
+
+INSIDE = {"was changed through `.data`": change_through_data}
+"""Changes without `.data` raise in the forward itself, also without debugging."""
+OUTSIDE = {"was given other memory": give_other_memory, "was changed through `.data`": fill_while_released}
+
+
+def change(how, is_inside, debug):
+    """Change a parameter on one rank, inside of its use or between steps."""
+    run = boost(layers(), debug=debug)
+    step(*run)
+    module = run[1].unwrap()[2]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if is_inside:
+            module.register_forward_hook(lambda *_: INSIDE[how](module))
+        else:
+            OUTSIDE[how](module)
+    step(*run)
+
+
+@pytest.mark.covering(1)  # every way on one rank or two; the other pairs are slow
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("how", "is_inside"), [*((how, True) for how in INSIDE), *((how, False) for how in OUTSIDE)])
+def test_a_parameter_changed_by_hand_is_named_in_debugging(how, is_inside, size):
+    expect_on_ranks(ConfigError, f"rank {size - 1}: '2.weight' {how}", change, size, how, is_inside, True)
+
+
+def test_a_change_of_a_gathered_parameter_is_named_in_the_first_steps():
+    match = "rank 1: '2.weight' was changed through `.data`"
+    expect_on_ranks(ConfigError, match, change, 2, "was changed through `.data`", True, False)
+
+
+class Renormalizing(nn.Linear):
+    """Scales its weight in each forward."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            torch.mul(self.weight, 0.5, out=self.weight)
+        return super().forward(x)
+
+
+def change_in_forward():
+    model = layers()
+    model[2] = Renormalizing(WIDTH, WIDTH)
+    step(*boost(model))
+
+
+def test_a_change_in_forward_is_refused_where_it_happens():
+    match = r"Forward changed a parameter in place, of shape \(16, 16\), by `mul`"
+    expect_on_ranks(ConfigError, match, change_in_forward, 2)
+
+
+class OwnCopy(nn.Linear):
+    """Gives its weight other memory in each forward, as bitsandbytes' 8-bit layers do."""
+
+    def __init__(self, *, is_kept):
+        super().__init__(WIDTH, WIDTH, bias=False)
+        self.requires_grad_(requires_grad=False)
+        self.own, self.is_kept = self.weight.detach().clone(), is_kept
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.weight.data = self.own if self.is_kept else 2 * self.own
+        return out
+
+
+def give_own_copies(options, is_kept):
+    model = layers()
+    model[2] = OwnCopy(is_kept=is_kept)
+    booster, boosted, optimizer = boost(model, **options)
+    losses = [step(booster, boosted, optimizer, number) for number in range(3)]
+    with boosted.whole_parameters():
+        assert torch.equal(model[2].weight, model[2].own)
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"debug": True}], ids=["default", "debug"])
+def test_a_frozen_parameter_may_have_other_memory_with_its_values(options):
+    (expected,) = run_on_ranks(give_own_copies, 1, {"shard_param_frac": 0.0}, True)
+    assert run_on_ranks(give_own_copies, 2, options, True) == [pytest.approx(expected)] * 2
+    expect_on_ranks(ConfigError, "'2.weight' was given other memory", give_own_copies, 2, options, False)
+
+
+# ---- what hooks can't serve
+
+
+def boost_scripted():
+    model = layers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is deprecated
+        model[2] = torch.jit.script(model[2])
+    boost(model)
+
+
+def test_a_scripted_module_is_refused_by_name():
+    expect_on_ranks(ConfigError, "Module '2' is scripted, so its parameters can't be gathered", boost_scripted, 2)
+
+
+def run_a_copy():
+    _, model, _ = boost(layers())
+    copy.deepcopy(model.unwrap())(torch.ones(1, WIDTH))
+
+
+def test_a_copy_of_the_users_model_is_refused_when_it_runs():
+    expect_on_ranks(ConfigError, r"can't be copied: the copy has no values", run_a_copy, 2)
+
+
+def ask_the_users_model():
+    _, model, _ = boost(layers())
+    model.unwrap().state_dict()
+
+
+def test_the_users_own_model_has_no_state_to_give():
+    match = "The user's own model has no value of '0.weight' here"
+    expect_on_ranks(ConfigError, match, ask_the_users_model, 2)
+
+
+# ---- ranks that differ
+
+
+class Chosen(nn.Module):
+    """Runs the experts that the data names, of several sizes, between layers that every rank uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH * (1 + number % 2)) for number in range(4))
+        self.exit = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, numbers):
+        x = self.entry(x)
+        for number in numbers:
+            x = x + self.experts[number](x)[..., :WIDTH]
+        return self.exit(x)
+
+
+def uses_other_experts(of_ranks):
+    model = Chosen()
+    booster, boosted, optimizer = boost(model)
+    for _ in range(2):
+        booster.backward(boosted(torch.ones(1, WIDTH), of_ranks[dist.get_rank()]).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "of_ranks", [([0], [0, 2]), ([], [1]), ([0], [1]), ([0, 1], [1, 0])], ids=["more", "none", "other sizes", "order"]
+)
+def test_ranks_that_use_other_modules_raise_and_do_not_wait(of_ranks):
+    match = r"(?s)Ranks used the model's parameters in different orders.*or pass `leaf_class`"
+    limits = {"group_timeout_seconds": 5, "timeout_seconds": 30}
+    expect_on_ranks(ConfigError, match, uses_other_experts, 2, of_ranks, **limits)
+
+
+def uses_another_module_later():
+    """Let ranks part after the steps in which each gather is compared, with experts of one size."""
+    booster, model, optimizer = boost(Chosen(), max_prefetch=0)
+    for number in range(8):
+        expert = 2 * dist.get_rank() if number == 7 else 0
+        booster.backward(model(torch.ones(1, WIDTH), [expert]).sum(), optimizer)
+        if number == 7:
+            assert not model.manager.order.is_on
+            with pytest.raises(ConfigError, match="would gather, or have gathered, different ones together"):
+                optimizer.step()
+            return
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_ranks_that_part_later_are_told_before_they_step():
+    run_on_ranks(uses_another_module_later, 2)

@@ -1,0 +1,156 @@
+"""Blocks that are only in memory while in use: no use goes unannounced, and no bit depends on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from gathering_plugin import GatheringPlugin
+from torch import nn
+
+from booster_core import Booster
+from booster_runtime.collectives import Pending
+from booster_testing import run_on_ranks
+from booster_testing.training import whole_model
+from booster_zero.engine import Home, Role
+
+STEPS = 3
+
+
+class Away(Home):
+    """Takes every block out of memory between its uses; who reads it then gets NaN.
+
+    Attributes:
+        faults: Blocks that stay although a use that should only read has changed them, and uses that go on.
+    """
+
+    moves = True
+
+    def __init__(self):
+        super().__init__()
+        self.faults = []
+        self._changed = set()
+        self._away, self._here, self._rebind, self._uses = {}, {}, {}, {}
+
+    def add(self, key, flat, rebind):
+        self._away[key], self._rebind[key], self._uses[key] = flat.clone(), rebind, 0
+        rebind(None)
+
+    def drop(self, key):
+        for each in (self._away, self._rebind, self._uses):
+            del each[key]
+        self._changed.discard(key)  # what takes its place has a copy
+        self._here.pop(key, None)
+
+    def fetch(self, key):
+        self._uses[key] += 1
+        if self._uses[key] == 1:
+            self._here[key] = self._away[key].clone()
+            self._rebind[key](self._here[key])
+        return Pending()
+
+    def release(self, key, *, changed):
+        if changed:
+            self._away[key] = self._here[key]
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            here = self._here.pop(key)
+            if not torch.equal(here.view(torch.uint8), self._away[key].view(torch.uint8)):
+                self._changed.add(key)
+            self._away[key] = self._away[key].clone()
+            here.view(torch.uint8).fill_(255)  # NaN
+            self._rebind[key](None)
+
+    def forget(self, key):
+        self._away[key].view(torch.uint8).fill_(255)
+
+    def end_step(self):
+        self.faults += [f"{key} was changed in a use that should only read" for key in self._changed]
+        self.faults += [f"{key} is still in use" for key, uses in self._uses.items() if uses]
+
+    def roles(self):
+        return {role for _, role in self._away}
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),  # keeps state that is not elementwise
+}
+
+
+def boost(optimizer, precision, home):
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    net[2].weight.requires_grad_(requires_grad=False)
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    booster = Booster("cpu", precision, GatheringPlugin(home=home))
+    model, optimizer, *_ = booster.boost(net, OPTIMIZERS[optimizer](trained))
+    return booster, model, optimizer
+
+
+def train(booster, model, optimizer, first=0):
+    names = [name for name, _ in model.unwrap().named_parameters()]
+    found = {}
+    for step in range(first, first + STEPS):
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+            booster.backward(model(torch.randn(3, 8, generator=generator)).float().square().mean(), optimizer)
+        found |= {f"gradient {step} {name}": booster.full_gradient(model, name) for name in names}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | whole_model(booster, model)
+
+
+def train_with(optimizer, precision, home, folder):
+    """Train, save, load into another run and train on there; return what there is of both."""
+    run = boost(optimizer, precision, home)
+    found = train(*run)
+    booster, model, boosted = run
+    booster.save_model(model, f"{folder}/{home.__name__}/model", shard=True)
+    booster.save_optimizer(boosted, f"{folder}/{home.__name__}/optimizer", shard=True)
+    other = boost(optimizer, precision, home)
+    booster, model, boosted = other
+    booster.load_model(model, f"{folder}/{home.__name__}/model")
+    booster.load_optimizer(boosted, f"{folder}/{home.__name__}/optimizer")
+    found |= {f"later {name}": tensor for name, tensor in train(*other, STEPS).items()}
+    if home is Away:
+        for _, boosted, _ in (run, other):
+            faults = boosted.manager.home.faults
+            assert not faults, faults
+            assert boosted.manager.home.roles() == {Role.PARAM, Role.GRAD, Role.OPTIM}
+    return found
+
+
+@pytest.mark.parametrize(("optimizer", "precision"), [("sgd", None), ("adamw", "bf16"), ("adafactor", None)])
+def test_bits_do_not_depend_on_where_blocks_are_between_uses(optimizer, precision, tmp_path):
+    expected = run_on_ranks(train_with, 2, optimizer, precision, Home, str(tmp_path))
+    for found, told in zip(
+        run_on_ranks(train_with, 2, optimizer, precision, Away, str(tmp_path)), expected, strict=True
+    ):
+        assert found.keys() == told.keys()
+        assert [
+            name for name, tensor in told.items() if tensor is not None and not torch.equal(found[name], tensor)
+        ] == []
+
+
+def load_into_other_precision(folder):
+    """Save a run with masters, and return this rank's parts of these, and the parameters of a run without masters."""
+    booster, model, optimizer = boost("adamw", "bf16", Home)
+    train(booster, model, optimizer)
+    booster.save_model(model, f"{folder}/model", shard=True)
+    booster.save_optimizer(optimizer, f"{folder}/optimizer", shard=True)
+    every = booster.state_adapter(model, optimizer).optimizer_shards()
+    masters = [(shard.name, shard.flat_range, shard.data.clone()) for shard in every if shard.state == "master"]
+    booster, model, optimizer = boost("adamw", None, Home)
+    booster.load_model(model, f"{folder}/model")
+    booster.load_optimizer(optimizer, f"{folder}/optimizer")
+    return masters, whole_model(booster, model)
+
+
+def test_a_run_without_masters_takes_those_of_a_file_as_its_parameters(tmp_path):
+    for masters, parameters in run_on_ranks(load_into_other_precision, 2, str(tmp_path)):
+        assert masters
+        for name, (start, stop), master in masters:
+            assert torch.equal(parameters[name].flatten()[start:stop], master.flatten()), name
+        assert any(not torch.equal(master.bfloat16().float(), master) for _, _, master in masters)

@@ -1,0 +1,145 @@
+"""Modules gathered as one: ranks may use other parts of them, and gradients equal those of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from gathering_plugin import GatheringPlugin
+from torch import nn
+
+from booster_core import Booster
+from booster_testing import run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_zero.engine import Bucket
+
+CLOSE = tolerance_for(torch.float32)
+WIDTH, EXPERTS, STEPS = 8, 4, 4
+
+
+@dataclass
+class Mixed:
+    hidden: torch.Tensor
+    number: int
+
+
+class Bank(nn.Module):
+    """Runs one of its experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x, number):
+        return Mixed(torch.tanh(self.experts[number](x)), number)
+
+
+class Net(nn.Module):
+    """Uses a bank of experts on its input, which needs no gradient, and another one twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Bank()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.second = Bank()
+        self.head = nn.Linear(WIDTH, 1)
+        self.between = []
+        """Called with the gradient between the banks, when backward has passed the second one."""
+
+    def forward(self, x, numbers):
+        first, *others = numbers
+        x = self.first(x, first).hidden
+        for look in self.between if x.requires_grad else ():
+            x.register_hook(look)
+        x = self.dense(x)
+        for number in others:
+            x = self.second(x, number).hidden
+        return self.head(x).square().mean()
+
+
+def make():
+    torch.manual_seed(4)
+    return Net()
+
+
+def batch(step):
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def experts_of(step, rank):
+    """Return other experts for each rank; in the first step all ranks use all of the second bank."""
+    return [(step + rank) % EXPERTS, *(range(EXPERTS) if step == 0 else (step % EXPERTS, (step + 2 * rank) % EXPERTS))]
+
+
+def plainly(world_size):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    gradients = []
+    for step in range(STEPS):
+        for rank in range(world_size):
+            (model(batch(step), experts_of(step, rank)) / world_size).backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, dict(model.named_parameters())
+
+
+def boosted():
+    """Train, and return gradients, parameters, and what is still held after each backward."""
+    rank, net = dist.get_rank(), make()
+    names = [name for name, _ in net.named_parameters()]
+    booster = Booster(plugin=GatheringPlugin(leaf_class=Bank))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    gradients, held = [], []
+    for step in range(STEPS):
+        model(batch(step), experts_of(step + 1, rank))  # a graph that nobody runs backward
+        with torch.no_grad():
+            model(batch(step), experts_of(step + 2, rank))
+        booster.backward(model(batch(step), experts_of(step, rank)), optimizer)
+        held.append(sum(chunk.pins for chunk in model.manager.layout.buckets))
+        whole = {name: booster.full_gradient(model, name) for name in names}
+        gradients.append({name: gradient for name, gradient in whole.items() if gradient is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, model.state_dict(), held
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_and_parameters_equal_one_process(world_size):
+    gradients, parameters = plainly(world_size)
+    for found, state, held in run_on_ranks(boosted, world_size):
+        for actual, expected in zip(found, gradients, strict=True):
+            assert_same_tensors(actual, expected, CLOSE)
+        assert_same_tensors(state, {name: p.detach() for name, p in parameters.items()}, CLOSE)
+        assert held == [0] * STEPS
+
+
+def reductions_by_the_middle():
+    """Return, for two steps, how many chunks are being reduced once backward has passed the second bank."""
+    net = make()
+    booster = Booster(plugin=GatheringPlugin(leaf_class=Bank))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    started, counted = [], []
+    net.between.append(lambda _: counted.append(len(started)))
+
+    def start(chunk, *args):
+        started.append(chunk)
+        return Bucket.start_reduction(chunk, *args)
+
+    for numbers in ([0, *range(EXPERTS)], [0, dist.get_rank()]):
+        for chunk in model.manager.layout.buckets:
+            chunk.start_reduction = partial(start, chunk)
+        booster.backward(model(batch(0), numbers), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        started.clear()
+    return counted
+
+
+def test_backward_awaits_no_gradients_of_experts_that_it_has_passed():
+    for of_all, of_one in run_on_ranks(reductions_by_the_middle, 2):
+        assert of_one == of_all, "as many as in the first step, in which all experts have gradients"
+        assert of_all > 1

@@ -1,0 +1,151 @@
+"""`GatheringPlugin`: the least that `booster_zero.gathering` needs to train, for tests of that package alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+from booster_core.plugin import SYNCHRONOUS_TRAINING, Capability, Plugin, place_model, unwrap_model
+from booster_core.precision import PrecisionPolicy
+from booster_runtime.sharding import RanksOfWorld, agree_on_values, partition_for
+from booster_zero import ZeroModel
+from booster_zero.engine import Home, ShardingOptions
+from booster_zero.gathering import (
+    ChunkManager,
+    ChunkStateAdapter,
+    GatheringModel,
+    GatheringOptimizer,
+    ParameterHooks,
+    check_modules,
+    copy_error,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+REMEDY = "Let every rank run the same modules, or pass `leaf_class`."
+
+
+class Chunks(ChunkManager):
+    """A `ChunkManager` as `ZeroModel` asks for it: no step leaves a gather underway."""
+
+    is_underway = False
+
+    def wait(self):
+        """Return: the next use gathers."""
+
+
+class GatheredModel(GatheringModel, ZeroModel):
+    """The user's model, whose parameters are gathered by hooks."""
+
+    def __init__(self, module, manager, leaves, *, precision, optimizer):
+        super().__init__(module, precision=precision, optimizer=optimizer)
+        self.attach_chunks(module, manager)
+        self.hooks = ParameterHooks(
+            module,
+            manager,
+            self._before_forward,
+            self._after_forward,
+            leaves,
+            on_passed=None if optimizer is None else optimizer.reducer.leave_out,
+        )
+
+    def __deepcopy__(self, memo):
+        raise copy_error()
+
+
+class GatheringPlugin(Plugin):
+    """ZeRO-3 in chunks.
+
+    Args:
+        chunk_bytes: As for `ChunkManager`, like the next three.
+        max_prefetch: The same.
+        max_ahead_bytes: The same.
+        shard_param_frac: The same.
+        debug: The same.
+        leaf_class: A class of modules whose parameters are gathered as one.
+        home: A class of homes, as for `ChunkManager`.
+        partition: As for `ShardingOptions`.
+        replica_size: As for `ShardingOptions`.
+        precision: As for `Booster`.
+    """
+
+    name: ClassVar[str] = "gathering"
+    api_version: ClassVar[int] = 1
+    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
+
+    def __init__(
+        self,
+        *,
+        chunk_bytes: int = 256,
+        max_prefetch: int = 1,
+        max_ahead_bytes: int | None = None,
+        shard_param_frac: float = 1.0,
+        debug: bool = False,
+        leaf_class: type[nn.Module] | None = None,
+        home: type[Home] = Home,
+        partition: str = "auto",
+        replica_size: int = 1,
+        precision: str | None = None,
+    ) -> None:
+        self.config = ShardingOptions(partition=partition, replica_size=replica_size)
+        self.precision = None if precision is None else PrecisionPolicy.parse(precision)
+        self.chunks = {
+            "chunk_bytes": chunk_bytes,
+            "max_prefetch": max_prefetch,
+            "max_ahead_bytes": max_ahead_bytes,
+            "shard_param_frac": shard_param_frac,
+            "debug": debug,
+        }
+        self.leaf_class, self.home = leaf_class, home
+        self._ranks = RanksOfWorld(replica_size)
+
+    def resolve_precision(self, policy):
+        return self.config.resolve_precision(policy, self.name)
+
+    def configure(self, objects, context):
+        model, given = objects.model, objects.optimizer
+        check_modules(model)
+        place_model(model, given, context.device, replace(context.precision, param_dtype=None))
+        agree_on_values(model)
+        leaves = {}
+        if self.leaf_class is not None:
+            leaves = {each: [*each.parameters()] for each in model.modules() if isinstance(each, self.leaf_class)}
+        held = {id(parameter) for group in given.param_groups for parameter in group["params"]} if given else set()
+        format_of = self.config.formats(model, context.precision, context.device, held=held)
+        manager = Chunks(
+            model,
+            self._ranks.get(),
+            format_of,
+            kind=partition_for(given, self.config.partition) if given else "flat",
+            home=self.home(),
+            remedy=REMEDY,
+            **self.chunks,
+        )
+        optimizer = None
+        if given is not None:
+            optimizer = GatheringOptimizer(
+                given,
+                model,
+                manager=manager,
+                held=held,
+                config=self.config,
+                format_of=format_of,
+                offloads=manager.home.moves,
+                device=context.device,
+                precision=context.precision,
+                after_step=context.after_step,
+            )
+            # A rank that waited for reductions would not gather what others wait for, before they start theirs.
+            optimizer.reducer.waits_in_backward = not leaves
+        wrapped = GatheredModel(model, manager, leaves, precision=context.precision, optimizer=optimizer)
+        return objects._replace(model=wrapped, optimizer=optimizer)
+
+    def state_adapter(self, model, optimizer, context):
+        return ChunkStateAdapter(model, optimizer, context.coordinator)
+
+    def full_gradient(self, model, optimizer, name):
+        return None if optimizer is None else optimizer.full_gradient(unwrap_model(model).get_parameter(name))
+
+    def describe(self):
+        return {**self.chunks, "leaf_class": self.leaf_class}

@@ -1,0 +1,63 @@
+"""Comparisons of tensors by name fail where anything differs, and say what."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import booster_testing
+from booster_testing.compare import EXACT, Tolerance, assert_same_tensors, largest_difference, tolerance_for
+
+CLOSE = Tolerance(relative=0.1, reason="for this test")
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "message"),
+    [
+        ({"a": torch.ones(2)}, {"b": torch.ones(2)}, r"Only in actual: \['a'\]; only in expected: \['b'\]"),
+        ({}, {"b": torch.ones(2)}, r"only in expected: \['b'\]"),
+        ({"a": torch.ones(2)}, {"a": torch.ones(1, 2)}, r"Shapes differ: a: \(2,\) != \(1, 2\)"),
+        (
+            {"a": torch.tensor([1.0, 9.0])},
+            {"a": torch.tensor([1.0, 8.0])},
+            r"1 of 1 .* 0.1 \(for this test\): a by 0.125",
+        ),
+        ({"a": torch.tensor([math.nan])}, {"a": torch.tensor([1.0])}, "a by inf"),
+        ({"a": torch.tensor([1.0])}, {"a": torch.tensor([math.nan])}, "a by inf"),
+        ({"a": torch.tensor([math.inf])}, {"a": torch.tensor([1.0])}, "a by inf"),
+        ({"a": torch.tensor([0.2])}, {"a": torch.tensor([0.0])}, "a by 0.2"),
+    ],
+)
+def test_what_differs_is_named(actual, expected, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_same_tensors(actual, expected, CLOSE)
+
+
+def test_a_tolerance_is_a_part_of_the_largest_value():
+    expected = {"a": torch.tensor([0.01, 10.0]), "empty": torch.ones(0)}
+    assert_same_tensors({"a": torch.tensor([0.5, 10.0]), "empty": torch.ones(0)}, expected, CLOSE)
+    assert_same_tensors(expected, expected, EXACT)
+    assert largest_difference(expected["empty"], expected["empty"]) == 0.0
+
+
+def test_differences_are_told_from_the_largest_to_the_tenth():
+    expected = {f"t{number:02}": torch.ones(1) for number in range(12)}
+    actual = {name: tensor * (2 + number) for number, (name, tensor) in enumerate(expected.items())}
+    with pytest.raises(AssertionError, match=r"12 of 12 .*: t11 by 12, t10 by 11, .*, t02 by 3$"):
+        assert_same_tensors(actual, expected, CLOSE)
+
+
+def test_narrower_formats_may_differ_by_more():
+    formats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    tolerances = [tolerance_for(dtype).relative for dtype in formats]
+    assert tolerances == sorted(tolerances)
+    assert all(tolerance >= torch.finfo(dtype).eps for tolerance, dtype in zip(tolerances, formats, strict=True))
+
+
+def test_the_kits_are_found_by_name_and_nothing_else_is():
+    assert booster_testing.PluginConformance.__module__ == "booster_testing.conformance"
+    assert booster_testing.PipelineConformance.__module__ == "booster_testing.pipeline_conformance"
+    with pytest.raises(AttributeError, match="module 'booster_testing' has no attribute 'Conformance'"):
+        _ = booster_testing.Conformance

@@ -1,0 +1,55 @@
+"""The life cycle of a bucket's whole values, and memory for them that is used again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from booster_zero.engine import BufferPool, WholeState
+from booster_zero.engine.whole import TRANSITIONS, check_transition
+
+
+@pytest.mark.parametrize("before", list(WholeState))
+@pytest.mark.parametrize("after", list(WholeState))
+def test_a_chunk_goes_only_where_the_table_leads(before, after):
+    if after in TRANSITIONS[before]:
+        check_transition(before, after)
+    else:
+        with pytest.raises(RuntimeError, match=f"that is {before.value} can't become {after.value}"):
+            check_transition(before, after)
+
+
+def test_memory_is_used_again_when_nobody_reads_it():
+    pool = BufferPool(least_bytes=0, most_idle_bytes=1 << 20)
+    buffer = pool.take(64, torch.float32, torch.device("cpu"))
+    address, view = buffer.data_ptr(), buffer[3:5]
+    pool.give(buffer)
+    del buffer
+    assert pool.take(64, torch.float32, torch.device("cpu")).data_ptr() != address
+    del view
+    assert pool.take(64, torch.float32, torch.device("cpu")).data_ptr() == address
+
+
+def test_idle_memory_is_bounded():
+    pool = BufferPool(least_bytes=0, most_idle_bytes=1024)
+    buffers = [pool.take(128, torch.float32, torch.device("cpu")) for _ in range(4)]
+    storages = [torch.multiprocessing.reductions.StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
+    while buffers:
+        pool.give(buffers.pop())
+    assert sum(storage.expired() for storage in storages) == 2
+
+
+def test_buffers_of_about_the_same_size_take_each_others_place():
+    pool = BufferPool(least_bytes=512, most_idle_bytes=1024)
+    buffer = pool.take(100, torch.float32, torch.device("cpu"))
+    address = buffer.data_ptr()
+    pool.give(buffer)
+    del buffer
+    again = pool.take(250, torch.bfloat16, torch.device("cpu"))
+    assert (again.data_ptr(), again.shape, again.dtype) == (address, (250,), torch.bfloat16)
+
+
+def test_memory_taken_in_inference_mode_serves_training():
+    with torch.inference_mode():
+        buffer = BufferPool(64, 1024).take(4, torch.float32, torch.device("cpu"))
+    assert not buffer.is_inference()
