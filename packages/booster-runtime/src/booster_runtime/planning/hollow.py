@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from booster_core.errors import ConfigError
+from booster_runtime.planning.answers import SMALL_NUMEL
 from booster_runtime.planning.messages import call_collective
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from booster_runtime.planning.ledger import Ledger
+    from booster_runtime.planning.mail import Mailbox
 
-SMALL_NUMEL = 1 << 14
-"""Operations run where neither their arguments nor their results have more elements."""
 _aten = torch.ops.aten
 _AS_THEY_ARE = {
     _aten._unsafe_view.default,  # noqa: SLF001 - the name of an operation
@@ -61,12 +61,14 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         ledger: Where they are counted.
-        computes: Run everything, as in training. Else only what is small.
+        mailbox: What this rank sends to others, and gets from them. With one, only what is small is run; without, all
+            is, as in training.
     """
 
-    def __init__(self, ledger: Ledger, *, computes: bool) -> None:
+    def __init__(self, ledger: Ledger, mailbox: Mailbox | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger, self._computes = ledger, computes
+        self._ledger, self._mailbox = ledger, mailbox
+        self._computes = mailbox is None
         self._is_quiet = False
         self._makes_unknown = False
         self._kinds: dict[Any, _Kind] = {}
@@ -89,7 +91,7 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # a wrapper, whose operations on the tensors inside come here in turn
         if func.namespace == "c10d":
             return call_collective(
-                func, args, kwargs, None if self._is_quiet else self._ledger, computes=self._computes
+                func, args, kwargs, self._ledger, is_counted=not self._is_quiet, mailbox=self._mailbox
             )
         self._makes_unknown = False
         out = self._call(func, args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,25 +23,26 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from booster_runtime.collectives.transports import Transport
+    from booster_runtime.planning.mail import Mailbox
 
 
 @contextlib.contextmanager
-def watching(*, computes: bool) -> Iterator[Ledger]:
+def watching(mailbox: Mailbox | None = None) -> Iterator[Ledger]:
     """Count what this process holds, sends and computes inside.
 
     Args:
-        computes: Run everything, with the ranks that are there. Else in a world that `planned_world` made.
+        mailbox: That of the world that `planned_world` made; ``None`` runs everything, with the ranks that are there.
 
     Collective: none.
     """
     ledger = Ledger()
-    mode = Watching(ledger, computes=computes)
+    mode = Watching(ledger, mailbox)
 
     def make(group: ProcessGroup) -> Transport:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if size == 1:
             return AloneTransport()
-        inner = choice.choose(group) if computes else SilentTransport(rank, size)
+        inner = choice.choose(group) if mailbox is None else SilentTransport(rank, size)
         return CountingTransport(inner, ledger, mode, rank, size)
 
     resize = torch.UntypedStorage.resize_
@@ -73,8 +75,12 @@ def check_no_group() -> None:
 
 
 @contextlib.contextmanager
-def planned_world(world_size: int, rank: int) -> Iterator[None]:
-    """Let this process be one rank of a world whose other ranks do what it does.
+def planned_world(world_size: int, mailbox: Mailbox) -> Iterator[None]:
+    """Let this process be one rank of a world whose other ranks do what it does, or have sent it what they do.
+
+    Args:
+        world_size: Number of ranks.
+        mailbox: That of the rank.
 
     Raises:
         ConfigError: If there is a process group already.
@@ -84,17 +90,25 @@ def planned_world(world_size: int, rank: int) -> Iterator[None]:
     check_no_group()
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    rank, excepthook = mailbox.rank, sys.excepthook
     open_world(FakeStore(), rank=rank, world_size=world_size, local_rank=rank, backend="fake", timeout_seconds=60.0)
     world = current_world()
     world.rendezvous_of = lambda _: _Attended(rank)  # type: ignore[method-assign,assignment,return-value]
+
+    def broadcast_objects(object_list: list[Any], src: int | None = None, group: Any = None, **kwargs: Any) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        source = ranks[kwargs["group_src"]] if src is None else src
+        object_list[:] = mailbox.broadcast(tuple(ranks), source, object_list)
+
     gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
     dist.all_gather_object = _gather_object
-    dist.broadcast_object_list = _broadcast_objects
+    dist.broadcast_object_list = broadcast_objects
     try:
         yield
     finally:
         dist.all_gather_object, dist.broadcast_object_list = gather, broadcast
         close_world()
+        sys.excepthook = excepthook  # torch puts the rank before tracebacks
 
 
 class _Attended:
@@ -116,8 +130,3 @@ class _Attended:
 def _gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
     del group
     object_list[:] = [obj] * len(object_list)
-
-
-def _broadcast_objects(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Leave the objects of this rank as those of the sender."""
-    del object_list, args, kwargs
