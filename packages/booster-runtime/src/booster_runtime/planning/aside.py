@@ -1,8 +1,10 @@
-"""Planning in a process that has launched: its process group is set aside while the plan has one of its own."""
+"""Process groups of a plan's ranks, apart from those of the process: it may have launched, and its ranks may wait."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import sys
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -14,32 +16,28 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def group_set_aside() -> Iterator[None]:
-    """Let this process have no process group inside; its groups are as before afterwards.
+def groups_set_aside() -> Iterator[None]:
+    """Let each thread of this process have process groups of its own inside; they are as before afterwards.
 
     Other ranks may wait for this one meanwhile, but it must not communicate.
 
     Collective: none.
     """
-    if not dist.is_initialized():
-        yield
-        return
     from torch._C import _distributed_c10d as registry
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-    world, c10d = current_world(), dist.distributed_c10d
-    groups, rank = c10d._world, dist.get_rank()  # noqa: SLF001 - where torch keeps all groups, meant to be replaced
-    progress = {name: value.copy() if hasattr(value, "copy") else value for name, value in vars(PROGRESS).items()}
-    names = dict(groups.pg_names)
-    for name in names.values():  # a plan's groups have the same names
-        registry._unregister_process_group(name)  # noqa: SLF001 - torch has no public way to do so
-    c10d._world = ThreadLocalWorld()  # type: ignore[assignment] # noqa: SLF001 - an empty one
+    world, c10d, rank = current_world(), dist.distributed_c10d, dist.get_rank() if dist.is_initialized() else -1
+    groups, excepthook = c10d._world, sys.excepthook  # noqa: SLF001 - where torch keeps all groups
+    progress = {name: copy.copy(getattr(PROGRESS, name)) for name in PROGRESS.__slots__}
+    c10d._world = ThreadLocalWorld()  # type: ignore[assignment] # noqa: SLF001 - torch's point of extension
+    registry._set_thread_isolation_mode(True)  # noqa: SLF001, FBT003 - the names of groups are kept a second time
     try:
         yield
     finally:
-        c10d._world = groups  # noqa: SLF001
-        for group, name in names.items():
-            registry._register_process_group(name, group)  # noqa: SLF001
+        registry._set_thread_isolation_mode(False)  # noqa: SLF001, FBT003
         registry._set_global_rank(rank)  # noqa: SLF001
+        c10d._world = groups  # noqa: SLF001
+        sys.excepthook = excepthook  # torch puts the rank before tracebacks
         set_world(world)
-        vars(PROGRESS).update(progress)
+        for name, value in progress.items():
+            setattr(PROGRESS, name, value)

@@ -16,7 +16,6 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import SYNCHRONOUS_TRAINING, Capability, Plugin
 from booster_runtime.lazy import is_lazy
 from booster_runtime.planning.answers import SMALL_NUMEL
-from booster_runtime.planning.aside import group_set_aside
 from booster_runtime.planning.candidates import Candidate, candidates
 from booster_runtime.planning.prediction import Training, predict_training
 from booster_runtime.planning.ranking import Devices, Planned, planned, size_text
@@ -149,8 +148,7 @@ def _best(booster: Booster, objects: Boosted) -> Planned:
             raise ConfigError(msg)
         return predict_training(training, plugin, size)
 
-    with group_set_aside():
-        found = [planned(each, devices, predict) for each in candidates(size)]
+    found = [planned(each, devices, predict) for each in candidates(size)]
     fitting = [each for each in found if each.fits]
     if fitting:
         return min(fitting, key=_seconds_per_share)

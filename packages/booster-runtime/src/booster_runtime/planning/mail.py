@@ -1,8 +1,4 @@
-"""What ranks of a plan send each other: a plan runs one rank after the other, and each finds what others have sent.
-
-A rank that needs what is not there yet ends, and is run again once the sender has been. So nothing is assumed about
-what another rank sends: that rank's own run has sent it.
-"""
+"""What ranks of a plan send each other. Nothing is assumed about it: the sender's own run has sent it."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import Tensor
     from torch.distributed import Work
@@ -50,20 +48,6 @@ Key = tuple[Any, int]
 """Something that is sent: a channel, or the sender and the group of objects, and its number there."""
 
 
-class NotSentError(BaseException):
-    """A rank needs what another one has not sent yet; no error of the code that runs, which must not catch it.
-
-    Args:
-        rank: The rank that needs it.
-        sender: The rank that has to send it.
-        key: Where it will be, for `Mail.has`.
-    """
-
-    def __init__(self, rank: int, sender: int, key: Key) -> None:
-        super().__init__(f"rank {rank} waits for rank {sender}")
-        self.sender, self.key = sender, key
-
-
 @dataclass
 class Mail:
     """All that ranks have sent until now."""
@@ -85,21 +69,22 @@ class Mail:
 
 
 class Mailbox:
-    """One run of one rank: what it sends and receives.
+    """What one rank sends and receives.
 
     Args:
         mail: What ranks have sent.
         rank: This one.
+        wait_for: Called with this rank, the rank that has to send something, and its key; returns when it is there.
 
     Attributes:
         rank: As above.
         waiting: Receives that are under way; torch's C++ code does not keep the Python objects alive.
     """
 
-    def __init__(self, mail: Mail, rank: int) -> None:
+    def __init__(self, mail: Mail, rank: int, wait_for: Callable[[int, int, Key], None]) -> None:
         self.rank = rank
         self.waiting: set[Work] = set()
-        self._mail = mail
+        self._mail, self._wait_for = mail, wait_for
         self._counts: dict[tuple[str, Any], int] = {}
 
     def send(self, channel: Channel, message: Message) -> int:
@@ -113,14 +98,10 @@ class Mailbox:
         return self._next("received", channel)
 
     def receive(self, channel: Channel, index: int) -> Message:
-        """Return a message.
-
-        Raises:
-            NotSentError: If it is not there yet.
-        """
+        """Return a message, when it is there."""
         key = channel, index
         if not self._mail.has(key):
-            raise NotSentError(self.rank, channel.sender, key)
+            self._wait_for(self.rank, channel.sender, key)
         message: Message = self._mail.get(key)
         return message
 
@@ -130,22 +111,19 @@ class Mailbox:
         Args:
             group: Ranks of the group.
             source: The sender.
-            values: What this rank has of them.
-
-        Raises:
-            NotSentError: If this rank has none, and the sender has not been run.
+            values: What this rank has of them; they are taken for the sender's, if that is not planned.
         """
         name = ("objects", group, source)
         key = name, self._next("objects", name)
         if source == self.rank:
             self._mail.put(key, pickle.dumps(values))
             return values
-        if self._mail.has(key):
-            sent: list[Any] = pickle.loads(self._mail.get(key))  # noqa: S301 - from this process
-            return sent
-        if all(value is None for value in values):
-            raise NotSentError(self.rank, source, key)
-        return values
+        if not self._mail.has(key):
+            if any(value is not None for value in values):
+                return values
+            self._wait_for(self.rank, source, key)
+        sent: list[Any] = pickle.loads(self._mail.get(key))  # noqa: S301 - from this process
+        return sent
 
     def _next(self, what: str, name: Any) -> int:
         index = self._counts.get((what, name), 0)

@@ -66,14 +66,16 @@ class _Receipt(_Done):
 
     def __init__(self, tensor: Tensor, take: Callable[[], None], mailbox: Mailbox) -> None:
         super().__init__([tensor])
-        self._take, self._mailbox = take, mailbox
+        self._take: Callable[[], None] | None = take  # which holds the tensor
+        self._mailbox = mailbox
         mailbox.waiting.add(self)
 
     def wait(self, timeout: Any = None) -> bool:
         """Take the message, which must have been sent."""
-        if self in self._mailbox.waiting:
+        take, self._take = self._take, None
+        if take is not None:
             self._mailbox.waiting.remove(self)
-            self._take()
+            take()
         return super().wait(timeout)
 
 
@@ -106,7 +108,6 @@ def call_collective(
 
     Raises:
         ConfigError: If it receives from any rank, or something else than was sent.
-        NotSentError: When a message is waited for that its sender has not sent yet.
 
     Collective: every rank of the group, if it is run; else none.
     """

@@ -20,8 +20,8 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, unwrap_model
 from booster_runtime.planning.candidates import check_on_device
-from booster_runtime.planning.mail import Mail, Mailbox, NotSentError
-from booster_runtime.planning.world import planned_world, watching
+from booster_runtime.planning.relay import Relay
+from booster_runtime.planning.world import counted, planned_world, planning, watching
 from booster_runtime.sharding import local_of
 from booster_runtime.verification.reference import share_of
 from booster_runtime.verification.run import random_state_kept
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import Plugin
     from booster_core.precision import PrecisionPolicy
     from booster_runtime.planning.ledger import Ledger, Traffic
-    from booster_runtime.planning.mail import Key
+    from booster_runtime.planning.mail import Mailbox
     from booster_runtime.planning.timeline import Timeline
 
 STEPS = 3
@@ -138,7 +138,7 @@ def predict(
         ConfigError: If the plugin refuses the model, the batch can't be shared, or an operation's result has a shape
             that depends on values.
 
-    Collective: none. Call it in a process that has no process group.
+    Collective: none. Process groups of this process are not used.
     """
     return predict_ranks(build, batch, plugin, world_size, rank, mixed_precision=mixed_precision, steps=steps)[rank]
 
@@ -170,7 +170,7 @@ def predict_ranks(
     Raises:
         ConfigError: As for `predict`.
 
-    Collective: none. Call it in a process that has no process group.
+    Collective: none. Process groups of this process are not used.
     """
     training = Training(build=build, share=_sharing(batch), mixed_precision=mixed_precision, steps=steps)
     return predict_training(training, plugin, world_size, rank)
@@ -188,39 +188,24 @@ def predict_training(training: Training, plugin: Plugin, world_size: int, rank: 
     Raises:
         ConfigError: As for `predict`.
 
-    Collective: none. Call it in a process that has no process group.
+    Collective: none. Process groups of this process are not used.
     """
     if not 0 <= rank < world_size:
         msg = f"`rank={rank}` is not one of the {world_size} rank(s)."
         raise ConfigError(msg)
     check_on_device(plugin)
-    mail = Mail()
-    found: dict[int, Prediction] = {}
-    needs: dict[int, Key | None] = {rank: None}  # what each unfinished rank waits for
-    while needs:
-        # The rank that came last is the nearest to one that waits for nobody.
-        ready = [each for each, key in needs.items() if key is None or mail.has(key)]
-        assert ready, "the ranks of a plan wait for each other"
-        current = ready[-1]
+
+    def predict_one(plugin: Plugin, mailbox: Mailbox) -> Prediction:
+        started = time.perf_counter()
         try:
-            found[current] = _predict_one(training, plugin, world_size, Mailbox(mail, current))
-        except NotSentError as error:
-            needs[current] = error.key
-            if error.sender not in found:
-                needs.setdefault(error.sender, None)
-        else:
-            del needs[current]
-    return dict(sorted(found.items()))
+            with planned_world(world_size, mailbox), watching(mailbox) as ledger:
+                return _train(training, plugin, ledger, started)
+        finally:
+            mailbox.waiting.clear()
+            gc.collect()  # strategies keep their model in cycles of hooks
 
-
-def _predict_one(training: Training, plugin: Plugin, world_size: int, mailbox: Mailbox) -> Prediction:
-    started = time.perf_counter()
-    try:
-        with random_state_kept(), planned_world(world_size, mailbox), watching(mailbox) as ledger:
-            return _train(training, plugin, ledger, started)
-    finally:
-        mailbox.waiting.clear()
-        gc.collect()  # strategies keep their model in cycles of hooks
+    with planning():
+        return Relay(predict_one, plugin, rank).run()
 
 
 def _sharing(batch: Callable[[], Any]) -> Callable[[int, int], Any]:
@@ -251,7 +236,7 @@ def measure(
     """
     training = Training(build=build, share=_sharing(batch), mixed_precision=mixed_precision, steps=steps)
     started = time.perf_counter()
-    with random_state_kept(), watching() as ledger:
+    with random_state_kept(), counted(), watching() as ledger:
         return _train(training, plugin, ledger, started)
 
 

@@ -9,7 +9,6 @@ from booster_core.errors import BoosterError, ConfigError
 from booster_runtime.planning.candidates import Candidate, candidates
 from booster_runtime.planning.prediction import STEPS, Prediction, predict_ranks
 from booster_runtime.planning.timeline import replay
-from booster_runtime.planning.world import check_no_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -157,11 +156,10 @@ def plan(
         All settings, the best one first. Those that a plugin refuses, or that can't be planned, say why.
 
     Raises:
-        ConfigError: If there is nothing to compare, or a process group was launched.
+        ConfigError: If there is nothing to compare.
 
-    Collective: none. Call it in a process that has no process group.
+    Collective: none. Process groups of this process are not used.
     """
-    check_no_group()
     chosen = list(candidates(devices.number, plugins) if settings is None else settings)
     if not chosen:
         msg = "There is no setting to plan. Install a plugin, such as booster-zero, or name one that is installed."
