@@ -22,6 +22,7 @@ from booster_runtime.planning.ranking import Devices, Planned, planned, size_tex
 from booster_runtime.verification.at_boost import copied
 from booster_runtime.verification.first_batches import copy_of
 from booster_runtime.verification.losses import guessed_losses, has_stages
+from booster_runtime.verification.run import random_state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from booster_core import Booster
     from booster_core.plugin import BoostContext, Boosted
 
+_ALIKE = 1.01
+"""Of settings whose estimated times differ by less, the one that needs least memory is taken."""
 _INSTEAD = "Or choose a plugin by `booster plan`, and name it"
 
 
@@ -132,7 +135,8 @@ def _best(booster: Booster, objects: Boosted) -> Planned:
             f"{missing}. Pass it. {_INSTEAD}."
         )
         raise ConfigError(msg)
-    batch = _first_batch(objects.dataloader)
+    with random_state_kept():
+        batch = _first_batch(objects.dataloader)
     values = _without_values(objects.model, objects.optimizer)
     training = Training(
         build=lambda: copied(objects.model, objects.optimizer, values(), what="`plugin='auto'`", instead=_INSTEAD),
@@ -149,10 +153,14 @@ def _best(booster: Booster, objects: Boosted) -> Planned:
         return predict_training(training, plugin, size)
 
     found = [planned(each, devices, predict) for each in candidates(size)]
-    fitting = [each for each in found if each.fits]
-    if fitting:
-        return min(fitting, key=_seconds_per_share)
-    raise _nothing_fits(found, budget)
+    fitting = [
+        (_seconds_per_share(each), each.prediction.peak_bytes, each) for each in found if each.prediction and each.fits
+    ]
+    if not fitting:
+        raise _nothing_fits(found, budget)
+    fastest = min(seconds for seconds, _, _ in fitting)
+    alike = [(peak, each) for seconds, peak, each in fitting if seconds <= _ALIKE * fastest]
+    return min(alike, key=lambda each: each[0])[1]
 
 
 def _seconds_per_share(found: Planned) -> float:

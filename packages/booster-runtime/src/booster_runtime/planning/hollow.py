@@ -72,6 +72,7 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_quiet = False
         self._makes_unknown = False
         self._kinds: dict[Any, _Kind] = {}
+        self._known_shapes: dict[Any, Any] = {}
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -131,25 +132,45 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return kind.with_written(pytree.tree_map_only(Tensor, _memory_like, shapes), args, kwargs)
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operation returns, on the meta device."""
-        metas: dict[int, Tensor] = {}
-
-        def meta_of(tensor: Tensor) -> Tensor:
-            if id(tensor) not in metas:
-                metas[id(tensor)] = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-                )
-            return metas[id(tensor)]
-
-        meta_args, meta_kwargs = pytree.tree_map_only(Tensor, meta_of, (args, kwargs))
-        meta_kwargs = {key: None if isinstance(value, torch.Generator) else value for key, value in meta_kwargs.items()}
-        if "device" in meta_kwargs or not metas:
-            meta_kwargs["device"] = torch.device("meta")
+        """Return what an operation returns, on the meta device; layers that are alike ask for the same many times."""
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        first: dict[int, int] = {}
+        key = (
+            func,
+            form,
+            tuple(
+                (first.setdefault(id(leaf), index), leaf.shape, leaf.stride(), leaf.dtype)
+                if isinstance(leaf, Tensor)
+                else (type(leaf), leaf)
+                for index, leaf in enumerate(leaves)
+            ),
+        )
         try:
-            return func(*meta_args, **meta_kwargs)
-        except Exception as error:
-            first_line = next(iter(str(error).splitlines()), "")
-            raise _unplanned(func, f"{type(error).__name__}: {first_line}") from error
+            found = self._known_shapes.get(key)
+        except TypeError:  # an argument that has no hash
+            return _shapes_of(func, args, kwargs)
+        if found is None:
+            found = self._known_shapes[key] = _shapes_of(func, args, kwargs)
+        return found
+
+
+def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
+    metas: dict[int, Tensor] = {}
+
+    def meta_of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in metas:
+            metas[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return metas[id(tensor)]
+
+    meta_args, meta_kwargs = pytree.tree_map_only(Tensor, meta_of, (args, kwargs))
+    meta_kwargs = {key: None if isinstance(value, torch.Generator) else value for key, value in meta_kwargs.items()}
+    if "device" in meta_kwargs or not metas:
+        meta_kwargs["device"] = torch.device("meta")
+    try:
+        return func(*meta_args, **meta_kwargs)
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        raise _unplanned(func, f"{type(error).__name__}: {first_line}") from error
 
 
 def _unplanned(func: Any, reason: str) -> ConfigError:
