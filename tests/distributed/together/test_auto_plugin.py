@@ -108,6 +108,11 @@ def without_loss():
     boosted("auto", criterion=None, memory_budget_bytes=64 * MIB)
 
 
+def loader_before_boost():
+    booster = Booster(plugin="auto", memory_budget_bytes=MIB)
+    booster.prepare_dataloader(pairs().dataset, batch_size=4)
+
+
 def named_with_budget():
     Booster(plugin="ddp", memory_budget_bytes=MIB)
 
@@ -125,6 +130,7 @@ def without_budget():
         ),
         (without_loader, "`boost` got no data loader"),
         (without_loss, "could plan no training step.*The loss could not be computed.*Pass `boost` a criterion"),
+        (loader_before_boost, "chooses, and it was asked for before. Call `boost`"),
         (named_with_budget, "is what `plugin='auto'` chooses by, and the plugin is 'ddp'"),
         (without_budget, "`memory_budget_bytes=None` can't tell what fits"),
     ],

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from booster_core import Booster
     from booster_core.plugin import BoostContext, Boosted
+    from booster_core.ranks import DistCoordinator
+    from booster_core.state import StateAdapter
 
 _ALIKE = 1.01
 """Of settings whose estimated times differ by less, the one that needs least memory is taken."""
@@ -64,8 +66,21 @@ class AutoPlugin(Plugin):
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
         """Refuse: another plugin has taken this one's place in `boost`."""
         del objects, context
-        msg = "`plugin='auto'` is chosen by `Booster.boost` alone. Call that."
-        raise ConfigError(msg)
+        raise ConfigError(_too_early("The objects are configured"))
+
+    def data_parallel_coordinates(self, coordinator: DistCoordinator) -> tuple[int, int]:
+        """Refuse: which ranks see different samples is not known."""
+        del coordinator
+        raise ConfigError(_too_early("Samples are shared out (pass `boost` a plain data loader)"))
+
+    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+        """Refuse: where state will be is not known."""
+        del model, optimizer, context
+        raise ConfigError(_too_early("`booster.checkpoint_io` is used"))
+
+
+def _too_early(what: str) -> str:
+    return f"{what} by the plugin that `plugin='auto'` chooses, and it was asked for before. Call `boost`."
 
 
 def auto_plugin(booster: Booster, plugin: Any, memory_budget_bytes: int | None) -> AutoPlugin:
