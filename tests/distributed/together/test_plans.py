@@ -137,16 +137,14 @@ def test_predicted_bytes_of_meshes_are_those_of_ranks(setting):
 
 
 def test_a_step_has_the_time_that_stages_wait():
-    # Four equal stages and a negligible head: of m + 3 turns each stage works in m.
+    # Four equal stages and a negligible head: of 4 + 3 turns each stage works in 4.
     def build():
-        return llama("1M", num_hidden_layers=8, vocab_size=64)
+        return llama("1M", num_hidden_layers=4, vocab_size=64)
 
-    for num_microbatches in (4, 8):
-        plugin = load("hybrid")(pp_size=4, num_microbatches=num_microbatches)
-        ranks = predict_ranks(build, small_tokens, plugin, 4, steps=1)
-        everything = replay([each.timeline for each in ranks.values()], 1e12, 1e15)
-        busiest = max(each.flops for each in ranks.values()) / 1e12
-        assert everything / busiest == pytest.approx((num_microbatches + 3) / num_microbatches, rel=0.1)
+    ranks = predict_ranks(build, small_tokens, load("hybrid")(pp_size=4, num_microbatches=4), 4, steps=1)
+    everything = replay([each.timeline for each in ranks.values()], 1e12, 1e15)
+    busiest = max(each.flops for each in ranks.values()) / 1e12
+    assert everything / busiest == pytest.approx((4 + 3) / 4, rel=0.1)
 
 
 class Blocks(nn.Module):
