@@ -71,10 +71,8 @@ def same_as_named(budget):
     return chosen.name, dict(chosen.options)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_training_is_that_of_the_plugin_that_was_chosen(num_ranks):
-    found = run_on_ranks(same_as_named, num_ranks, 64 * MIB, **PATIENT)
-    assert all(each == found[0] for each in found)
+def test_one_rank_trains_as_under_the_plugin_that_was_chosen():
+    run_on_ranks(same_as_named, 1, 64 * MIB, **PATIENT)
 
 
 def peak_of(plugin, options):
@@ -85,7 +83,7 @@ def peak_of(plugin, options):
     return measure(build, lambda: torch.zeros(8, WIDTH), load(plugin)(**options)).peak_bytes
 
 
-def test_the_choice_fits_where_replicas_do_not():
+def test_two_ranks_train_as_under_the_plugin_that_was_chosen_which_fits_where_replicas_do_not():
     # Parameters, gradients and two moments of 526,592 values in fp32 take 8.0 MiB on every rank.
     budget = 7 * MIB
     (name, options), *others = run_on_ranks(same_as_named, 2, budget, **PATIENT)

@@ -32,12 +32,12 @@ class Send(NamedTuple):
 
     Args:
         channel: Where.
-        index: Its number there.
+        number: Its number there.
         num_bytes: Its size.
     """
 
     channel: Channel
-    index: int
+    number: int
     num_bytes: int
 
 
@@ -46,11 +46,11 @@ class Receive(NamedTuple):
 
     Args:
         channel: Where.
-        index: Its number there.
+        number: Its number there.
     """
 
     channel: Channel
-    index: int
+    number: int
 
 
 Timeline = list[Busy | Send | Receive]
@@ -71,7 +71,7 @@ def replay(timelines: Sequence[Sequence[Busy | Send | Receive]], flops_per_secon
     """
     clocks = [0.0] * len(timelines)
     places = [0] * len(timelines)
-    own = {(event.channel, event.index) for each in timelines for event in each if isinstance(event, Send)}
+    own = {(event.channel, event.number) for each in timelines for event in each if isinstance(event, Send)}
     arrivals: dict[tuple[Channel, int], float] = {}
     while True:
         before = list(places)
@@ -80,9 +80,9 @@ def replay(timelines: Sequence[Sequence[Busy | Send | Receive]], flops_per_secon
                 if isinstance(event, Busy):
                     clocks[rank] += event.flops / flops_per_second + event.sent_bytes / rate
                 elif isinstance(event, Send):
-                    arrivals[event.channel, event.index] = clocks[rank] + event.num_bytes / rate
+                    arrivals[event.channel, event.number] = clocks[rank] + event.num_bytes / rate
                 else:
-                    key = event.channel, event.index
+                    key = event.channel, event.number
                     if key in own and key not in arrivals:
                         break
                     clocks[rank] = max(clocks[rank], arrivals.get(key, 0.0))
