@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -23,9 +23,10 @@ def groups_set_aside() -> Iterator[None]:
 
     Collective: none.
     """
-    from torch._C import _distributed_c10d as registry
+    from torch._C import _distributed_c10d
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
+    registry: Any = _distributed_c10d  # of which torch's stubs list a part
     world, c10d, rank = current_world(), dist.distributed_c10d, dist.get_rank() if dist.is_initialized() else -1
     groups, excepthook = c10d._world, sys.excepthook  # noqa: SLF001 - where torch keeps all groups
     progress = {name: copy.copy(getattr(PROGRESS, name)) for name in PROGRESS.__slots__}

@@ -143,8 +143,9 @@ def _best(booster: Booster, objects: Boosted) -> Planned:
     """Return the fastest setting that fits."""
     assert isinstance(booster.plugin, AutoPlugin), "`boost` chooses once"
     budget, size = booster.plugin.memory_budget_bytes, booster.context.coordinator.world_size
-    if objects.optimizer is None or objects.dataloader is None:
-        missing = "optimizer" if objects.optimizer is None else "data loader"
+    model, optimizer = objects.model, objects.optimizer
+    if optimizer is None or objects.dataloader is None:
+        missing = "optimizer" if optimizer is None else "data loader"
         msg = (
             "`plugin='auto'` plans a training step on the data loader's first batch, and `boost` got no "
             f"{missing}. Pass it. {_INSTEAD}."
@@ -152,9 +153,9 @@ def _best(booster: Booster, objects: Boosted) -> Planned:
         raise ConfigError(msg)
     with random_state_kept():
         batch = _first_batch(objects.dataloader)
-    values = _without_values(objects.model, objects.optimizer)
+    values = _without_values(model, optimizer)
     training = Training(
-        build=lambda: copied(objects.model, objects.optimizer, values(), what="`plugin='auto'`", instead=_INSTEAD),
+        build=lambda: copied(model, optimizer, values(), what="`plugin='auto'`", instead=_INSTEAD),
         share=lambda *_: batch,
         loss=_explained(guessed_losses(objects.criterion, batch).forward),
         mixed_precision=booster.precision,

@@ -98,7 +98,8 @@ def planning() -> Iterator[None]:
     """
     gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
     with random_state_kept(), groups_set_aside(), counted():
-        dist.all_gather_object, dist.broadcast_object_list = _gather_object, _broadcast_objects
+        dist.all_gather_object = _gather_object
+        dist.broadcast_object_list = _broadcast_objects  # type: ignore[assignment] # takes the rest by name
         try:
             yield
         finally:
