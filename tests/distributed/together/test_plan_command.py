@@ -55,6 +55,7 @@ class _Dropping(nn.Linear):
     [
         (lambda: _Dropping(256, 1024), {}, "can't be known without computing it"),
         (lambda: nn.Linear(256, 1024), {"stage": 3}, "stage=3"),
+        (lambda: nn.Linear(256, 1024), {"offload": "cpu"}, "Plugin 'zero' with `offload='cpu'` can't be planned"),
     ],
 )
 def test_what_cannot_be_planned_says_why(model, options, message):

@@ -2,13 +2,17 @@
 
 import contextlib
 import gc
+import threading
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from booster_core.plugin import load
-from booster_runtime.planning import measure, predict
+from booster_hybrid import ShardingPolicy
+from booster_runtime.planning import Candidate, Devices, measure, plan, predict, predict_ranks
+from booster_runtime.planning.timeline import replay
 from booster_testing import run_on_ranks
 
 SETTINGS = {
@@ -23,30 +27,48 @@ SETTINGS = {
     "hybrid, tensors": ("hybrid", {"tp_size": 2}),
     "hybrid, tensors, zero": ("hybrid", {"tp_size": 2, "zero_stage": 1}),
     "hybrid, zero 3": ("hybrid", {"zero_stage": 3}),
+    "hybrid, stages": ("hybrid", {"pp_size": 2, "num_microbatches": 4}),
+    "hybrid, stages, gpipe": ("hybrid", {"pp_size": 2, "pp_style": "gpipe", "zero_stage": 1}),
+    "hybrid, stages, interleaved": ("hybrid", {"pp_size": 2, "pp_style": "interleaved"}),
+    "hybrid, stages, zbv": ("hybrid", {"pp_size": 2, "pp_style": "zbv"}),
+    "hybrid, stages, zero 3": ("hybrid", {"pp_size": 2, "zero_stage": 3}),
+    "hybrid, stages, recomputed": ("hybrid", {"pp_size": 2, "checkpoint_ratio": 1.0}),
+}
+ON_FOUR = {
+    "hybrid, four stages": ("hybrid", {"pp_size": 4}),
+    "hybrid, four ranks, interleaved": ("hybrid", {"pp_size": 4, "pp_style": "interleaved"}),
+    "hybrid, four ranks, zbv": ("hybrid", {"pp_size": 4, "pp_style": "zbv"}),
+    "hybrid, tensors, stages": ("hybrid", {"pp_size": 2, "tp_size": 2}),
 }
 SIZES = {
     "1M": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 2000},
+    "2M": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "vocab_size": 2000},
     "25M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 6000},
     "110M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 16000},
 }
 
 
-def llama(size):
+def llama(size, **options):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}
-    model = LlamaForCausalLM(LlamaConfig(**SIZES[size], **heads))
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES[size], **heads, **options}))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def tokens():
-    ids = torch.arange(4 * 32).reshape(4, 32) % 1000
+    ids = torch.arange(8 * 32).reshape(8, 32) % 1000
+    return {"input_ids": ids, "labels": ids}
+
+
+def small_tokens():
+    ids = torch.arange(8 * 128).reshape(8, 128) % 64
     return {"input_ids": ids, "labels": ids}
 
 
 def trained(settings, size):
     """Return what this rank holds and sends under each setting, and the size of all tensors that Python can see."""
-    return [_trained(*SETTINGS[setting], size) for setting in settings]
+    return [_trained(*{**SETTINGS, **ON_FOUR}[setting], size) for setting in settings]
 
 
 def _trained(name, options, size):
@@ -84,27 +106,81 @@ def _held(before):
 
 def compare(settings, size, world_size):
     """Compare plans with runs; the size of tensors is counted without any of the plan's code."""
-    found = run_on_ranks(trained, world_size, settings, size)[0]
-    for setting, (measured, held) in zip(settings, found, strict=True):
-        name, options = SETTINGS[setting]
-        predicted = predict(lambda: llama(size), tokens, load(name)(**options), world_size)
-        assert predicted.traffic == measured.traffic, setting
-        assert predicted.traffic, setting
-        assert predicted.flops == measured.flops, setting
-        assert predicted.state_bytes == pytest.approx(measured.state_bytes, rel=0.05), setting
-        assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1), setting
-        assert predicted.state_bytes + predicted.other_bytes == pytest.approx(held, rel=0.05), setting
+    ranks = run_on_ranks(trained, world_size, settings, size)
+    for index, setting in enumerate(settings):
+        name, options = {**SETTINGS, **ON_FOUR}[setting]
+        planned = predict_ranks(lambda: llama(size), tokens, load(name)(**options), world_size)
+        assert len(planned) == options.get("pp_size", 1), setting
+        for rank, predicted in planned.items():
+            measured, held = ranks[rank][index]
+            assert predicted.traffic == measured.traffic, (setting, rank)
+            assert predicted.traffic, (setting, rank)
+            assert predicted.flops == measured.flops, (setting, rank)
+            assert predicted.state_bytes == pytest.approx(measured.state_bytes, rel=0.05), (setting, rank)
+            assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1), (setting, rank)
+            assert predicted.state_bytes + predicted.other_bytes == pytest.approx(held, rel=0.05), (setting, rank)
 
 
 def test_predicted_bytes_are_those_of_ranks():
-    compare(["zero 1", "hybrid, tensors"], "1M", 2)
+    compare(["zero 1", "hybrid, tensors", "hybrid, stages"], "1M", 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", list(SETTINGS))
-@pytest.mark.parametrize(("size", "world_size"), [("1M", 2), ("25M", 2), ("25M", 4), ("110M", 2), ("110M", 4)])
+@pytest.mark.parametrize(("size", "world_size"), [("25M", 2), ("25M", 4), ("110M", 2)])
 def test_predicted_bytes_of_every_plugin_are_those_of_ranks(size, world_size, setting):
     compare([setting], size, world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", list(ON_FOUR))
+def test_predicted_bytes_of_meshes_are_those_of_ranks(setting):
+    compare([setting], "2M" if "four ranks" in setting else "25M", 4)  # with a layer for each of 8 stages
+
+
+def test_a_step_has_the_time_that_stages_wait():
+    # Four equal stages and a negligible head: of 4 + 3 turns each stage works in 4.
+    def build():
+        return llama("1M", num_hidden_layers=4, vocab_size=64)
+
+    ranks = predict_ranks(build, small_tokens, load("hybrid")(pp_size=4, num_microbatches=4), 4, steps=1)
+    everything = replay([each.timeline for each in ranks.values()], 1e12, 1e15)
+    busiest = max(each.flops for each in ranks.values()) / 1e12
+    assert everything / busiest == pytest.approx((4 + 3) / 4, rel=0.1)
+
+
+class Blocks(nn.Module):
+    """Has a list of layers of its own, which a third party's policy names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_plans_of_pipelines_may_follow_each_other_and_leave_no_threads():
+    def build():
+        model = Blocks()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda outputs, batch: outputs.square().mean()
+
+    options = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.zeros(2, 64)}
+    devices = Devices(number=4, memory_bytes=2**30)
+    settings = [
+        Candidate(name="hybrid", options={"pp_size": 2, "num_microbatches": 4, **options}),
+        Candidate(name="hybrid", options={"pp_size": 4, **options}),
+        Candidate(name="hybrid", options={"pp_size": 8, **options}),
+        Candidate(name="ddp"),
+    ]
+    found = plan(build, lambda: torch.zeros(16, 64), devices, settings=settings)
+    sizes = {each.candidate.options.get("pp_size", 1): len(each.others) + 1 for each in found.settings if each.fits}
+    assert sizes == {1: 1, 2: 2, 4: 4}
+    assert "world size 4" in found.settings[-1].problem
+    assert not any("planned" in each.name for each in threading.enumerate())
+    assert not dist.is_initialized()
 
 
 @pytest.mark.slow

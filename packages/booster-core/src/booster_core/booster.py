@@ -59,6 +59,7 @@ class Booster(Batches, Remedies):
         mixed_precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, or a `PrecisionPolicy`. Nothing asked, here or through
             the plugin, means fp32: the model runs as it is, without autocast.
         plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
+            ``"auto"`` lets the first `boost` plan the installed ones and take the fastest that fits into the budget.
         timeout_seconds: How long collective calls wait for a missing rank; the time limit of the launch by default.
         device_placement: Let the data loaders that `boost` and `prepare_dataloader` return hand out batches on the
             device, as `to_device` moves them.
@@ -66,12 +67,14 @@ class Booster(Batches, Remedies):
             batch, under the plugin and in one process, and raise `GradientError` where they differ by more than
             rounding. The loss is that of the model's outputs, or ``criterion(model(inputs), targets)`` where batches
             are pairs; where it is another, pass a function ``verify(model, batch)`` that returns it.
+        memory_budget_bytes: For ``plugin="auto"``: what a rank may hold at the peak of a training step, in bytes.
 
     Raises:
         TypeError: If ``plugin`` is neither a name nor a `Plugin`, ``device`` no device, or ``verify`` no function.
         PluginError: If no plugin of that name is installed, or it cannot be loaded, or was written for another version
             of the plugin interface.
-        ConfigError: If precision is asked for twice with two answers, or plugin, precision and device don't fit.
+        ConfigError: If precision is asked for twice with two answers, plugin, precision and device don't fit, or
+            one of ``plugin="auto"`` and ``memory_budget_bytes`` comes without the other or without booster-runtime.
 
     Collective: none.
     """
@@ -85,6 +88,7 @@ class Booster(Batches, Remedies):
         timeout_seconds: float | None = None,
         device_placement: bool = True,
         verify: bool | Callable[[nn.Module, Any], Tensor] = False,
+        memory_budget_bytes: int | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(verify, bool) and not callable(verify):
@@ -92,6 +96,8 @@ class Booster(Batches, Remedies):
             raise TypeError(msg)
         self._verify = verify
         self.device_placement = device_placement
+        if plugin == "auto" or memory_budget_bytes is not None:
+            plugin = self._run("auto_plugin", plugin=plugin, memory_budget_bytes=memory_budget_bytes)
         if isinstance(plugin, str):
             plugin = load(plugin)()
         elif plugin is None:
@@ -194,7 +200,7 @@ class Booster(Batches, Remedies):
             TypeError: If an argument is of another type.
             ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
                 model's, they have gradients that no step was taken with, or the data loader can't be split; with
-                ``verify``, if it can't be known how the model is trained, or copies don't fit into memory.
+                ``verify`` or ``plugin="auto"``, if it can't be known how the model is trained, or it doesn't fit.
             GradientError: With ``verify``, if the plugin doesn't train the model as one process does.
 
         Collective: every rank of the world.
@@ -211,6 +217,8 @@ class Booster(Batches, Remedies):
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
         coordinator.raise_together(error)
+        if self.plugin.name == "auto":
+            context = self._choose_plugin(objects)
         if self._verify is not False:
             self._verify_training(objects)
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
@@ -258,24 +266,14 @@ class Booster(Batches, Remedies):
 
         Collective: every rank of the world, with ``pretrained_dir``; else none.
         """
-        error: Exception | None = None
-        adapted: PeftModel | None = None
-        try:
-            adapted = self._run(
-                "enable_lora",
-                model=model,
-                lora_config=lora_config,
-                pretrained_dir=pretrained_dir,
-                bnb_quantization_config=bnb_quantization_config,
-                quantize=quantize,
-            )
-        except Exception as caught:
-            if pretrained_dir is None:
-                raise
-            error = caught  # a folder may be there for some ranks only
-        if pretrained_dir is not None:
-            self.context.coordinator.raise_together(error, name="enable_lora")
-        assert adapted is not None, "made, or an error raised"
+        adapted: PeftModel = self._run(
+            "enable_lora",
+            model=model,
+            lora_config=lora_config,
+            pretrained_dir=pretrained_dir,
+            bnb_quantization_config=bnb_quantization_config,
+            quantize=quantize,
+        )
         return adapted
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
@@ -462,6 +460,13 @@ class Booster(Batches, Remedies):
         text = "\n".join([*lines, *notes])
         context.coordinator.print_on_master(text)
         return text
+
+    def _choose_plugin(self, objects: Boosted) -> BoostContext:
+        """Take the plugin that booster-runtime chooses now that the model is known, and return the new context."""
+        self.plugin = self._run("choose_plugin", objects=objects)
+        self.precision = resolve_precision(self.precision, self.plugin)
+        del vars(self)["context"]  # of the plugin that stood for it
+        return self.context
 
     def _verify_training(self, objects: Boosted) -> None:
         """Compare a short training of copies with that of one process; these neither count as steps nor stay."""

@@ -131,6 +131,10 @@ class TorchFSDPPlugin(Plugin):
         del world_size
         return [{}, {"reshard_after_forward": False}]
 
+    def offloading(self) -> str | None:
+        """Return the option that offloads, if any; ``booster plan`` can't tell device and host memory apart."""
+        return "cpu_offload=True" if self.config.cpu_offload else None
+
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
         """Shard the model, and let the optimizer update this rank's shards.
 

@@ -122,9 +122,17 @@ class GeminiPlugin(Plugin):
 
     @classmethod
     def settings_to_plan(cls, world_size: int) -> list[dict[str, Any]]:
-        """Return the settings that ``booster plan`` compares; on the CPU it can't tell host and device memory apart."""
+        """Return the settings that ``booster plan`` compares."""
         del world_size
         return [{}, {"shard_param_frac": 0.0}]
+
+    def offloading(self) -> str | None:
+        """Return the option that offloads, if any; ``booster plan`` can't tell device and host memory apart."""
+        config = self.config
+        if config.placement_policy != "static":
+            return f"placement_policy={config.placement_policy!r}"
+        moved = {name: getattr(config, name) for name in ("offload_param_frac", "offload_optim_frac")}
+        return ", ".join(f"{name}={value}" for name, value in moved.items() if value) or None
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the policy with working parameters in the compute format, and masters of them where it is narrow.

@@ -6,7 +6,7 @@ communicates most, the tensor axis by default, stays within a host; every order 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
 from booster_hybrid.axes import MeshShape, fill_axis, make_axes
@@ -115,3 +115,25 @@ def make_groups(shape: MeshShape, ep_size: int) -> dict[tuple[str, ...], Axis]:
         # group all ranks must make calls in one order.
         made |= make_axes(split, [("ep",)])
     return {axes: made[named] for axes, named in wanted.items()}
+
+
+def meshes_to_plan(world_size: int) -> list[dict[str, Any]]:
+    """Return arguments of the plugin that are worth comparing: ZeRO over what tensors and pipelines leave of the ranks.
+
+    Args:
+        world_size: Number of ranks.
+
+    Collective: none.
+    """
+    sizes = [size for size in (2, 4, 8) if world_size % size == 0]
+    both = [size for size in sizes if world_size % size**2 == 0]
+    found: list[dict[str, Any]] = []
+    for size in sizes:
+        found += [{"tp_size": size, "zero_stage": stage} for stage in (1, 2, 3)] if size < world_size else []
+    for tp_size, pp_size in [*((1, size) for size in sizes), *zip(both, both, strict=True)]:
+        # With fewer microbatches, stages wait for a large part of the time.
+        mesh = {"tp_size": tp_size, "pp_size": pp_size, "num_microbatches": 4 * pp_size}
+        if tp_size == 1:
+            del mesh["tp_size"]
+        found.append(mesh if tp_size * pp_size == world_size else {**mesh, "zero_stage": 1})
+    return found + [{"tp_size": size} for size in sizes if size == world_size]

@@ -36,7 +36,7 @@ from booster_hybrid.config import (
     check_used,
 )
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
-from booster_hybrid.mesh import AXES, check_order, make_groups
+from booster_hybrid.mesh import AXES, check_order, make_groups, meshes_to_plan
 from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer
@@ -205,12 +205,12 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
 
     @classmethod
     def settings_to_plan(cls, world_size: int) -> list[dict[str, Any]]:
-        """Return the settings that ``booster plan`` compares: ZeRO over what tensor parallelism leaves."""
-        sizes = [size for size in (2, 4, 8) if world_size % size == 0]
-        stages = (1, 2, 3)
-        return [{"tp_size": size, "zero_stage": stage} for size in sizes for stage in stages if size < world_size] + [
-            {"tp_size": size} for size in sizes if size == world_size
-        ]
+        """Return the settings that ``booster plan`` compares."""
+        return meshes_to_plan(world_size)
+
+    def offloading(self) -> str | None:
+        """Return the option that offloads, if any; ``booster plan`` can't tell device and host memory apart."""
+        return self._zero.offloading()
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the policy with working parameters in the compute format, and fp32 masters where that is narrow.

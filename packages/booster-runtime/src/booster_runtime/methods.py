@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from peft import PeftModel
     from torch.utils.data import DataLoader
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 METHODS = {
     "accumulate": "accumulation:accumulate",
+    "auto_plugin": "planning.automatic:auto_plugin",
     "check_replicas": "replicas:ReplicaCheck",
+    "choose_plugin": "planning.automatic:choose_plugin",
     "enable_lora": "methods:enable_lora",
     "evaluate_batch": "whole_batches:evaluate_batch",
     "gather_for_metrics": "methods:gather_for_metrics",
@@ -80,16 +83,36 @@ def place_batches(booster: Booster, loader: Any) -> Any:
     return loader
 
 
-def enable_lora(booster: Booster, bnb_quantization_config: Any, *, quantize: bool, **arguments: Any) -> PeftModel:
+def enable_lora(
+    booster: Booster,
+    pretrained_dir: str | Path | None,
+    bnb_quantization_config: Any,
+    *,
+    quantize: bool,
+    **arguments: Any,
+) -> PeftModel:
     """Put low-rank adapters into a model; see `Booster.enable_lora`."""
     from booster_runtime import lora
 
-    quantization = None
-    if quantize or bnb_quantization_config is not None:
-        from booster_runtime.quantization import check_quantization
+    error: Exception | None = None
+    adapted: PeftModel | None = None
+    try:
+        quantization = None
+        if quantize or bnb_quantization_config is not None:
+            from booster_runtime.quantization import check_quantization
 
-        quantization = check_quantization(bnb_quantization_config, booster.device)
-    return lora.add_adapters(plugin=booster.plugin, quantization=quantization, **arguments)
+            quantization = check_quantization(bnb_quantization_config, booster.device)
+        adapted = lora.add_adapters(
+            plugin=booster.plugin, pretrained_dir=pretrained_dir, quantization=quantization, **arguments
+        )
+    except Exception as caught:
+        if pretrained_dir is None:
+            raise
+        error = caught  # a folder may be there for some ranks only
+    if pretrained_dir is not None:
+        booster.context.coordinator.raise_together(error, name="enable_lora")
+    assert adapted is not None, "made, or an error raised"
+    return adapted
 
 
 def to_device(booster: Booster, batch: Any) -> Any:

@@ -129,6 +129,10 @@ class LowLevelZeroPlugin(Plugin):
         del world_size
         return [{"stage": 1}, {"stage": 2}]
 
+    def offloading(self) -> str | None:
+        """Return the option that offloads, if any; ``booster plan`` can't tell device and host memory apart."""
+        return f"offload={self.config.offload or 'cpu'!r}" if self.config.offloads else None
+
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the policy with working parameters in the compute format, and masters of them where it is narrow.
 

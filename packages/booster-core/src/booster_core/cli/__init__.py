@@ -13,6 +13,7 @@ import pkgutil
 import click
 
 from booster_core.cli import _installed
+from booster_core.plugin.hooks import entry_points_by_name
 
 
 class _Verbs(click.Group):
@@ -21,7 +22,7 @@ class _Verbs(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the verbs, without importing them."""
         del ctx
-        return sorted({*_own_verbs(), *_installed.installed_verbs()})
+        return sorted({*_own_verbs(), *entry_points_by_name(_installed.COMMAND_GROUP)})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of a verb and return its command; another distribution cannot replace a verb of core."""
@@ -29,7 +30,7 @@ class _Verbs(click.Group):
         if cmd_name in _own_verbs():
             command: click.Command = importlib.import_module(f"{__name__}.{cmd_name}").command
             return command
-        entries = _installed.installed_verbs().get(cmd_name)
+        entries = entry_points_by_name(_installed.COMMAND_GROUP).get(cmd_name)
         return None if entries is None else _installed.load(cmd_name, entries)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -44,7 +45,7 @@ def _own_verbs() -> list[str]:
 
 def _summary(verb: str) -> str:
     if verb not in _own_verbs():
-        return _installed.summary(_installed.installed_verbs()[verb])
+        return _installed.summary(entry_points_by_name(_installed.COMMAND_GROUP)[verb])
     text = pkgutil.get_data(__name__, f"{verb}.py") or b""
     return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import importlib_metadata
 
 from booster_core.plugin.hooks import distribution_of
 
@@ -25,17 +23,6 @@ if TYPE_CHECKING:
     from importlib_metadata import EntryPoint
 
 COMMAND_GROUP = "booster.commands"
-
-
-def installed_verbs() -> dict[str, list[EntryPoint]]:
-    """Return the entry points by verb, without importing anything; of a doubled verb there are several.
-
-    Collective: none.
-    """
-    found: dict[str, list[EntryPoint]] = defaultdict(list)
-    for entry in importlib_metadata.entry_points(group=COMMAND_GROUP):
-        found[entry.name].append(entry)
-    return dict(found)
 
 
 def summary(entries: list[EntryPoint]) -> str:

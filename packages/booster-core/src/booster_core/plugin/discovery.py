@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import importlib_metadata
 
 from booster_core.errors import PluginError, PluginNotInstalledError
-from booster_core.plugin.hooks import distribution_of, new_manager
+from booster_core.plugin.hooks import distribution_of, entry_points_by_name, new_manager
 from booster_core.plugin.interface import API_VERSION, Plugin
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def installed() -> list[PluginListing]:
 
     Collective: none.
     """
-    by_name = _entry_points_by_name()
+    by_name = entry_points_by_name(PLUGIN_GROUP)
     return [_listing(entry, by_name[name]) for name in sorted(by_name) for entry in by_name[name]]
 
 
@@ -72,7 +71,7 @@ def names_of_plugins() -> set[str]:
 
     Collective: none.
     """
-    return {*_entry_points_by_name(), *(name for name, _ in _OURS.values())}
+    return {*entry_points_by_name(PLUGIN_GROUP), *(name for name, _ in _OURS.values())}
 
 
 def load(name: str) -> type[Plugin]:
@@ -88,7 +87,7 @@ def load(name: str) -> type[Plugin]:
 
     Collective: none; every rank loads for itself.
     """
-    by_name = _entry_points_by_name()
+    by_name = entry_points_by_name(PLUGIN_GROUP)
     entries = by_name.get(name)
     if entries is None:
         raise PluginError(_unknown(name, by_name))
@@ -122,7 +121,7 @@ def plugin_class(class_name: str) -> type[Plugin]:
 
     Collective: none.
     """
-    by_name = _entry_points_by_name()
+    by_name = entry_points_by_name(PLUGIN_GROUP)
     if class_name in _OURS:
         name, distribution = _OURS[class_name]
         if name in by_name:
@@ -138,13 +137,6 @@ def plugin_class(class_name: str) -> type[Plugin]:
             return found
     msg = f"module 'booster_core.plugin' has no attribute '{class_name}', and no installed plugin has such a class"
     raise AttributeError(msg)
-
-
-def _entry_points_by_name() -> dict[str, list[EntryPoint]]:
-    by_name: defaultdict[str, list[EntryPoint]] = defaultdict(list)
-    for entry in importlib_metadata.entry_points(group=PLUGIN_GROUP):
-        by_name[entry.name].append(entry)
-    return dict(by_name)
 
 
 def _listing(entry: EntryPoint, namesakes: list[EntryPoint]) -> PluginListing:

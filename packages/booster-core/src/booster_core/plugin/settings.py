@@ -87,10 +87,9 @@ def own_device(asked: torch.device | None, plugin: Plugin) -> torch.device:
     Collective: none.
     """
     if asked is None:
-        asked = torch.device("cuda" if torch.cuda.is_available() and plugin.supports_device("cuda") else "cpu")
-        if not plugin.supports_device(asked.type):
-            msg = f"Plugin '{plugin.name}' does not run on device type '{asked.type}'."
-            raise ConfigError(msg)
+        has_cuda = torch.cuda.is_available() and plugin.supports_device("cuda")
+        asked = check_device(torch.device("cuda" if has_cuda else "cpu"), plugin)
+        assert asked is not None, "a device was given"
     if asked.type != "cuda" or asked.index is not None:
         return asked
     num_started = 1 if torch.distributed.is_initialized() else detect().world_size

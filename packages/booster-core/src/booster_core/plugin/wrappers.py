@@ -55,8 +55,8 @@ class ModelWrapper(nn.Module):
         self.__dict__["_original"] = module if original is None else original
         self.__dict__["_door"] = guard_forward(self.__dict__["_original"])
         self.__dict__["_methods"] = _Methods()
-        device = model_device(module)
-        self._device_type = "cpu" if device is None else device.type
+        first = next(chain(module.parameters(), module.buffers()), None)
+        self._device_type = "cpu" if first is None else first.device.type
         self.precision = precision
 
     def unwrap(self) -> nn.Module:
@@ -170,9 +170,3 @@ def boosted_inside(model: nn.Module) -> nn.Module:
     """
     inner = compiled_module(model) if isinstance(model, nn.Module) else None
     return inner if isinstance(inner, ModelWrapper) else model
-
-
-def model_device(model: nn.Module) -> torch.device | None:
-    """Return the device of a model's first parameter or buffer; ``None`` where it has neither."""
-    first = next(chain(model.parameters(), model.buffers()), None)
-    return None if first is None else first.device

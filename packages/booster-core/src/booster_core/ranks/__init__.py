@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from booster_core.ranks.environments import Environment
     from booster_core.ranks.host import Host, this_host
     from booster_core.ranks.rendezvous import LOST_PEER, PROGRESS, name_ranks, naming_missing_ranks
-    from booster_core.ranks.world import Monitor, World, close_world, current_world, open_world, opened_world
+    from booster_core.ranks.world import Monitor, World, close_world, current_world, open_world, opened_world, set_world
 
 __all__ = [
     "LOST_PEER",
@@ -27,6 +27,7 @@ __all__ = [
     "naming_missing_ranks",
     "open_world",
     "opened_world",
+    "set_world",
     "this_host",
 ]
 
@@ -37,6 +38,6 @@ __getattr__, __dir__ = public_names(
         ".environments": ["Environment"],
         ".host": ["Host", "this_host"],
         ".rendezvous": ["LOST_PEER", "PROGRESS", "name_ranks", "naming_missing_ranks"],
-        ".world": ["Monitor", "World", "close_world", "current_world", "open_world", "opened_world"],
+        ".world": ["Monitor", "World", "close_world", "current_world", "open_world", "opened_world", "set_world"],
     },
 )

@@ -125,6 +125,15 @@ def opened_world() -> World:
     return _world
 
 
+def set_world(world: World) -> None:
+    """Describe the default group as before, after it was set aside for another one and put back.
+
+    Collective: none.
+    """
+    global _world  # noqa: PLW0603 - as in `open_world`
+    _world = world
+
+
 def open_world(
     store: Store,
     *,

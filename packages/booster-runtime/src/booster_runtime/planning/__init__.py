@@ -9,7 +9,7 @@ from __future__ import annotations
 from booster_runtime.planning.candidates import Candidate
 from booster_runtime.planning.ledger import Traffic
 from booster_runtime.planning.picture import draw_plan
-from booster_runtime.planning.prediction import Prediction, measure, predict
+from booster_runtime.planning.prediction import Prediction, measure, predict, predict_ranks
 from booster_runtime.planning.ranking import Devices, Plan, Planned, plan
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "measure",
     "plan",
     "predict",
+    "predict_ranks",
 ]

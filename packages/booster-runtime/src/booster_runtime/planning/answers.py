@@ -9,6 +9,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch import Tensor
 
+SMALL_NUMEL = 1 << 14
+"""Operations run where neither their arguments nor their results have more elements."""
 ANSWERED_NUMEL = 1 << 16
 """Larger buffers get no values: nothing that a plan reads is so large."""
 

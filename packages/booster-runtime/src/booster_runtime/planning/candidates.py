@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from booster_core.errors import PluginError
+from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin import installed, load
 
 if TYPE_CHECKING:
@@ -20,6 +20,31 @@ class ComparesSettings(Protocol):
 
     def settings_to_plan(self, world_size: int) -> list[dict[str, Any]]:
         """Return arguments of the constructor, most usual first."""
+
+
+@runtime_checkable
+class Offloads(Protocol):
+    """A plugin that can keep state elsewhere than on the device. Plans of one that does are refused."""
+
+    def offloading(self) -> str | None:
+        """Return the option that makes it do so, such as ``"offload='cpu'"``; ``None`` where none does."""
+
+
+def check_on_device(plugin: Plugin) -> None:
+    """Check that a plugin keeps everything on the device.
+
+    Raises:
+        ConfigError: If it offloads.
+
+    Collective: none.
+    """
+    option = plugin.offloading() if isinstance(plugin, Offloads) else None
+    if option is not None:
+        msg = (
+            f"Plugin '{plugin.name}' with `{option}` can't be planned: a plan runs on the host, where nothing is moved "
+            "off the device, so that it can't tell what stays there. Plan without it."
+        )
+        raise ConfigError(msg)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from booster_core.errors import ConfigError
+from booster_runtime.planning.answers import SMALL_NUMEL
 from booster_runtime.planning.messages import call_collective
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from booster_runtime.planning.ledger import Ledger
+    from booster_runtime.planning.mail import Mailbox
 
-SMALL_NUMEL = 1 << 14
-"""Operations run where neither their arguments nor their results have more elements."""
 _aten = torch.ops.aten
 _AS_THEY_ARE = {
     _aten._unsafe_view.default,  # noqa: SLF001 - the name of an operation
@@ -61,15 +61,18 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         ledger: Where they are counted.
-        computes: Run everything, as in training. Else only what is small.
+        mailbox: What this rank sends to others, and gets from them. With one, only what is small is run; without, all
+            is, as in training.
     """
 
-    def __init__(self, ledger: Ledger, *, computes: bool) -> None:
+    def __init__(self, ledger: Ledger, mailbox: Mailbox | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger, self._computes = ledger, computes
+        self._ledger, self._mailbox = ledger, mailbox
+        self._computes = mailbox is None
         self._is_quiet = False
         self._makes_unknown = False
         self._kinds: dict[Any, _Kind] = {}
+        self._known_shapes: dict[Any, Any] = {}
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -89,7 +92,7 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # a wrapper, whose operations on the tensors inside come here in turn
         if func.namespace == "c10d":
             return call_collective(
-                func, args, kwargs, None if self._is_quiet else self._ledger, computes=self._computes
+                func, args, kwargs, self._ledger, is_counted=not self._is_quiet, mailbox=self._mailbox
             )
         self._makes_unknown = False
         out = self._call(func, args, kwargs)
@@ -129,25 +132,45 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return kind.with_written(pytree.tree_map_only(Tensor, _memory_like, shapes), args, kwargs)
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operation returns, on the meta device."""
-        metas: dict[int, Tensor] = {}
-
-        def meta_of(tensor: Tensor) -> Tensor:
-            if id(tensor) not in metas:
-                metas[id(tensor)] = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-                )
-            return metas[id(tensor)]
-
-        meta_args, meta_kwargs = pytree.tree_map_only(Tensor, meta_of, (args, kwargs))
-        meta_kwargs = {key: None if isinstance(value, torch.Generator) else value for key, value in meta_kwargs.items()}
-        if "device" in meta_kwargs or not metas:
-            meta_kwargs["device"] = torch.device("meta")
+        """Return what an operation returns, on the meta device; layers that are alike ask for the same many times."""
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        first: dict[int, int] = {}
+        key = (
+            func,
+            form,
+            tuple(
+                (first.setdefault(id(leaf), index), leaf.shape, leaf.stride(), leaf.dtype)
+                if isinstance(leaf, Tensor)
+                else (type(leaf), leaf)
+                for index, leaf in enumerate(leaves)
+            ),
+        )
         try:
-            return func(*meta_args, **meta_kwargs)
-        except Exception as error:
-            first_line = next(iter(str(error).splitlines()), "")
-            raise _unplanned(func, f"{type(error).__name__}: {first_line}") from error
+            found = self._known_shapes.get(key)
+        except TypeError:  # an argument that has no hash
+            return _shapes_of(func, args, kwargs)
+        if found is None:
+            found = self._known_shapes[key] = _shapes_of(func, args, kwargs)
+        return found
+
+
+def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
+    metas: dict[int, Tensor] = {}
+
+    def meta_of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in metas:
+            metas[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return metas[id(tensor)]
+
+    meta_args, meta_kwargs = pytree.tree_map_only(Tensor, meta_of, (args, kwargs))
+    meta_kwargs = {key: None if isinstance(value, torch.Generator) else value for key, value in meta_kwargs.items()}
+    if "device" in meta_kwargs or not metas:
+        meta_kwargs["device"] = torch.device("meta")
+    try:
+        return func(*meta_args, **meta_kwargs)
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        raise _unplanned(func, f"{type(error).__name__}: {first_line}") from error
 
 
 def _unplanned(func: Any, reason: str) -> ConfigError:

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from booster_runtime.planning.timeline import Busy
+
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
+
+    from booster_runtime.planning.timeline import Receive, Send, Timeline
+
+SEND = "send"
+"""The kind of traffic that goes to one rank, which need not do the same at the same time."""
 
 
 @dataclass
@@ -37,6 +44,7 @@ class Ledger:
         peak_bytes: The largest that was since `start_step`.
         flops: Floating point operations since `start_step`.
         traffic: Collectives since `start_step`, by kind.
+        timeline: What the rank has done since `start_step`, up to the last message; see `end_step`.
     """
 
     phase: str = ""
@@ -44,9 +52,10 @@ class Ledger:
     peak_bytes: int = 0
     flops: int = 0
     traffic: dict[str, Traffic] = field(default_factory=dict)
+    timeline: Timeline = field(default_factory=list, repr=False)
     _storages: dict[int, tuple[weakref.ref[UntypedStorage], int, str]] = field(default_factory=dict, repr=False)
-
     _unknown: set[int] = field(default_factory=set, repr=False)
+    _told: Busy = field(default=Busy(0, 0), repr=False)
 
     def mark_unknown(self, tensor: Tensor) -> None:
         """Note that a tensor's values were not computed."""
@@ -63,6 +72,21 @@ class Ledger:
         self.peak_bytes = self.live_bytes
         self.flops = 0
         self.traffic = {}
+        self.timeline = []
+        self._told = Busy(0, 0)
+
+    def end_step(self) -> None:
+        """Complete the timeline of a step."""
+        collectives = sum(each.sent_bytes for kind, each in self.traffic.items() if kind != SEND)
+        done = Busy(self.flops, collectives)
+        if done != self._told:
+            self.timeline.append(Busy(done.flops - self._told.flops, done.sent_bytes - self._told.sent_bytes))
+            self._told = done
+
+    def exchange(self, event: Send | Receive) -> None:
+        """Note in the timeline that a message is sent or waited for."""
+        self.end_step()
+        self.timeline.append(event)
 
     def note(self, tensor: Tensor) -> None:
         """Count the memory of a tensor, if it is new."""

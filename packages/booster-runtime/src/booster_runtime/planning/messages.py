@@ -1,6 +1,8 @@
-"""Collectives of `torch.distributed` in a planned run: counted, and answered as if every rank did what this one does.
+"""Communication by `torch.distributed` in a planned run: counted, and answered.
 
-`call_collective` gets the operations that torch dispatches, those of its C++ code included, such as DDP's reductions.
+Collectives are answered as if every rank did what this one does, and messages by what their sender has sent in its own
+run. `call_collective` gets the operations that torch dispatches, those of its C++ code included, such as DDP's
+reductions.
 """
 
 from __future__ import annotations
@@ -15,12 +17,17 @@ from torch.distributed import Work
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_runtime.planning.answers import ANSWERED_NUMEL, repeat_into, times
+from booster_runtime.planning.answers import ANSWERED_NUMEL, SMALL_NUMEL, repeat_into, times
+from booster_runtime.planning.mail import Channel, Message
+from booster_runtime.planning.timeline import Receive, Send
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch.distributed import ProcessGroup
+
     from booster_runtime.planning.ledger import Ledger
+    from booster_runtime.planning.mail import Mailbox
 
 
 class _Done(Work):
@@ -48,6 +55,30 @@ class _Done(Work):
         return future
 
 
+class _Receipt(_Done):
+    """A message on its way, which is there once it is waited for.
+
+    Args:
+        tensor: What it is written into.
+        take: Returns the message.
+        mailbox: Keeps this object until then.
+    """
+
+    def __init__(self, tensor: Tensor, take: Callable[[], None], mailbox: Mailbox) -> None:
+        super().__init__([tensor])
+        self._take: Callable[[], None] | None = take  # which holds the tensor
+        self._mailbox = mailbox
+        mailbox.waiting.add(self)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Take the message, which must have been sent."""
+        take, self._take = self._take, None
+        if take is not None:
+            self._mailbox.waiting.remove(self)
+            take()
+        return super().wait(timeout)
+
+
 _KINDS = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -62,18 +93,21 @@ _recent: deque[_Done] = deque(maxlen=64)
 """Torch's C++ code keeps the operation, but not the Python object that implements it."""
 
 
-def call_collective(func: Any, args: Any, kwargs: Any, ledger: Ledger | None, *, computes: bool) -> Any:
+def call_collective(
+    func: Any, args: Any, kwargs: Any, ledger: Ledger, *, is_counted: bool, mailbox: Mailbox | None
+) -> Any:
     """Count an operation of ``c10d``, and run it or leave it out.
 
     Args:
         func: The operation.
         args: Its arguments.
         kwargs: Its arguments by name.
-        ledger: Where it is counted; ``None`` where it is part of something that is counted.
-        computes: Whether to run it.
+        ledger: Where it is counted.
+        is_counted: Whether it is; not where it is part of something that is counted.
+        mailbox: What answers messages; ``None`` runs the operation.
 
     Raises:
-        ConfigError: If it receives a message that no rank sends.
+        ConfigError: If it receives from any rank, or something else than was sent.
 
     Collective: every rank of the group, if it is run; else none.
     """
@@ -84,16 +118,17 @@ def call_collective(func: Any, args: Any, kwargs: Any, ledger: Ledger | None, *,
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     group = dist.ProcessGroup.unbox(given["process_group"])
     size, rank = group.size(), group.rank()
-    if ledger is not None and size > 1:
+    if is_counted and size > 1:
         kind, payload, wire = _size_of(name, given, size, rank)
         ledger.communicate(kind, payload, wire)
-    if computes:
+    if mailbox is None:
         return func(*args, **kwargs)
-    if name in ("recv_", "recv_any_source_"):
-        msg = (
-            "Stages of a pipeline receive tensors whose shapes only another rank knows, so that settings with a "
-            "pipeline can't be planned. Plan without `pp_size`."
-        )
+    if name in ("send", "recv_"):
+        done = _exchange(name, given, group, ledger, mailbox)
+        _recent.append(done)
+        return done.boxed()
+    if name == "recv_any_source_":
+        msg = "A rank receives from whichever rank sends first, so that what it receives can't be planned."
         raise ConfigError(msg)
     outputs = args[0]
     _answer(name, given, size, rank)
@@ -102,6 +137,36 @@ def call_collective(func: Any, args: Any, kwargs: Any, ledger: Ledger | None, *,
     _recent.append(done)
     boxed = done.boxed()
     return (outputs, boxed) if len(func._schema.returns) == 2 else boxed  # noqa: SLF001
+
+
+def _exchange(name: str, given: dict[str, Any], group: ProcessGroup, ledger: Ledger, mailbox: Mailbox) -> _Done:
+    """Send a message, or expect one."""
+    (tensor,) = given["tensors"]
+    ranks, tag = tuple(dist.get_process_group_ranks(group)), given["tag"]
+    if name == "send":
+        channel = Channel(ranks, mailbox.rank, ranks[given["dst"]], tag)
+        is_known = tensor.numel() <= SMALL_NUMEL and not ledger.is_unknown(tensor)
+        message = Message(tensor.shape, tensor.dtype, tensor.clone() if is_known else None)
+        ledger.exchange(Send(channel, mailbox.send(channel, message), _bytes(tensor)))
+        return _Done([tensor])
+    channel = Channel(ranks, ranks[given["src"]], mailbox.rank, tag)
+    index = mailbox.expect(channel)
+
+    def take() -> None:
+        message = mailbox.receive(channel, index)
+        if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
+            msg = (
+                f"Rank {channel.receiver} waits for {tensor.dtype} of shape {tuple(tensor.shape)} from rank "
+                f"{channel.sender}, which sends {message.dtype} of shape {tuple(message.shape)}."
+            )
+            raise ConfigError(msg)
+        ledger.exchange(Receive(channel, index))
+        if message.values is None:
+            ledger.mark_unknown(tensor)
+        else:
+            tensor.copy_(message.values)
+
+    return _Receipt(tensor, take, mailbox)
 
 
 def wire_of_all_reduce(num_bytes: int, size: int) -> int:

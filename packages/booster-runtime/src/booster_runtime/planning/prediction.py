@@ -19,7 +19,9 @@ from torch.utils import _pytree as pytree
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, unwrap_model
-from booster_runtime.planning.world import planned_world, watching
+from booster_runtime.planning.candidates import check_on_device
+from booster_runtime.planning.relay import Relay
+from booster_runtime.planning.world import counted, planned_world, planning, watching
 from booster_runtime.sharding import local_of
 from booster_runtime.verification.reference import share_of
 from booster_runtime.verification.run import random_state_kept
@@ -30,9 +32,30 @@ if TYPE_CHECKING:
     from booster_core.plugin import Plugin
     from booster_core.precision import PrecisionPolicy
     from booster_runtime.planning.ledger import Ledger, Traffic
+    from booster_runtime.planning.mail import Mailbox
+    from booster_runtime.planning.timeline import Timeline
 
 STEPS = 3
 """Steps that are taken; the last one is counted. Plugins lay out buckets and build DDP after the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is planned or measured.
+
+    Args:
+        build: Returns ``(model, optimizer)`` or ``(model, optimizer, criterion)``.
+        share: Returns what a data parallel rank gets of the batch, given its index and the number of these ranks.
+        loss: Returns the loss of the boosted model and a share; ``None`` steps by `Booster.train_batch`.
+        mixed_precision: As for `Booster`.
+        steps: Steps to take; the last one is counted.
+    """
+
+    build: Callable[[], tuple[Any, ...]]
+    share: Callable[[int, int], Any]
+    loss: Callable[[torch.nn.Module, Any], Tensor] | None = None
+    mixed_precision: PrecisionPolicy | str | None = None
+    steps: int = STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +65,7 @@ class Prediction:
     Args:
         world_size: Number of ranks.
         rank: Which of them this is.
+        data_parallel_size: Number of ranks that see different samples.
         parameter_bytes: Parameters, buffers and master copies, after the optimizer's step.
         gradient_bytes: Gradients, before they are dropped.
         optimizer_bytes: State of the optimizer.
@@ -49,6 +73,7 @@ class Prediction:
         peak_bytes: The largest sum of all that lives during the step.
         flops: Floating point operations of matrix products, convolutions and attention.
         traffic: Collectives by kind.
+        timeline: What the rank does in the step, in its order.
         seconds: How long it took to find this out.
     """
 
@@ -61,7 +86,9 @@ class Prediction:
     peak_bytes: int
     flops: int
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
+    timeline: Timeline = field(default_factory=list, repr=False, compare=False)
     seconds: float = 0.0
+    data_parallel_size: int = 1
 
     @property
     def state_bytes(self) -> int:
@@ -92,7 +119,8 @@ def predict(
     """Plan a training step on one rank of a world whose other ranks are not there.
 
     The plugin's own code runs: `boost`, forward, backward and step. Large tensors have no values, so that a model of
-    any size takes little memory and time. The other ranks are taken to do what this one does.
+    any size takes little memory and time. The other ranks are taken to do what this one does; those that send it
+    messages, as the other stages of a pipeline, are planned as well.
 
     Args:
         build: Returns ``(model, optimizer)`` or ``(model, optimizer, criterion)``, as for `verify`.
@@ -110,17 +138,78 @@ def predict(
         ConfigError: If the plugin refuses the model, the batch can't be shared, or an operation's result has a shape
             that depends on values.
 
-    Collective: none. Call it in a process that has no process group.
+    Collective: none. Process groups of this process are not used.
+    """
+    return predict_ranks(build, batch, plugin, world_size, rank, mixed_precision=mixed_precision, steps=steps)[rank]
+
+
+def predict_ranks(
+    build: Callable[[], tuple[Any, ...]],
+    batch: Callable[[], Any],
+    plugin: Plugin,
+    world_size: int,
+    rank: int = 0,
+    *,
+    mixed_precision: PrecisionPolicy | str | None = None,
+    steps: int = STEPS,
+) -> dict[int, Prediction]:
+    """Plan a training step on one rank, and on all ranks whose messages it needs: those of its pipeline.
+
+    Args:
+        build: As for `predict`, as are the others.
+        batch: Returns the whole batch.
+        plugin: One that has boosted nothing.
+        world_size: Number of ranks.
+        rank: Which of them to begin with.
+        mixed_precision: As for `Booster`.
+        steps: Steps to take; the last one is counted.
+
+    Returns:
+        By rank, in ascending order.
+
+    Raises:
+        ConfigError: As for `predict`.
+
+    Collective: none. Process groups of this process are not used.
+    """
+    training = Training(build=build, share=_sharing(batch), mixed_precision=mixed_precision, steps=steps)
+    return predict_training(training, plugin, world_size, rank)
+
+
+def predict_training(training: Training, plugin: Plugin, world_size: int, rank: int = 0) -> dict[int, Prediction]:
+    """Plan a step of a training; see `predict_ranks`.
+
+    Args:
+        training: What to plan.
+        plugin: One that has boosted nothing.
+        world_size: Number of ranks.
+        rank: Which of them to begin with.
+
+    Raises:
+        ConfigError: As for `predict`.
+
+    Collective: none. Process groups of this process are not used.
     """
     if not 0 <= rank < world_size:
         msg = f"`rank={rank}` is not one of the {world_size} rank(s)."
         raise ConfigError(msg)
-    started = time.perf_counter()
-    with random_state_kept(), planned_world(world_size, rank):
-        with watching(computes=False) as ledger:
-            found = _train(build, batch, plugin, mixed_precision, steps, ledger, started)
-        gc.collect()  # strategies keep their model in cycles of hooks
-    return found
+    check_on_device(plugin)
+
+    def predict_one(plugin: Plugin, mailbox: Mailbox) -> Prediction:
+        started = time.perf_counter()
+        try:
+            with planned_world(world_size, mailbox), watching(mailbox) as ledger:
+                return _train(training, plugin, ledger, started)
+        finally:
+            mailbox.waiting.clear()
+            gc.collect()  # strategies keep their model in cycles of hooks
+
+    with planning():
+        return Relay(predict_one, plugin, rank).run()
+
+
+def _sharing(batch: Callable[[], Any]) -> Callable[[int, int], Any]:
+    return lambda index, size: share_of(batch(), index, size)
 
 
 def measure(
@@ -145,26 +234,19 @@ def measure(
 
     Collective: every rank of the world.
     """
+    training = Training(build=build, share=_sharing(batch), mixed_precision=mixed_precision, steps=steps)
     started = time.perf_counter()
-    with random_state_kept(), watching(computes=True) as ledger:
-        return _train(build, batch, plugin, mixed_precision, steps, ledger, started)
+    with random_state_kept(), counted(), watching() as ledger:
+        return _train(training, plugin, ledger, started)
 
 
-def _train(
-    build: Callable[[], tuple[Any, ...]],
-    batch: Callable[[], Any],
-    plugin: Plugin,
-    mixed_precision: PrecisionPolicy | str | None,
-    steps: int,
-    ledger: Ledger,
-    started: float,
-) -> Prediction:
-    model, optimizer, criterion = built(build)
+def _train(training: Training, plugin: Plugin, ledger: Ledger, started: float) -> Prediction:
+    model, optimizer, criterion = built(training.build)
     # Plans are made with the CPU's tensors, whatever accelerator is here.
-    booster = Booster(device="cpu", mixed_precision=mixed_precision, plugin=plugin)
+    booster = Booster(device="cpu", mixed_precision=training.mixed_precision, plugin=plugin)
     coordinator = booster.context.coordinator
     index, size = plugin.data_parallel_coordinates(coordinator)
-    share = share_of(batch(), index, size)
+    share = training.share(index, size)
     for leaf in pytree.tree_leaves(share):
         if isinstance(leaf, Tensor):
             ledger.note(leaf)
@@ -172,13 +254,20 @@ def _train(
     assert isinstance(boosted.optimizer, OptimizerWrapper), "checked by `boost`"
     del model, optimizer
     phases = _Phases(boosted.model, boosted.optimizer, ledger)
-    for _ in range(steps):
+    for _ in range(training.steps):
         ledger.start_step()
-        booster.train_batch(iter([share]), boosted.model, criterion, boosted.optimizer)
+        if training.loss is None:
+            booster.train_batch(iter([share]), boosted.model, criterion, boosted.optimizer)
+        else:
+            booster.backward(training.loss(boosted.model, share), boosted.optimizer)
+            boosted.optimizer.step()
+            boosted.optimizer.zero_grad()
+        ledger.end_step()
     parameters, gradients, state, others = phases.found
     return Prediction(
         world_size=coordinator.world_size,
         rank=coordinator.rank,
+        data_parallel_size=size,
         parameter_bytes=parameters,
         gradient_bytes=gradients,
         optimizer_bytes=state,
@@ -186,6 +275,7 @@ def _train(
         peak_bytes=ledger.peak_bytes,
         flops=ledger.flops,
         traffic=dict(ledger.traffic),
+        timeline=ledger.timeline,
         seconds=time.perf_counter() - started,
     )
 

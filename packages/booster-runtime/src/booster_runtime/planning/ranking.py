@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_runtime.planning.candidates import Candidate, candidates
-from booster_runtime.planning.prediction import STEPS, Prediction, predict
-from booster_runtime.planning.world import check_no_group
+from booster_runtime.planning.prediction import STEPS, Prediction, predict_ranks
+from booster_runtime.planning.timeline import replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+
+    from booster_core.plugin import Plugin
 
 _GIB = 2**30
 
@@ -49,13 +51,16 @@ class Planned:
     Args:
         candidate: The setting.
         devices: What it was planned for.
-        prediction: What a rank holds and sends; ``None`` where it can't be planned.
-        problem: Why it can't.
+        prediction: What a rank holds and sends, of a pipeline's ranks the one with the largest peak; ``None`` where it
+            can't be planned.
+        others: What the other ranks of its pipeline do.
+        problem: Why it can't be planned.
     """
 
     candidate: Candidate
     devices: Devices
     prediction: Prediction | None = None
+    others: tuple[Prediction, ...] = ()
     problem: str | None = None
 
     @property
@@ -65,9 +70,15 @@ class Planned:
 
     @property
     def step_seconds(self) -> float:
-        """Estimated time of a step: computation and communication one after the other, at the devices' figures."""
+        """Estimated time of a step: computation and communication one after the other, at the devices' figures.
+
+        The ranks of a pipeline compute and wait for each other's messages in the order that the plugin has planned.
+        """
         if self.prediction is None:
             return float("inf")
+        if self.others:
+            timelines = [each.timeline for each in (self.prediction, *self.others)]
+            return replay(timelines, self.devices.flops_per_second, self.devices.interconnect_bytes_per_second)
         computing = self.prediction.flops / self.devices.flops_per_second
         return computing + self.prediction.sent_bytes / self.devices.interconnect_bytes_per_second
 
@@ -112,7 +123,7 @@ class Plan:
                 found.activation_bytes,
                 found.sent_bytes,
             )
-            cells = ["yes" if each.fits else "no", *map(_size, sizes), f"{each.step_seconds:.3g} s"]
+            cells = ["yes" if each.fits else "no", *map(size_text, sizes), f"{each.step_seconds:.3g} s"]
             lines.append(" ".join(f"{cell:>9}" for cell in cells) + f"  {each.candidate}")
         return "\n".join([*lines, *problems])
 
@@ -145,29 +156,45 @@ def plan(
         All settings, the best one first. Those that a plugin refuses, or that can't be planned, say why.
 
     Raises:
-        ConfigError: If there is nothing to compare, or a process group was launched.
+        ConfigError: If there is nothing to compare.
 
-    Collective: none. Call it in a process that has no process group.
+    Collective: none. Process groups of this process are not used.
     """
-    check_no_group()
     chosen = list(candidates(devices.number, plugins) if settings is None else settings)
     if not chosen:
         msg = "There is no setting to plan. Install a plugin, such as booster-zero, or name one that is installed."
         raise ConfigError(msg)
-    found = []
+
+    def predict(plugin: Plugin) -> dict[int, Prediction]:
+        return predict_ranks(build, batch, plugin, devices.number, mixed_precision=mixed_precision, steps=steps)
+
+    found = [planned(each, devices, predict) for each in _told(chosen, progress)]
+    return Plan(settings=tuple(sorted(found, key=_order)), mixed_precision=mixed_precision)
+
+
+def planned(candidate: Candidate, devices: Devices, predict: Callable[[Plugin], dict[int, Prediction]]) -> Planned:
+    """Return what became of one setting; what its plugin or the planner refuses is told, not raised.
+
+    Args:
+        candidate: The setting.
+        devices: What to plan for.
+        predict: Plans ranks under the setting's plugin.
+
+    Collective: none.
+    """
+    try:
+        ranks = predict(candidate.make())
+    except (BoosterError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        return Planned(candidate=candidate, devices=devices, problem=str(error) or type(error).__name__)
+    largest, *others = sorted(ranks.values(), key=lambda each: -each.peak_bytes)
+    return Planned(candidate=candidate, devices=devices, prediction=largest, others=tuple(others))
+
+
+def _told(chosen: list[Candidate], progress: Callable[[str], None] | None) -> Iterator[Candidate]:
     for index, candidate in enumerate(chosen):
         if progress is not None:
             progress(f"{index + 1}/{len(chosen)} {candidate}")
-        try:
-            predicted = predict(
-                build, batch, candidate.make(), devices.number, mixed_precision=mixed_precision, steps=steps
-            )
-        except (BoosterError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-            reason = str(error) or type(error).__name__
-            found.append(Planned(candidate=candidate, devices=devices, problem=reason))
-        else:
-            found.append(Planned(candidate=candidate, devices=devices, prediction=predicted))
-    return Plan(settings=tuple(sorted(found, key=_order)), mixed_precision=mixed_precision)
+        yield candidate
 
 
 def _order(each: Planned) -> tuple[int, float]:
@@ -176,5 +203,6 @@ def _order(each: Planned) -> tuple[int, float]:
     return (0, each.step_seconds) if each.fits else (1, float(each.prediction.peak_bytes))
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """Return a size for people."""
     return f"{num_bytes / _GIB:.3g} GiB" if num_bytes >= _GIB // 10 else f"{num_bytes / 2**20:.3g} MiB"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from booster_core.errors import ConfigError
-from booster_core.ranks import close_world, current_world, open_world
+from booster_core.ranks import close_world, current_world, open_world, set_world
 from booster_runtime.collectives.transports import choice
 from booster_runtime.collectives.transports.alone import AloneTransport
+from booster_runtime.planning.aside import groups_set_aside
 from booster_runtime.planning.hollow import Watching
 from booster_runtime.planning.ledger import Ledger
 from booster_runtime.planning.transport import CountingTransport, SilentTransport
+from booster_runtime.verification.run import random_state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,78 +24,108 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from booster_runtime.collectives.transports import Transport
+    from booster_runtime.planning.mail import Mailbox
+
+
+class _Run(NamedTuple):
+    """What a thread counts."""
+
+    ledger: Ledger
+    mode: Watching
+    mailbox: Mailbox | None
+
+
+_run: ContextVar[_Run] = ContextVar("booster planned rank")
+"""Of the thread that runs."""
 
 
 @contextlib.contextmanager
-def watching(*, computes: bool) -> Iterator[Ledger]:
-    """Count what this process holds, sends and computes inside.
-
-    Args:
-        computes: Run everything, with the ranks that are there. Else in a world that `planned_world` made.
+def counted() -> Iterator[None]:
+    """Let communication and resized storages be counted in every thread that is `watching`.
 
     Collective: none.
     """
-    ledger = Ledger()
-    mode = Watching(ledger, computes=computes)
 
     def make(group: ProcessGroup) -> Transport:
+        run = _run.get()
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if size == 1:
             return AloneTransport()
-        inner = choice.choose(group) if computes else SilentTransport(rank, size)
-        return CountingTransport(inner, ledger, mode, rank, size)
+        inner = choice.choose(group) if run.mailbox is None else SilentTransport(rank, size)
+        return CountingTransport(inner, run.ledger, run.mode, rank, size)
 
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         found: torch.UntypedStorage = resize(storage, size)
-        if storage.device.type != "meta":
-            ledger.note_storage(storage)
+        run = _run.get(None)
+        if run is not None and storage.device.type != "meta":
+            run.ledger.note_storage(storage)
         return found
 
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment] # not dispatched
     try:
-        with choice.made_by(make), mode:
-            yield ledger
+        with choice.made_by(make):
+            yield
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
-def check_no_group() -> None:
-    """Check that this process has launched no process group.
+@contextlib.contextmanager
+def watching(mailbox: Mailbox | None = None) -> Iterator[Ledger]:
+    """Count what this thread holds, sends and computes inside.
 
-    Raises:
-        ConfigError: If it has.
+    Args:
+        mailbox: That of the world that `planned_world` made; ``None`` runs everything, with the ranks that are there.
 
     Collective: none.
     """
-    if current_world().process_group is not None:
-        msg = "A plan opens a process group of its own. Call `plan` in a process that has launched none."
-        raise ConfigError(msg)
+    ledger = Ledger()
+    mode = Watching(ledger, mailbox)
+    token = _run.set(_Run(ledger, mode, mailbox))
+    try:
+        with mode:
+            yield ledger
+    finally:
+        _run.reset(token)
 
 
 @contextlib.contextmanager
-def planned_world(world_size: int, rank: int) -> Iterator[None]:
-    """Let this process be one rank of a world whose other ranks do what it does.
-
-    Raises:
-        ConfigError: If there is a process group already.
+def planning() -> Iterator[None]:
+    """Let threads of this process be ranks of planned worlds, which `planned_world` opens.
 
     Collective: none.
     """
-    check_no_group()
+    gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
+    with random_state_kept(), groups_set_aside(), counted():
+        dist.all_gather_object = _gather_object
+        dist.broadcast_object_list = _broadcast_objects  # type: ignore[assignment] # takes the rest by name
+        try:
+            yield
+        finally:
+            dist.all_gather_object, dist.broadcast_object_list = gather, broadcast
+
+
+@contextlib.contextmanager
+def planned_world(world_size: int, mailbox: Mailbox) -> Iterator[None]:
+    """Let this thread be one rank of a world whose other ranks do what it does, or have sent it what they do.
+
+    Args:
+        world_size: Number of ranks.
+        mailbox: That of the rank.
+
+    Collective: none.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    rank = mailbox.rank
     open_world(FakeStore(), rank=rank, world_size=world_size, local_rank=rank, backend="fake", timeout_seconds=60.0)
     world = current_world()
     world.rendezvous_of = lambda _: _Attended(rank)  # type: ignore[method-assign,assignment,return-value]
-    gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
-    dist.all_gather_object = _gather_object
-    dist.broadcast_object_list = _broadcast_objects
     try:
         yield
     finally:
-        dist.all_gather_object, dist.broadcast_object_list = gather, broadcast
+        set_world(world)  # another rank's may be the current one, where this one is abandoned
         close_world()
 
 
@@ -118,6 +150,9 @@ def _gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None 
     object_list[:] = [obj] * len(object_list)
 
 
-def _broadcast_objects(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Leave the objects of this rank as those of the sender."""
-    del object_list, args, kwargs
+def _broadcast_objects(object_list: list[Any], src: int | None = None, group: Any = None, **kwargs: Any) -> None:
+    mailbox = _run.get().mailbox
+    assert mailbox is not None, "ranks that are there use torch's own"
+    ranks = dist.get_process_group_ranks(group)
+    source = ranks[kwargs["group_src"]] if src is None else src
+    object_list[:] = mailbox.broadcast(tuple(ranks), source, object_list)

@@ -78,13 +78,13 @@ def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, 
         reference = losses = None
         try:
             losses = losses_of_script(booster.plugin, objects.criterion, loss, shares[0])
-            reference = reference_for(booster, lambda: _copied(model, optimizer), losses, shares, _STEPS)
+            reference = reference_for(booster, lambda: copied(model, optimizer), losses, shares, _STEPS)
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
         coordinator.raise_together(error, name="boost")
         assert reference is not None and losses is not None, "made, or an error raised"  # noqa: PT018
         loader = copy_of(objects.dataloader)
-        differences = compare_with(reference, booster, *_copied(model, optimizer), losses, shares, dataloader=loader)
+        differences = compare_with(reference, booster, *copied(model, optimizer), losses, shares, dataloader=loader)
     gc.collect()  # strategies keep their model in cycles of hooks
     report = Verification(
         plugin=booster.plugin.name,
@@ -96,13 +96,29 @@ def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, 
     coordinator.print_on_master(report)
 
 
-def _copied(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+def copied(
+    model: nn.Module,
+    optimizer: Optimizer,
+    memo: dict[int, Any] | None = None,
+    *,
+    what: str = "`verify`",
+    instead: str = _INSTEAD,
+) -> tuple[nn.Module, Optimizer]:
     """Return copies of a model and of its optimizer, which steps on the copy's parameters.
+
+    Args:
+        model: The user's model.
+        optimizer: Over its parameters.
+        memo: Copies that there are already, by ``id``, as for `copy.deepcopy`.
+        what: Who trains copies, for messages.
+        instead: What to do where that fails.
 
     Raises:
         ConfigError: If they can't be copied.
+
+    Collective: none.
     """
-    memo: dict[int, Any] = {}
+    memo = {} if memo is None else memo
     try:
         copied, twin = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
         # Torch's own copy of an optimizer leaves out what a class of the user's keeps besides groups and state.
@@ -110,7 +126,7 @@ def _copied(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimize
         for name in vars(optimizer).keys() - vars(twin).keys() - {"step"}:
             setattr(twin, name, copy.deepcopy(vars(optimizer)[name], memo))
     except Exception as error:
-        msg = f"`verify` trains copies, and `copy.deepcopy` failed with {type(error).__name__}: {error}. {_INSTEAD}."
+        msg = f"{what} trains copies, and `copy.deepcopy` failed with {type(error).__name__}: {error}. {instead}."
         raise ConfigError(msg) from error
     return copied, twin
 

@@ -61,11 +61,21 @@ def first_batches(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoor
     return [batches[each] for each in range(size)]
 
 
-def copy_of(loader: DataLoader[Any]) -> DataLoader[Any]:
+def copy_of(
+    loader: DataLoader[Any],
+    *,
+    what: str = "`verify`",
+    instead: str = "Leave `verify` out, and call `booster_core.verify` with a batch.",
+) -> DataLoader[Any]:
     """Return a copy of a loader that has no workers.
 
     The samples of a map-style data set are shared, and its generators are copied; a stream is copied, because what
     was read of it would be lost.
+
+    Args:
+        loader: The user's data loader.
+        what: Who takes a batch, for messages.
+        instead: What to do where that fails.
 
     Raises:
         ConfigError: If it can't be copied.
@@ -81,8 +91,8 @@ def copy_of(loader: DataLoader[Any]) -> DataLoader[Any]:
         copied = copy.deepcopy(loader, memo)
     except Exception as error:
         msg = (
-            f"`verify` takes the first batch from a copy of the data loader, and `copy.deepcopy` failed with "
-            f"{type(error).__name__}: {error}. Leave `verify` out, and call `booster_core.verify` with a batch."
+            f"{what} takes the first batch from a copy of the data loader, and `copy.deepcopy` failed with "
+            f"{type(error).__name__}: {error}. {instead}"
         )
         raise ConfigError(msg) from error
     # Torch refuses to change some of these on a loader, and others where there are no workers.

@@ -83,14 +83,26 @@ def losses_of_script(
         return Losses.by_criterion(criterion or loss_of_outputs, drops_entries=True)
     if loss is not None:
         return Losses(lambda model, batch: (loss(model, batch), None))
-    if criterion is not None and isinstance(batch, (list, tuple)) and len(batch) == 2:
+    return Losses(_explaining(guessed_losses(criterion, batch).forward))
 
-        def forward(model: nn.Module, pair: Any) -> tuple[Tensor, Any]:
-            outputs = model(pair[0])
-            return criterion(outputs, pair[1]), outputs
 
-        return Losses(_explaining(forward))
-    return Losses(_explaining(Losses.by_criterion(criterion or loss_of_outputs, drops_entries=True).forward))
+def guessed_losses(criterion: Callable[..., Any] | None, batch: Any) -> Losses:
+    """Return how a loop that calls the model would compute its loss.
+
+    Args:
+        criterion: What the script gave to `boost`.
+        batch: Its first batch; see `losses_of_script`.
+
+    Collective: none.
+    """
+    if criterion is None or not isinstance(batch, (list, tuple)) or len(batch) != 2:
+        return Losses.by_criterion(criterion or loss_of_outputs, drops_entries=True)
+
+    def forward(model: nn.Module, pair: Any) -> tuple[Tensor, Any]:
+        outputs = model(pair[0])
+        return criterion(outputs, pair[1]), outputs
+
+    return Losses(forward)
 
 
 def _explaining(forward: Callable[[nn.Module, Any], tuple[Tensor, Any]]) -> Callable[[nn.Module, Any], Any]:
