@@ -12,7 +12,7 @@ from booster_core.plugin import ModelWrapper, through_door
 from booster_core.ranks import naming_missing_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -27,7 +27,7 @@ class FSDPModel(ModelWrapper):
     Args:
         module: The user's model.
         units: Its units.
-        precision: Precision of the run.
+        precision: What autocast applies; ``None`` for none.
         forward_methods: Methods other than ``forward`` that run with gathered parameters.
     """
 
@@ -70,6 +70,15 @@ class FSDPModel(ModelWrapper):
         """Return the state of the user's model as this rank holds it; see `Booster.save_model` for files."""
         self.units.reshard()
         return super().state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the sharded parameters under their names in the user's model, also after an evaluation."""
+        self.units.reshard()
+        return super().named_parameters(*args, **kwargs)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell ``torch.distributed.checkpoint.state_dict`` that names leave out the attribute ``module``."""
+        return {"": "module"}
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)

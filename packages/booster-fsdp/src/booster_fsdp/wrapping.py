@@ -8,13 +8,13 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from booster_core.errors import ConfigError
-from booster_runtime.sharding import CONTAINERS, layers_of, modules_by_size, without_split_ties
+from booster_runtime.sharding import CONTAINERS, LAYER_NUMEL, layers_of, modules_by_size, without_split_ties
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import nn
 
     from booster_fsdp.config import FSDPConfig
 
@@ -38,7 +38,7 @@ def choose_units(model: nn.Module, config: FSDPConfig) -> list[str]:
     elif config.unit_if is not None:
         chosen = _by_function(model, config.unit_if)
     else:
-        chosen = layers_of(model)
+        chosen = _layers_and_ends(model)
     kept = without_split_ties(model, {id(module) for module in chosen.values()})
     return [name for name, module in chosen.items() if id(module) in kept]
 
@@ -67,6 +67,46 @@ def find_ignored(model: nn.Module, config: FSDPConfig) -> set[nn.Parameter]:
             raise ConfigError(msg + _suggestion(name, list(parameters)))
         ignored.add(parameters[name])
     return ignored
+
+
+def head_of(model: nn.Module, chosen: Sequence[str]) -> str | None:
+    """Return the name of the unit that is the output head of a transformers model.
+
+    Collective: none.
+    """
+    heads = {id(head) for _, head in _ends(model)}
+    modules = dict(model.named_modules())
+    return next((name for name in chosen if id(modules[name]) in heads), None)
+
+
+def _layers_and_ends(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the model's layers, and the large embeddings and heads that transformers models name."""
+    layers = layers_of(model)
+    inside = {id(module) for layer in layers.values() for module in layer.modules()}
+    ends = {id(end) for pair in _ends(model) for end in pair if end is not None and id(end) not in inside}
+    found = {}
+    for name, module in model.named_modules():
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        if name in layers or (name and id(module) in ends and numel >= LAYER_NUMEL):
+            found[name] = module
+    return found
+
+
+def _ends(model: nn.Module) -> list[tuple[nn.Module | None, nn.Module | None]]:
+    """Return embedding and output head of each model of transformers inside of a model."""
+    found = []
+    for module in model.modules():
+        if not hasattr(module, "_no_split_modules"):
+            continue
+        pair = []
+        for accessor in ("get_input_embeddings", "get_output_embeddings"):
+            try:
+                end = getattr(module, accessor)()
+            except (AttributeError, NotImplementedError):  # some models have none
+                end = None
+            pair.append(end if isinstance(end, nn.Module) else None)
+        found.append((pair[0], pair[1]))
+    return found
 
 
 def _by_class(model: nn.Module, classes: Sequence[str]) -> dict[str, nn.Module]:

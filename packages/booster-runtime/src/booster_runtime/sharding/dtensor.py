@@ -6,6 +6,7 @@ ownership is divided as in `booster_runtime.state.replicated`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,14 +80,24 @@ def sharded_like(whole: Tensor, like: DTensor) -> DTensor:
     local = whole.new_empty(local_of(like).shape)
     for box, held in local_boxes(tuple(like.shape), place.splits):
         _window(local, held).copy_(_window(whole.detach(), box))
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=torch.empty(like.shape, device="meta").stride(),
-    )
+    return dtensor_of(local, like)
+
+
+def dtensor_of(local: Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor over this rank's values, placed as another one; the values keep their memory, dtype and device.
+
+    Args:
+        local: This rank's part, in the shape of that of ``like``.
+        like: The other DTensor.
+
+    Collective: none.
+    """
+    # Not `DTensor.from_local`, which moves what is offloaded to the device of the mesh.
+    spec: Any = like._spec  # noqa: SLF001
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    make: Any = DTensor
+    made: DTensor = make(local, replace(spec, tensor_meta=meta), requires_grad=False)
+    return made
 
 
 class DTensorStateAdapter(ReplicatedStateAdapter):
