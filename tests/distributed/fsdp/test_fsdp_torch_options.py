@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ def last_dimension(parameter):
 # Options of the plugin, and of `fully_shard`.
 CASES = {
     "mesh": (lambda: {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}, {}),
-    "mesh of replicas": (lambda: {"mesh": init_device_mesh("cpu", (2, dist.get_world_size() // 2))}, {}),
+    "mesh of replicas": (lambda: {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))}, {}),
     "placement": (lambda: {"shard_placement_fn": last_dimension}, {}),
     "bf16": (lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, {}),
     "bf16, fp32 sums": (lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)}, {}),
@@ -50,7 +52,7 @@ CASES = {
 
 
 class Net(nn.Module):
-    """Layers whose sizes two and four ranks divide, and one that tells the dtype of its output."""
+    """Layers whose sizes two and four ranks divide; notes the dtype of its input."""
 
     def __init__(self):
         super().__init__()
@@ -59,9 +61,8 @@ class Net(nn.Module):
         self.last = nn.Linear(16, 8)
 
     def forward(self, x):
-        x = self.norm(self.first(x))
-        self.normalised = x.dtype
-        return self.last(torch.tanh(x))
+        self.dtype_of_input = x.dtype
+        return self.last(torch.tanh(self.norm(self.first(x))))
 
 
 def share():
@@ -71,7 +72,7 @@ def share():
 def outcome(net, model, backward, optimizer):
     """Return what a step leaves: gradients and parameters, whole and by name, dtypes, and placements."""
     output = model(share())
-    inside = net.normalised
+    inside = net.dtype_of_input
     backward(output.float().square().mean())
     gradients = {name: parameter.grad.full_tensor() for name, parameter in net.named_parameters()}
     dtypes = {parameter.grad.dtype for parameter in net.parameters()}
@@ -88,12 +89,12 @@ def make():
 
 def by_hand(options):
     net = make()
-    outer = dict(options)
-    if "mp_policy" in options:  # its dtype of outputs is that of each unit
-        outer["mp_policy"] = options["mp_policy"]
-    fully_shard(net.first, **options)
-    fully_shard(net.last, **options)
-    fully_shard(net, **outer)
+    inner = dict(options)
+    if "mp_policy" in options:  # outputs are those of the model
+        inner["mp_policy"] = dataclasses.replace(options["mp_policy"], output_dtype=None)
+    fully_shard(net.first, **inner)
+    fully_shard(net.last, **inner)
+    fully_shard(net, **options)
     return outcome(net, net, lambda loss: loss.backward(), torch.optim.AdamW(net.parameters(), lr=0.1))
 
 
@@ -256,6 +257,7 @@ def boost_on_mesh(shape, ranks):
     ("shape", "ranks", "message"),
     [
         ((1, 1, 2), None, r"It has one axis \(shards\) or two"),
+        ((1, 2), None, "Name its axes by `mesh_dim_names`"),
         (None, [0], r"`mesh` is \(1,\).*there are 2 ranks"),
         (None, [1, 0], "Let ranks ascend along each axis"),
     ],

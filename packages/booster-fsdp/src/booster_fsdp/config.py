@@ -42,8 +42,8 @@ class FSDPConfig:
             an axis of replicas before it. ``None`` makes one of ``replica_size``.
         shard_placement_fn: Called with each sharded parameter; returns ``Shard(dim)``, or ``None`` for the rows. A
             dimension other than the first one must be divisible by the number of ranks. See ``fully_shard``.
-        mixed_precision: torch's policy, passed to ``fully_shard`` for each unit. Forward then runs in its dtypes
-            without autocast, and the precision of the run follows from it.
+        mixed_precision: torch's policy, passed to ``fully_shard`` for each unit; its ``output_dtype`` is that of the
+            model's outputs. Forward runs in its dtypes without autocast, and the run's precision follows from it.
         autocast: ``False`` runs forward in ``"bf16"`` or ``"fp16"`` without autocast: parameters and inputs are cast
             to that dtype, and each operation computes in the dtype of its inputs.
         cpu_offload: Offload parameters, gradients and optimizer state to host memory, and step there. If forward

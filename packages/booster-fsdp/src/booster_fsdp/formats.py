@@ -83,8 +83,7 @@ def unit_format(
     """
     output = policy.output_dtype if is_root else None
     if config.mixed_precision is not None:
-        given = config.mixed_precision
-        return replace(given, output_dtype=output) if output != given.output_dtype and is_root else given
+        return replace(config.mixed_precision, output_dtype=output)
     gathered = policy.compute_dtype if policy.uses_autocast else None
     reduced: torch.dtype | None = policy.reduce_dtype
     is_wider = dtype is not None and policy.param_dtype is None and dtype.itemsize > policy.reduce_dtype.itemsize

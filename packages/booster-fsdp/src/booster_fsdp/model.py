@@ -36,6 +36,8 @@ class FSDPModel(ModelWrapper):
     ) -> None:
         super().__init__(module, precision=precision)
         self.__dict__["units"] = units
+        # `torch.distributed.checkpoint` asks for it next to `named_buffers`, which lists the user's.
+        self.__dict__["_non_persistent_buffers_set"] = module._non_persistent_buffers_set  # noqa: SLF001
         self.__dict__["optimizer"] = None
         self.__dict__["_forward_methods"] = frozenset(forward_methods)
 

@@ -99,6 +99,8 @@ def _check_mesh(mesh: DeviceMesh, world_size: int, device_type: str) -> None:
         msg = f"{found}, but there are {world_size} ranks. Make it of all of them."
     elif mesh.device_type != device_type:
         msg = f"{found}, but the run is on '{device_type}'. Make it for that device."
+    elif mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        msg = f"{found}. Name its axes by `mesh_dim_names`, as torch asks for."
     # torch numbers the ranks of a group in ascending order, whatever their order on the mesh.
     elif any(bool((ranks.diff(dim=axis) < 0).any()) for axis in range(mesh.ndim)):
         msg = f"{found}. Let ranks ascend along each axis."
