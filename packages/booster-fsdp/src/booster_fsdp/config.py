@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -111,12 +111,13 @@ class FSDPConfig:
         if self.partition not in ("auto", "flat", "parameter"):
             msg = f"`partition={self.partition!r}` is not one of 'auto', 'flat', 'parameter'."
             raise ConfigError(msg)
+        defaults = {field.name: field.default for field in fields(self)}
         for names, what in (
             (("unit_classes", "unit_min_numel", "unit_if"), "choose the units"),
             (("mesh", "replica_size"), "choose the mesh"),
             (("offload_policy", "cpu_offload"), "say what is offloaded"),
         ):
-            given = [name for name in names if getattr(self, name) not in (None, (), 1, False)]
+            given = [name for name in names if getattr(self, name) != defaults[name]]
             if len(given) > 1:
                 msg = f"{' and '.join(f'`{name}`' for name in given)} all {what}. Pass only one of them."
                 raise ConfigError(msg)
