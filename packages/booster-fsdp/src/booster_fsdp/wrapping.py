@@ -5,6 +5,7 @@ A unit's parameters are gathered together, right before its forward. No process 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from typing import TYPE_CHECKING
 
@@ -74,38 +75,31 @@ def head_of(model: nn.Module, chosen: Sequence[str]) -> str | None:
 
     Collective: none.
     """
-    heads = {id(head) for _, head in _ends(model)}
-    modules = dict(model.named_modules())
-    return next((name for name in chosen if id(modules[name]) in heads), None)
+    heads = _named_by(model, "get_output_embeddings")
+    return next((name for name, module in model.named_modules() if name in chosen and id(module) in heads), None)
 
 
 def _layers_and_ends(model: nn.Module) -> dict[str, nn.Module]:
     """Return the model's layers, and the large embeddings and heads that transformers models name."""
     layers = layers_of(model)
     inside = {id(module) for layer in layers.values() for module in layer.modules()}
-    ends = {id(end) for pair in _ends(model) for end in pair if end is not None and id(end) not in inside}
-    found = {}
-    for name, module in model.named_modules():
-        numel = sum(parameter.numel() for parameter in module.parameters())
-        if name in layers or (name and id(module) in ends and numel >= LAYER_NUMEL):
-            found[name] = module
-    return found
+    ends = _named_by(model, "get_input_embeddings") | _named_by(model, "get_output_embeddings")
+
+    def is_unit(name: str, module: nn.Module) -> bool:
+        is_end = bool(name) and id(module) in ends - inside
+        return name in layers or (is_end and sum(p.numel() for p in module.parameters()) >= LAYER_NUMEL)
+
+    return {name: module for name, module in model.named_modules() if is_unit(name, module)}
 
 
-def _ends(model: nn.Module) -> list[tuple[nn.Module | None, nn.Module | None]]:
-    """Return embedding and output head of each model of transformers inside of a model."""
-    found = []
+def _named_by(model: nn.Module, accessor: str) -> set[int]:
+    """Return the ids of the modules that a method of the models of transformers inside of a model returns."""
+    found = set()
     for module in model.modules():
-        if not hasattr(module, "_no_split_modules"):
-            continue
-        pair = []
-        for accessor in ("get_input_embeddings", "get_output_embeddings"):
-            try:
+        if hasattr(module, "_no_split_modules"):
+            with contextlib.suppress(AttributeError, NotImplementedError):  # some models have no such module
                 end = getattr(module, accessor)()
-            except (AttributeError, NotImplementedError):  # some models have none
-                end = None
-            pair.append(end if isinstance(end, nn.Module) else None)
-        found.append((pair[0], pair[1]))
+                found |= {id(end)} if isinstance(end, nn.Module) else set()
     return found
 
 
