@@ -32,7 +32,7 @@ class FSDPModel(ModelWrapper):
     """
 
     def __init__(
-        self, module: nn.Module, *, units: Units, precision: PrecisionPolicy, forward_methods: Sequence[str]
+        self, module: nn.Module, *, units: Units, precision: PrecisionPolicy | None, forward_methods: Sequence[str]
     ) -> None:
         super().__init__(module, precision=precision)
         self.__dict__["units"] = units

@@ -100,7 +100,7 @@ class FSDPOptimizer(OptimizerWrapper):
             self._whole.append(whole)
             self.views.add_whole(whole.wholes)
 
-    def is_stepped_whole(self, parameter: nn.Parameter) -> bool:
+    def is_stepped_whole(self, parameter: Tensor) -> bool:
         """Return whether one rank of a replica steps the whole parameter, and alone has its state.
 
         Collective: none.

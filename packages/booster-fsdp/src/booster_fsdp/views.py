@@ -37,7 +37,7 @@ class Views:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self.of: dict[nn.Parameter, nn.Parameter] = {}
+        self.of: dict[Any, nn.Parameter] = {}
         self._rows: dict[nn.Parameter, None] = {}
 
     def add_rows(self, parameter: nn.Parameter) -> None:
@@ -101,7 +101,7 @@ class Views:
         finally:
             for group, listed in zip(optimizer.param_groups, lists, strict=True):
                 group.update(listed)
-            parameter_of = {view: parameter for parameter, view in self.of.items()}
+            parameter_of: dict[Any, Any] = {view: parameter for parameter, view in self.of.items()}
             stepped, optimizer.state = optimizer.state, held
             held.clear()
             for view, state in stepped.items():
@@ -115,7 +115,7 @@ class Views:
     def _show_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Let a group list the views, and return its lists from before."""
         shown = [number for number, parameter in enumerate(group["params"]) if parameter in self.of]
-        before = {key: group[key] for key in ("params", "param_names") if key in group}
+        before: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
         group.update({key: [listed[number] for number in shown] for key, listed in before.items()})
         group["params"] = [self.of[parameter] for parameter in group["params"]]
         return before
