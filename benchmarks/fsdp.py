@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def boosted(size: str, samples: int, precision: str | None) -> Callable[[], None]:
-    """Return a step under the plugin, whose units are the model's layers by default."""
+    """Return a step under the plugin, whose units are the model's embedding, layers and head by default."""
     model = llama(size)
     booster = Booster("cpu", precision, TorchFSDPPlugin())
     boosted_model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), fused=True))
@@ -44,8 +44,11 @@ def by_hand(size: str, samples: int, precision: str | None) -> Callable[[], None
     formats = MixedPrecisionPolicy()
     if precision is not None:
         formats = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model.lm_head, mp_policy=formats, reshard_after_forward=False)
     for layer in reversed(model.model.layers):
         fully_shard(layer, mp_policy=formats)
+    fully_shard(model.model.embed_tokens, mp_policy=formats)
+    model.model.embed_tokens.set_unshard_in_backward(False)
     fully_shard(model, mp_policy=formats)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batch = tokens(size, samples)

@@ -154,7 +154,7 @@ def memory_kept(name, options):
     booster.backward(loss_of(model, name, coordinator.rank, coordinator.world_size), optimizer)
     optimizer.step()
     kept = sum(local_of(parameter).numel() for parameter in model.parameters())
-    state = sum(tensor.numel() for s in optimizer.state.values() for tensor in s.values() if tensor.dim())
+    state = sum(local_of(tensor).numel() for s in optimizer.state.values() for tensor in s.values() if tensor.dim())
     return kept, state, sum(parameter.numel() for parameter in model.parameters())
 
 

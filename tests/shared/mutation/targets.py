@@ -47,11 +47,6 @@ TARGETS = {
         ("runtime/test_sharding_ranks.py",),
         ("sharding_groups",),
     ),
-    "fsdp/rows": Target(
-        "booster_fsdp.pieces",
-        ("fsdp/test_fsdp_rows.py",),
-        ("row_bounds",),
-    ),
     "runtime/state_owners": Target(
         "booster_runtime.sharding.hosting",
         ("runtime/test_piece_owners.py",),

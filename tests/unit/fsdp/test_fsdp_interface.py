@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import discovery
@@ -28,7 +30,16 @@ def test_options_reach_the_config():
         ({"backward_prefetch": -1}, "`backward_prefetch=-1` must be at least 0"),
         ({"max_norm": -1.0}, "`max_norm=-1.0` must be 0"),
         ({"partition": "rows"}, "`partition='rows'` is not one of"),
-        ({"unit_classes": ["A"], "unit_min_numel": 3}, "`unit_classes` and `unit_min_numel` all choose the units"),
+        ({"unit_classes": ["A"], "unit_min_numel": 1}, "`unit_classes` and `unit_min_numel` all choose the units"),
+        (
+            {"offload_policy": OffloadPolicy(), "cpu_offload": True},
+            "`offload_policy` and `cpu_offload` all say what is",
+        ),
+        (
+            {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.float16), "precision": "bf16"},
+            r"`mixed_precision` has param_dtype torch.float16, and the precision 'bf16' asks for torch.bfloat16",
+        ),
+        ({"precision": "fp32", "autocast": False}, "`autocast=False` is for precision 'bf16' or 'fp16'"),
     ],
 )
 def test_invalid_option_raises(options, message):

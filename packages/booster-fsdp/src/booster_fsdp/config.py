@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from booster_core.errors import ConfigError
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,21 +24,32 @@ class FSDPConfig:
 
     Args:
         reshard_after_forward: ``True`` reshards parameters after forward and gathers them again for backward, except
-            those of the outermost unit, which backward needs first; ``False`` keeps all gathered; a number reshards to
-            groups of that many ranks.
+            those of the outermost unit and of the output head, which backward needs first, and an embedding's, which
+            it does not need; ``False`` keeps all gathered; a number reshards to groups of that many ranks.
         unit_classes: Names of the module classes that are gathered as one unit.
         unit_min_numel: Smallest number of elements of a unit, not counting units inside it.
         unit_if: Called as ``unit_if(name, module)``; returns whether a module is a unit. The result must be the same on
             every rank. Only one of these three options may be given. By default, the layers of the model are its units:
             the classes that transformers lists as ``_no_split_modules``, or the larger members of ``ModuleList`` and
-            ``Sequential``.
+            ``Sequential``; and the embedding and the output head that a transformers model names, if they are large and
+            not tied.
         ignored_modules: Qualified names, or class names, of modules whose parameters are replicated; their gradients
             are averaged.
         ignored_parameters: Qualified names of parameters that are replicated.
         replica_size: Number of replicas of the sharded model: it is sharded within groups of
             ``world_size / replica_size`` ranks, and gradients are averaged over the groups (hybrid sharding).
+        mesh: A device mesh over all ranks, made by the caller: with one axis, over which the model is sharded, or with
+            an axis of replicas before it. ``None`` makes one of ``replica_size``.
+        shard_placement_fn: Called with each sharded parameter; returns ``Shard(dim)``, or ``None`` for the rows. A
+            dimension other than the first one must be divisible by the number of ranks. See ``fully_shard``.
+        mixed_precision: torch's policy, passed to ``fully_shard`` for each unit; its ``output_dtype`` is that of the
+            model's outputs. Forward runs in its dtypes without autocast, and the run's precision follows from it.
+        autocast: ``False`` runs forward in ``"bf16"`` or ``"fp16"`` without autocast: parameters and inputs are cast
+            to that dtype, and each operation computes in the dtype of its inputs.
         cpu_offload: Offload parameters, gradients and optimizer state to host memory, and step there. If forward
             runs on the CPU, they are in host memory already.
+        offload_policy: torch's policy, passed to ``fully_shard`` for each unit, such as
+            ``CPUOffloadPolicy(pin_memory=False)``; in place of ``cpu_offload``, which pins memory.
         forward_prefetch: Number of units to prefetch in forward, in the order of registration; 0 uses torch's default,
             which overlaps one on CUDA.
         backward_prefetch: Number of units to prefetch in backward, in reverse order; 0 uses torch's default, which
@@ -60,7 +75,12 @@ class FSDPConfig:
     ignored_modules: tuple[str, ...] = ()
     ignored_parameters: tuple[str, ...] = ()
     replica_size: int = 1
+    mesh: DeviceMesh | None = None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
+    mixed_precision: MixedPrecisionPolicy | None = None
+    autocast: bool = True
     cpu_offload: bool = False
+    offload_policy: OffloadPolicy | None = None
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     max_norm: float = 0.0
@@ -91,15 +111,18 @@ class FSDPConfig:
         if self.partition not in ("auto", "flat", "parameter"):
             msg = f"`partition={self.partition!r}` is not one of 'auto', 'flat', 'parameter'."
             raise ConfigError(msg)
-        given = [
-            name
-            for name, is_given in (
-                ("unit_classes", bool(self.unit_classes)),
-                ("unit_min_numel", self.unit_min_numel is not None),
-                ("unit_if", self.unit_if is not None),
-            )
-            if is_given
-        ]
-        if len(given) > 1:
-            msg = f"{' and '.join(f'`{name}`' for name in given)} all choose the units. Pass only one of them."
-            raise ConfigError(msg)
+        defaults = {field.name: field.default for field in fields(self)}
+        for names, what in (
+            (("unit_classes", "unit_min_numel", "unit_if"), "choose the units"),
+            (("mesh", "replica_size"), "choose the mesh"),
+            (("offload_policy", "cpu_offload"), "say what is offloaded"),
+        ):
+            given = [name for name in names if getattr(self, name) != defaults[name]]
+            if len(given) > 1:
+                msg = f"{' and '.join(f'`{name}`' for name in given)} all {what}. Pass only one of them."
+                raise ConfigError(msg)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards are kept in host memory."""
+        return self.cpu_offload or isinstance(self.offload_policy, CPUOffloadPolicy)

@@ -12,7 +12,7 @@ from booster_core.plugin import ModelWrapper, through_door
 from booster_core.ranks import naming_missing_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -27,15 +27,17 @@ class FSDPModel(ModelWrapper):
     Args:
         module: The user's model.
         units: Its units.
-        precision: Precision of the run.
+        precision: What autocast applies; ``None`` for none.
         forward_methods: Methods other than ``forward`` that run with gathered parameters.
     """
 
     def __init__(
-        self, module: nn.Module, *, units: Units, precision: PrecisionPolicy, forward_methods: Sequence[str]
+        self, module: nn.Module, *, units: Units, precision: PrecisionPolicy | None, forward_methods: Sequence[str]
     ) -> None:
         super().__init__(module, precision=precision)
         self.__dict__["units"] = units
+        # `torch.distributed.checkpoint` asks for it next to `named_buffers`, which lists the user's.
+        self.__dict__["_non_persistent_buffers_set"] = module._non_persistent_buffers_set  # noqa: SLF001
         self.__dict__["optimizer"] = None
         self.__dict__["_forward_methods"] = frozenset(forward_methods)
 
@@ -70,6 +72,15 @@ class FSDPModel(ModelWrapper):
         """Return the state of the user's model as this rank holds it; see `Booster.save_model` for files."""
         self.units.reshard()
         return super().state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the sharded parameters under their names in the user's model, also after an evaluation."""
+        self.units.reshard()
+        return super().named_parameters(*args, **kwargs)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell ``torch.distributed.checkpoint.state_dict`` that names leave out the attribute ``module``."""
+        return {"": "module"}
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)

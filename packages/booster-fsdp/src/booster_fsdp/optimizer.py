@@ -1,4 +1,4 @@
-"""`FSDPOptimizer`: the user's optimizer on plain tensors in place of sharded parameters."""
+"""`FSDPOptimizer`: the user's optimizer over the DTensors of a sharded model, stepping on plain tensors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
 from booster_core.gradients import clip_by_norm
-from booster_core.plugin import OptimizerWrapper
-from booster_fsdp.pieces import RowsPiece, WholeParameters, rows_here, show_rows
+from booster_core.plugin import OptimizerWrapper, rebind
+from booster_core.state import NamedTensors
+from booster_fsdp.views import Views
+from booster_fsdp.whole import WholeParameters
 from booster_runtime import collectives
-from booster_runtime.sharding import HostedOptimizer, check_takes_parts, local_of, partition_for
+from booster_runtime.sharding import check_takes_parts, local_of, numbers_of_group, partition_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -28,15 +30,15 @@ if TYPE_CHECKING:
 
 
 class FSDPOptimizer(OptimizerWrapper):
-    """Step the user's optimizer on this rank's pieces of a sharded model.
+    """Step the user's optimizer on this rank's part of a sharded model.
+
+    Its groups list the model's parameters, DTensors and replicated ones, and its state is sharded as they are. For an
+    optimizer that needs whole parameters, the state of each parameter is on the rank that steps it.
 
     Args:
-        optim: The user's optimizer, over the parameters that the model had before it was sharded. Its groups are
-            changed to list this rank's pieces, and its state is split in the same way.
+        optim: The user's optimizer, over the parameters that the model had before it was sharded.
         model: The user's model, sharded.
-        before: The parameters before sharding, by number.
-        paths: Their paths in the model, by number, as for ``get_parameter``.
-        names: Their names in the user's own model, by number.
+        before: The parameters before sharding, and their paths in the model, as for ``get_parameter``.
         units: The model's units.
         settlement: Completes the model's gradients.
         ranks: The ranks of a replica.
@@ -45,7 +47,7 @@ class FSDPOptimizer(OptimizerWrapper):
         **kwargs: As for `OptimizerWrapper`.
 
     Raises:
-        ConfigError: If the optimizer can't step on pieces.
+        ConfigError: If the optimizer can't step on parts.
 
     Collective: none.
     """
@@ -55,9 +57,7 @@ class FSDPOptimizer(OptimizerWrapper):
         optim: Optimizer,
         model: nn.Module,
         *,
-        before: Mapping[int, nn.Parameter],
-        paths: Mapping[int, str],
-        names: Mapping[int, str],
+        before: Mapping[nn.Parameter, str],
         units: Units,
         settlement: Settlement,
         ranks: ShardingRanks,
@@ -66,46 +66,46 @@ class FSDPOptimizer(OptimizerWrapper):
         **kwargs: Any,
     ) -> None:
         super().__init__(optim, **kwargs)
-        self.names = dict(names)
-        self.parameters = {index: model.get_parameter(path) for index, path in paths.items()}
-        self._index_of = {id(parameter): index for index, parameter in self.parameters.items()}
-        self._units = units
-        self.ranks = ranks
-        self._config = config
-        self._device = device
-        self._settlement = settlement
         self._takes_rows = partition_for(optim, config.partition) == "flat"
-        if config.cpu_offload and device.type != "cpu" and not self._takes_rows:
+        if config.offloads and device.type != "cpu" and not self._takes_rows:
             msg = (
                 f"{type(optim).__name__} needs whole parameters, which ranks exchange on '{device.type}', but "
                 "`cpu_offload=True` keeps them in host memory. Use another optimizer, or leave out `cpu_offload`."
             )
             raise ConfigError(msg)
+        self._model_parameters = list(model.parameters())
+        self._names = NamedTensors.of(model).name_of
+        self._units = units
+        self.ranks = ranks
+        self._config = config
+        self._device = device
+        self._settlement = settlement
         self._whole: list[WholeParameters] = []
-        self.hosted = HostedOptimizer(optim, self.names)
-        self.pieces: dict[int, RowsPiece] = {}
-        index_before = {id(parameter): index for index, parameter in before.items()}
+        self.views = Views(optim)
+        self._held: list[nn.Parameter] = []
+        rebind(optim, {parameter: model.get_parameter(path) for parameter, path in before.items()})
         for group in optim.param_groups:
-            self._adopt([index_before[id(parameter)] for parameter in group["params"]])
+            self._adopt(group)
 
     # ---- parameters and groups
 
-    def _adopt(self, members: Sequence[int]) -> None:
-        """Replace the parameters of the hosted optimizer's next group by pieces."""
-        parameters = {index: self.parameters[index] for index in members}
+    def _adopt(self, group: Mapping[str, Any]) -> None:
+        """Prepare to step on a group's parameters."""
+        self._held += group["params"]
         if self._takes_rows:
-            rows = {index: rows_here(index, parameter, self.ranks) for index, parameter in parameters.items()}
-            pieces = {index: piece for index, piece in rows.items() if piece is not None}
+            for parameter in group["params"]:
+                self.views.add_rows(parameter)
         else:
-            whole = WholeParameters(parameters, self.ranks)
+            whole = WholeParameters(group["params"], self.ranks)
             self._whole.append(whole)
-            pieces = whole.pieces
-        self.pieces.update(pieces)
-        self.hosted.adopt(len(self.hosted.groups), members, pieces)
+            self.views.add_whole(whole.wholes)
 
-    def listed_parameters(self) -> set[int]:
-        listed = self.hosted.members()
-        return {key for key, index in self._index_of.items() if index in listed}
+    def is_stepped_whole(self, parameter: Tensor) -> bool:
+        """Return whether one rank of a replica steps the whole parameter, and alone has its state.
+
+        Collective: none.
+        """
+        return not self._takes_rows and isinstance(parameter, DTensor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters to the inner optimizer.
@@ -119,8 +119,10 @@ class FSDPOptimizer(OptimizerWrapper):
         self._units.reshard()
         given = param_group["params"]
         listed = [given] if isinstance(given, torch.Tensor) else list(given)
+        numbers = {id(parameter): number for number, parameter in enumerate(self._model_parameters)}
+        names = {number: self._names[key] for key, number in numbers.items()}
         remedy = "Take it from the model that `boost` returned, outside of forward."
-        members = self.hosted.new_members(listed, self._index_of, remedy=remedy)
+        numbers_of_group(listed, numbers, {numbers[id(p)] for p in self._held}, names, remedy=remedy)
         self.optim.add_param_group({**param_group, "params": listed})
         if self._takes_rows:
             try:
@@ -128,10 +130,7 @@ class FSDPOptimizer(OptimizerWrapper):
             except ConfigError:
                 self.optim.param_groups.pop()
                 raise
-        self._adopt(members)
-
-    def _held(self) -> list[tuple[int, nn.Parameter]]:
-        return [(index, self.parameters[index]) for group in self.hosted.groups for index in group]
+        self._adopt(self.optim.param_groups[-1])
 
     # ---- gradients
 
@@ -156,7 +155,7 @@ class FSDPOptimizer(OptimizerWrapper):
         Collective: every rank of the world, where there was a backward since the last call.
         """
         self.settle()
-        held = [local_of(parameter.grad) for _, parameter in self._held() if parameter.grad is not None]
+        held = [local_of(parameter.grad) for parameter in self._held if parameter.grad is not None]
         return [gradient for gradient in held if gradient.numel()]
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
@@ -164,7 +163,7 @@ class FSDPOptimizer(OptimizerWrapper):
         gradients = self.gradients()
         counted = [
             local_of(parameter.grad)
-            for _, parameter in self._held()
+            for parameter in self._held
             if parameter.grad is not None and (isinstance(parameter, DTensor) or self.ranks.shard_rank == 0)
         ]
         return clip_by_norm(
@@ -211,19 +210,19 @@ class FSDPOptimizer(OptimizerWrapper):
 
         Collective: none.
         """
-        held = [parameter for _, parameter in self._held()]
-        self._units.forget({id(parameter) for parameter in held})
-        for parameter in held:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                local_of(parameter.grad).zero_()
-        super().zero_grad(set_to_none)
+        self._units.forget({id(parameter) for parameter in self._held})
+        # torch zeroes a group's gradients in one call, which takes no mixture of DTensors and others.
+        kept = [None if set_to_none else parameter.grad for parameter in self._held]
+        super().zero_grad(set_to_none=True)
+        for parameter, gradient in zip(self._held, kept, strict=True):
+            parameter.grad = gradient
+            if gradient is not None:
+                local_of(gradient).zero_()
 
     # ---- stepping
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update this rank's pieces; see `OptimizerWrapper.step`.
+        """Update this rank's part; see `OptimizerWrapper.step`.
 
         Collective: every rank of the world.
         """
@@ -236,7 +235,7 @@ class FSDPOptimizer(OptimizerWrapper):
             self.clip_grad_by_norm(self._config.max_norm)
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step the inner optimizer on this rank's pieces, and broadcast the buffers that forward has changed.
+        """Step the inner optimizer on this rank's part, and broadcast the buffers that forward has changed.
 
         Raises:
             ConfigError: If a closure is passed with an optimizer that needs whole parameters.
@@ -249,19 +248,19 @@ class FSDPOptimizer(OptimizerWrapper):
                 "model. Call `step()` without a closure, or use plugin='ddp'."
             )
             raise ConfigError(msg)
-        if closure is None:
+
+        def evaluated() -> float:
+            assert closure is not None
+            loss = closure()
+            self.settle()
+            self._clip_as_configured()
             self._make_ready()
-            result = self.optim.step()
-        else:
+            return loss
 
-            def evaluated() -> float:
-                loss = closure()
-                self.settle()
-                self._clip_as_configured()
+        with self.views.shown():
+            if closure is None:
                 self._make_ready()
-                return loss
-
-            result = self.optim.step(evaluated)
+            result = self.optim.step() if closure is None else self.optim.step(evaluated)
         for whole in self._whole:
             whole.scatter()
         # Parameters that a forward without backward left gathered have old values.
@@ -271,7 +270,6 @@ class FSDPOptimizer(OptimizerWrapper):
 
     def _make_ready(self) -> None:
         self.settle()
-        if self._takes_rows:
-            show_rows(self.pieces.values())
+        self.views.point_at_rows()
         for whole in self._whole:
             whole.gather()

@@ -9,7 +9,7 @@ state for checkpoints.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch.distributed as dist
@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from booster_core.errors import ConfigError
 from booster_core.plugin import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin, place_model, unwrap_model
 from booster_core.precision import PrecisionPolicy
-from booster_core.state import NamedTensors
 from booster_fsdp.config import FSDPConfig
+from booster_fsdp.formats import resolve_formats, uses_autocast
 from booster_fsdp.lazy import fill_model, hollow_model
 from booster_fsdp.model import FSDPModel
 from booster_fsdp.optimizer import FSDPOptimizer
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
     from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext
@@ -55,7 +55,12 @@ class TorchFSDPPlugin(Plugin):
         ignored_modules: Modules that are replicated.
         ignored_parameters: Parameters that are replicated.
         replica_size: Number of replicas of the sharded model.
+        mesh: The caller's device mesh.
+        shard_placement_fn: Returns the dimension on which a parameter is sharded.
+        mixed_precision: torch's policy of dtypes.
+        autocast: Run a narrow precision under autocast.
         cpu_offload: Offload state to host memory.
+        offload_policy: torch's policy of offloading.
         forward_prefetch: Units prefetched in forward.
         backward_prefetch: Units prefetched in backward.
         max_norm: Clip gradients by this global norm in each step.
@@ -88,7 +93,12 @@ class TorchFSDPPlugin(Plugin):
         ignored_modules: Sequence[str] = (),
         ignored_parameters: Sequence[str] = (),
         replica_size: int = 1,
+        mesh: DeviceMesh | None = None,
+        shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        autocast: bool = True,
         cpu_offload: bool = False,
+        offload_policy: OffloadPolicy | None = None,
         forward_prefetch: int = 0,
         backward_prefetch: int = 0,
         max_norm: float = 0.0,
@@ -114,7 +124,12 @@ class TorchFSDPPlugin(Plugin):
             ignored_modules=tuple(ignored_modules),
             ignored_parameters=tuple(ignored_parameters),
             replica_size=replica_size,
+            mesh=mesh,
+            shard_placement_fn=shard_placement_fn,
+            mixed_precision=mixed_precision,
+            autocast=autocast,
             cpu_offload=cpu_offload,
+            offload_policy=offload_policy,
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,
             max_norm=max_norm,
@@ -123,7 +138,20 @@ class TorchFSDPPlugin(Plugin):
             forward_methods=None if forward_methods is None else tuple(forward_methods),
         )
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
+        if self.precision is not None:
+            self.resolve_precision(self.precision)
         self._mesh: tuple[Any, DeviceMesh] | None = None
+
+    def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
+        """Return the precision of a run, with the dtypes of ``mixed_precision``.
+
+        Raises:
+            ConfigError: If the policy asks for masters in another dtype than the parameters, or for other dtypes than
+                ``mixed_precision``, or ``autocast=False`` would change nothing.
+
+        Collective: none.
+        """
+        return resolve_formats(self.config, super().resolve_precision(policy))
 
     @classmethod
     def settings_to_plan(cls, world_size: int) -> list[dict[str, Any]]:
@@ -155,12 +183,8 @@ class TorchFSDPPlugin(Plugin):
         else:
             place_model(model, objects.optimizer, context.device, context.precision)
             agree_on_values(model)
-        name_of = NamedTensors.of(model).name_of
-        before = dict(enumerate(model.parameters()))
-        paths = dict(enumerate(path for path, _ in model.named_parameters()))
-        names = {index: name_of[id(parameter)] for index, parameter in before.items()}
-        offload = self.config.cpu_offload
-        units = shard_model(model, mesh, self.config, context.precision, offload=offload)
+        before = {parameter: path for path, parameter in model.named_parameters()}
+        units = shard_model(model, mesh, self.config, context.precision)
         if recording is not None:
             fill_model(
                 model,
@@ -168,13 +192,14 @@ class TorchFSDPPlugin(Plugin):
                 units,
                 context.device,
                 context.precision,
-                offload=offload,
+                offload=self.config.offloads,
                 coordinator=context.coordinator,
             )
         for method in methods:
             register_fsdp_forward_method(model, method)
         mark_as_local(model)
-        wrapped = FSDPModel(model, units=units, precision=context.precision, forward_methods=methods)
+        cast_by = context.precision if uses_autocast(self.config, context.precision) else None
+        wrapped = FSDPModel(model, units=units, precision=cast_by, forward_methods=methods)
         settlement = Settlement(model, units, context.device, broadcast_buffers=self.config.broadcast_buffers)
         optimizer = None
         if objects.optimizer is not None:
@@ -182,8 +207,6 @@ class TorchFSDPPlugin(Plugin):
                 objects.optimizer,
                 model,
                 before=before,
-                paths=paths,
-                names=names,
                 units=units,
                 settlement=settlement,
                 ranks=ranks_of(mesh),
@@ -236,7 +259,7 @@ class TorchFSDPPlugin(Plugin):
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""
-        return asdict(self.config)
+        return {field.name: getattr(self.config, field.name) for field in fields(self.config)}
 
     def _mesh_of_world(self, context: BoostContext) -> DeviceMesh:
         """Return the mesh; its process groups are created once for each default process group."""

@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
-from booster_core.precision import NARROW
 from booster_core.state import NamedTensors
 from booster_fsdp.communication import use_runtime_collectives
+from booster_fsdp.formats import describe_formats, gathers_narrow, unit_format, uses_autocast
 from booster_fsdp.outputs import return_no_views
 from booster_fsdp.units import Units
-from booster_fsdp.wrapping import choose_units, find_ignored
+from booster_fsdp.wrapping import choose_units, find_ignored, head_of
 from booster_runtime.sharding import (
     ShardingRanks,
     check_distinct_memory,
     kept_as_they_are,
     make_ranks,
+    normalisation_parameters,
+    note_compute,
     note_reductions,
     parameters_by_unit,
     refuse_renormalized,
@@ -31,6 +33,8 @@ from booster_runtime.sharding import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from booster_core.precision import PrecisionPolicy
     from booster_fsdp.config import FSDPConfig
 
@@ -39,15 +43,19 @@ _GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def make_mesh(world_size: int, device_type: str, config: FSDPConfig) -> DeviceMesh:
-    """Return the mesh: one axis ``"shard"``, after an axis ``"replicate"`` if there is more than one replica.
+    """Return the mesh: an axis over which the model is sharded, after one of replicas if there is more than one.
 
     Raises:
-        ConfigError: If ``replica_size``, or a number as ``reshard_after_forward``, does not divide the ranks.
+        ConfigError: If ``replica_size``, or a number as ``reshard_after_forward``, does not divide the ranks, or the
+            mesh in the options does not have all ranks in order.
 
     Collective: every rank of the world.
     """
     sharding_groups(world_size, config.replica_size)
-    shard_size = world_size // config.replica_size
+    given = config.mesh
+    if given is not None:
+        _check_mesh(given, world_size, device_type)
+    shard_size = world_size // config.replica_size if given is None else given.size(given.ndim - 1)
     asked = config.reshard_after_forward
     if not isinstance(asked, bool) and shard_size % asked:
         divisors = ", ".join(str(size) for size in range(2, shard_size + 1) if shard_size % size == 0)
@@ -56,6 +64,8 @@ def make_mesh(world_size: int, device_type: str, config: FSDPConfig) -> DeviceMe
             f"Use True, False{' or one of ' + divisors if divisors else ''}."
         )
         raise ConfigError(msg)
+    if given is not None:
+        return given
     if config.replica_size == 1:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     # torch would make the groups with a time limit of its own.
@@ -70,14 +80,33 @@ def ranks_of(mesh: DeviceMesh) -> ShardingRanks:
 
     Collective: none.
     """
-    has_replicas = mesh.ndim > 1
+    last = mesh.ndim - 1
     return ShardingRanks(
-        shard_group=mesh.get_group("shard"),
-        shard_rank=mesh.get_local_rank("shard"),
-        shard_size=mesh.size(mesh.ndim - 1),
-        replica_group=mesh.get_group("replicate") if has_replicas else None,
-        replica_rank=mesh.get_local_rank("replicate") if has_replicas else 0,
+        shard_group=mesh.get_group(last),
+        shard_rank=mesh.get_local_rank(last),
+        shard_size=mesh.size(last),
+        replica_group=mesh.get_group(0) if last else None,
+        replica_rank=mesh.get_local_rank(0) if last else 0,
     )
+
+
+def _check_mesh(mesh: DeviceMesh, world_size: int, device_type: str) -> None:
+    ranks = mesh.mesh
+    found = f"`mesh` is {tuple(ranks.shape)} on '{mesh.device_type}' with the ranks {ranks.tolist()}"
+    if mesh.ndim > 2:
+        msg = f"{found}. It has one axis (shards) or two (replicas, shards); for others, use plugin='hybrid'."
+    elif sorted(ranks.flatten().tolist()) != list(range(world_size)):
+        msg = f"{found}, but there are {world_size} ranks. Make it of all of them."
+    elif mesh.device_type != device_type:
+        msg = f"{found}, but the run is on '{device_type}'. Make it for that device."
+    elif mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        msg = f"{found}. Name its axes by `mesh_dim_names`, as torch asks for."
+    # torch numbers the ranks of a group in ascending order, whatever their order on the mesh.
+    elif any(bool((ranks.diff(dim=axis) < 0).any()) for axis in range(mesh.ndim)):
+        msg = f"{found}. Let ranks ascend along each axis."
+    else:
+        return
+    raise ConfigError(msg)
 
 
 def check_parameters(model: nn.Module) -> None:
@@ -116,9 +145,7 @@ def check_parameters(model: nn.Module) -> None:
     refuse_renormalized(model)
 
 
-def shard_model(
-    model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: PrecisionPolicy, *, offload: bool
-) -> Units:
+def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: PrecisionPolicy) -> Units:
     """Shard a model in place, and return its units; some parameters are replicated.
 
     Replicated are: parameters that the options name; scalars, which have no rows; empty ones; parameters that are not
@@ -131,7 +158,6 @@ def shard_model(
         mesh: What `make_mesh` returned.
         config: Options.
         policy: Precision of the run.
-        offload: Keep shards in host memory.
 
     Raises:
         ConfigError: If a name in the options is not in the model, or a unit can't be sharded.
@@ -139,52 +165,77 @@ def shard_model(
     Collective: every rank of the world.
     """
     chosen = choose_units(model, config)
-    whole = find_ignored(model, config)
-    whole |= {parameter for parameter in model.parameters() if _is_kept_whole(parameter)}
-    if policy.uses_autocast and policy.compute_dtype in NARROW:
-        kept = kept_as_they_are(model)
-        whole |= {parameter for parameter in model.parameters() if id(parameter) in kept}
-    by_unit = parameters_by_unit(model, chosen)
-    dtype_of = {}
-    for name, parameters in by_unit.items():
-        dtype_of[name], odd = _dtypes(parameter for parameter in parameters if parameter not in whole)
-        whole |= odd
-    modules = dict(model.named_modules())
-    asked = config.reshard_after_forward
+    whole, dtype_of = _replicated(model, chosen, config, policy)
     for parameter in model.parameters():
         if parameter not in whole and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    offload_policy = OffloadPolicy()
-    if offload:
-        offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    formats = {name: _mixed_precision(policy, dtype_of[name]) for name in (*reversed(chosen), "")}
-    for name, policy_of_unit in formats.items():
-        module = modules[name]
-        return_no_views(module)
-        options: dict[str, Any] = {} if not whole else {"ignored_params": whole}
-        try:
-            fully_shard(
-                module,
-                mesh=mesh,
-                # `None` lets torch keep the outermost unit gathered, which backward needs first.
-                reshard_after_forward=asked if name or not asked else None,
-                mp_policy=policy_of_unit,
-                offload_policy=offload_policy,
-                **options,
-            )
-        except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as cause:
-            where = f"Unit '{name}' ({type(module).__name__})" if name else f"The model ({type(module).__name__})"
-            msg = f"{where} can't be sharded: {cause} Keep it whole by `ignored_modules`, or choose other units."
-            raise ConfigError(msg) from cause
-    sharded = [cast("FSDPModule", modules[name]) for name in chosen]
+    options: dict[str, Any] = {
+        "ignored_params": whole or None,
+        "offload_policy": _offload_policy(config, mesh.device_type),
+        "shard_placement_fn": config.shard_placement_fn,
+    }
+    formats = {name: unit_format(config, policy, dtype_of[name], is_root=not name) for name in (*reversed(chosen), "")}
+    asked, head = config.reshard_after_forward, head_of(model, chosen)
+    # Backward needs the head and the outermost unit first; `None` lets torch keep the latter gathered.
+    kept = {"": None, head: False} if asked is True else {"": asked and None}
+    modules = dict(model.named_modules())
+    for name, format_of_unit in formats.items():
+        _shard(modules[name], name, mesh=mesh, mp_policy=format_of_unit, reshard=kept.get(name, asked), **options)
     if mesh.device_type == "cpu":
-        for unit in (model, *sharded):
-            use_runtime_collectives(cast("FSDPModule", unit))
+        for name in formats:
+            use_runtime_collectives(cast("FSDPModule", modules[name]))
+    note_compute(model, describe_formats(config, policy, {dtype for dtype in dtype_of.values() if dtype is not None}))
     is_summed_here = hasattr(model, "set_custom_reduce_scatter")
     sent = _sent_dtypes(formats, dtype_of, whole)
     note_reductions(model, sent, torch.device(mesh.device_type), by_backend=not is_summed_here, is_rounded=True)
+    sharded = [cast("FSDPModule", modules[name]) for name in chosen]
     _prefetch(cast("FSDPModule", model), sharded, config)
     return Units([cast("FSDPModule", model), *sharded])
+
+
+def _replicated(
+    model: nn.Module, chosen: Sequence[str], config: FSDPConfig, policy: PrecisionPolicy
+) -> tuple[set[nn.Parameter], dict[str, torch.dtype | None]]:
+    """Return the parameters that are replicated, and the dtype of each unit's trained parameters."""
+    whole = find_ignored(model, config)
+    whole |= {parameter for parameter in model.parameters() if _is_kept_whole(parameter)}
+    if gathers_narrow(config, policy):
+        # Without autocast, a frozen base in another dtype than its inputs would not run.
+        kept = kept_as_they_are(model) if uses_autocast(config, policy) else normalisation_parameters(model)
+        whole |= {parameter for parameter in model.parameters() if id(parameter) in kept}
+    dtype_of = {}
+    for name, parameters in parameters_by_unit(model, chosen).items():
+        dtype_of[name], odd = _dtypes(parameter for parameter in parameters if parameter not in whole)
+        whole |= odd
+    return whole, dtype_of
+
+
+def _shard(module: nn.Module, name: str, *, reshard: bool | int | None, **options: Any) -> None:
+    """Make one module a unit."""
+    is_table = type(module) is nn.Embedding and bool(name)
+    return_no_views(module)
+    try:
+        fully_shard(module, reshard_after_forward=reshard, **options)
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as cause:
+        where = f"Unit '{name}' ({type(module).__name__})" if name else f"The model ({type(module).__name__})"
+        msg = f"{where} can't be sharded: {cause} Keep it whole by `ignored_modules`, or choose other units."
+        raise ConfigError(msg) from cause
+    if is_table:
+        # The gradient of a lookup does not depend on the table.
+        cast("FSDPModule", module).set_unshard_in_backward(False)
+
+
+def _offload_policy(config: FSDPConfig, device_type: str) -> OffloadPolicy:
+    given = config.offload_policy
+    if isinstance(given, CPUOffloadPolicy) and given.pin_memory and device_type == "cpu":
+        msg = (
+            "`offload_policy=CPUOffloadPolicy()` pins memory for copies to an accelerator, and this run is on the CPU. "
+            "Pass `CPUOffloadPolicy(pin_memory=False)`."
+        )
+        raise ConfigError(msg)
+    if given is not None:
+        return given
+    return CPUOffloadPolicy(pin_memory=device_type != "cpu") if config.cpu_offload else OffloadPolicy()
 
 
 def _is_kept_whole(parameter: nn.Parameter) -> bool:
@@ -202,16 +253,6 @@ def _dtypes(parameters: Iterable[nn.Parameter]) -> tuple[torch.dtype | None, set
         return None, set()
     most = max(numels, key=lambda dtype: numels[dtype])
     return most, {parameter for parameter in trained if parameter.dtype != most}
-
-
-def _mixed_precision(policy: PrecisionPolicy, dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Return the dtypes of a unit; autocast around the model handles inputs and outputs."""
-    gathered = policy.compute_dtype if policy.uses_autocast else None
-    reduced: torch.dtype | None = policy.reduce_dtype
-    is_wider = dtype is not None and policy.param_dtype is None and dtype.itemsize > policy.reduce_dtype.itemsize
-    if is_wider or (gathered is None and reduced == dtype):
-        reduced = None
-    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
 def _sent_dtypes(

@@ -1,25 +1,24 @@
-"""FSDP's state for checkpoints: the model's DTensors, and the optimizer's state of this rank's pieces."""
+"""FSDP's state for checkpoints: DTensors, and the state of parameters that one rank steps whole."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from booster_core.errors import CheckpointError
-from booster_runtime.sharding import DTensorStateAdapter, dtensor_shards, piece_shard, whole_shard
-from booster_runtime.state import MASTER, flatten_state, unsaved_state
+from booster_core.state import NamedTensors
+from booster_runtime.sharding import DTensorStateAdapter, whole_shard
+from booster_runtime.state import MASTER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from booster_core.ranks import DistCoordinator
     from booster_core.state import JSONValue, ParamGroup, TensorMeta, TensorShard
     from booster_fsdp.optimizer import FSDPOptimizer
-    from booster_fsdp.pieces import RowsPiece
     from booster_fsdp.units import Units
 
 
@@ -36,37 +35,23 @@ class FSDPStateAdapter(DTensorStateAdapter):
     def __init__(
         self, model: nn.Module, optimizer: FSDPOptimizer | None, coordinator: DistCoordinator, units: Units
     ) -> None:
-        super().__init__(model, None, coordinator, prepare=units.reshard)
         self._units = units
         self._sharded = optimizer
-        self._taken_as_parameters: list[int] = []
+        super().__init__(model, optimizer, coordinator, prepare=units.reshard)
 
     @override
     def optimizer_shards(self) -> Iterator[TensorShard]:
-        sharded = self._required()
-        for index, state in sharded.hosted.states().items():
-            piece = sharded.pieces[index]
-            tensors, _ = flatten_state(sharded.names[index], state)
-            for key, tensor in tensors.items():
-                yield self._state_shard(piece, key, tensor)
-        for index in self._taken_as_parameters:
-            name, parameter = sharded.names[index], sharded.parameters[index]
-            if isinstance(parameter, DTensor):
-                yield from dtensor_shards(name, MASTER, parameter)
+        self._prepare()
+        self._required_optimizer()
+        assert self._sharded is not None
+        parameters = NamedTensors.of(self._module).tensors
+        of_all = []
+        for name, state, tensor in self._state_tensors():
+            if state != MASTER and self._sharded.is_stepped_whole(parameters[name]):
+                yield whole_shard(name, state, tensor, is_owner=self._sharded.ranks.replica_rank == 0)
             else:
-                yield whole_shard(name, MASTER, parameter, is_owner=False)
-
-    @override
-    def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
-        return self._required().hosted.scalars()
-
-    @override
-    def unsaved_state(self) -> Sequence[str]:
-        return unsaved_state(self._required().unwrap())
-
-    @override
-    def param_groups(self) -> Sequence[ParamGroup]:
-        return self._required().hosted.param_groups()
+                of_all.append((name, state, tensor))
+        yield from self._shards(of_all)
 
     @override
     def prepare_optimizer_load(
@@ -75,22 +60,21 @@ class FSDPStateAdapter(DTensorStateAdapter):
         scalars: Mapping[str, Mapping[str, JSONValue]],
         groups: Sequence[ParamGroup],
     ) -> None:
-        # The parameters are the true values here, and take saved masters.
-        self._taken_as_parameters = self._required().hosted.prepare_load(tensors, scalars, groups)
+        self._required_optimizer()
+        assert self._sharded is not None
+        is_whole = any(self._sharded.is_stepped_whole(parameter) for parameter in self._module.parameters())
+        with self._sharded.views.shown() if is_whole else contextlib.nullcontext():
+            super().prepare_optimizer_load(tensors, scalars, groups)
+        if is_whole:  # parameters that other ranks step take saved masters, too
+            self._masters = {name for group in groups for name in group.params if MASTER in tensors.get(name, {})}
 
     @override
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
-        self._taken_as_parameters = []
-        if model:
-            self._units.note_update()
+        super().finish_load(model=model, optimizer=optimizer)
+        self._units.note_update()
 
-    def _state_shard(self, piece: RowsPiece, key: str, tensor: Tensor) -> TensorShard:
-        sharded = self._required()
-        is_owner = sharded.ranks.replica_rank == 0 and (not piece.is_shared or sharded.ranks.shard_rank == 0)
-        return piece_shard(sharded.names[piece.index], key, piece, tensor, is_owner=is_owner)
-
-    def _required(self) -> FSDPOptimizer:
-        if self._sharded is None:
-            msg = "There is no optimizer to save or load: none was passed with the model."
-            raise CheckpointError(msg)
-        return self._sharded
+    @override
+    def _name_of(self) -> Mapping[int, str]:
+        names = dict(super()._name_of())
+        views = {} if self._sharded is None else self._sharded.views.of
+        return names | {id(view): names[id(parameter)] for parameter, view in views.items()}

@@ -5,16 +5,17 @@ A unit's parameters are gathered together, right before its forward. No process 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from booster_core.errors import ConfigError
-from booster_runtime.sharding import CONTAINERS, layers_of, modules_by_size, without_split_ties
+from booster_runtime.sharding import CONTAINERS, LAYER_NUMEL, layers_of, modules_by_size, without_split_ties
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import nn
 
     from booster_fsdp.config import FSDPConfig
 
@@ -38,7 +39,7 @@ def choose_units(model: nn.Module, config: FSDPConfig) -> list[str]:
     elif config.unit_if is not None:
         chosen = _by_function(model, config.unit_if)
     else:
-        chosen = layers_of(model)
+        chosen = _layers_and_ends(model)
     kept = without_split_ties(model, {id(module) for module in chosen.values()})
     return [name for name, module in chosen.items() if id(module) in kept]
 
@@ -67,6 +68,39 @@ def find_ignored(model: nn.Module, config: FSDPConfig) -> set[nn.Parameter]:
             raise ConfigError(msg + _suggestion(name, list(parameters)))
         ignored.add(parameters[name])
     return ignored
+
+
+def head_of(model: nn.Module, chosen: Sequence[str]) -> str | None:
+    """Return the name of the unit that is the output head of a transformers model.
+
+    Collective: none.
+    """
+    heads = _named_by(model, "get_output_embeddings")
+    return next((name for name, module in model.named_modules() if name in chosen and id(module) in heads), None)
+
+
+def _layers_and_ends(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the model's layers, and the large embeddings and heads that transformers models name."""
+    layers = layers_of(model)
+    inside = {id(module) for layer in layers.values() for module in layer.modules()}
+    ends = _named_by(model, "get_input_embeddings") | _named_by(model, "get_output_embeddings")
+
+    def is_unit(name: str, module: nn.Module) -> bool:
+        is_end = bool(name) and id(module) in ends - inside
+        return name in layers or (is_end and sum(p.numel() for p in module.parameters()) >= LAYER_NUMEL)
+
+    return {name: module for name, module in model.named_modules() if is_unit(name, module)}
+
+
+def _named_by(model: nn.Module, accessor: str) -> set[int]:
+    """Return the ids of the modules that a method of the models of transformers inside of a model returns."""
+    found = set()
+    for module in model.modules():
+        if hasattr(module, "_no_split_modules"):
+            with contextlib.suppress(AttributeError, NotImplementedError):  # some models have no such module
+                end = getattr(module, accessor)()
+                found |= {id(end)} if isinstance(end, nn.Module) else set()
+    return found
 
 
 def _by_class(model: nn.Module, classes: Sequence[str]) -> dict[str, nn.Module]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from booster_runtime.sharding.agreement import agree_on_values, send_first
 from booster_runtime.sharding.buffers import BufferWatch
 from booster_runtime.sharding.distinct import check_distinct_memory
-from booster_runtime.sharding.dtensor import DTensorStateAdapter, dtensor_shards, local_of
+from booster_runtime.sharding.dtensor import (
+    DTensorStateAdapter,
+    dtensor_of,
+    dtensor_shards,
+    local_of,
+    sharded_like,
+)
 from booster_runtime.sharding.elementwise import (
     ELEMENTWISE,
     WHOLE,
@@ -20,19 +26,21 @@ from booster_runtime.sharding.hosting import (
     ParameterPiece,
     State,
     is_cut,
+    numbers_of_group,
     piece_shard,
     whole_shard,
 )
 from booster_runtime.sharding.layers import (
     CONTAINERS,
+    LAYER_NUMEL,
     layers_of,
     modules_by_size,
     parameters_by_unit,
     without_split_ties,
 )
-from booster_runtime.sharding.narrow import kept_as_they_are, working_dtypes
+from booster_runtime.sharding.narrow import kept_as_they_are, normalisation_parameters, working_dtypes
 from booster_runtime.sharding.ranks import RanksOfWorld, ShardingRanks, make_ranks, sharding_groups
-from booster_runtime.sharding.reductions import describe_reductions, note_reductions
+from booster_runtime.sharding.reductions import describe_reductions, note_compute, note_reductions
 from booster_runtime.sharding.renormalized import refuse_renormalized
 from booster_runtime.sharding.unreduced import raise_for_unused, refuse_all_gradients, refuse_gradient
 from booster_runtime.sharding.written import not_optimized, write_gradient
@@ -40,6 +48,7 @@ from booster_runtime.sharding.written import not_optimized, write_gradient
 __all__ = [
     "CONTAINERS",
     "ELEMENTWISE",
+    "LAYER_NUMEL",
     "WHOLE",
     "BufferWatch",
     "DTensorStateAdapter",
@@ -55,6 +64,7 @@ __all__ = [
     "check_takes_parts",
     "describe_reductions",
     "distinct_groups",
+    "dtensor_of",
     "dtensor_shards",
     "is_cut",
     "kept_as_they_are",
@@ -62,8 +72,11 @@ __all__ = [
     "local_of",
     "make_ranks",
     "modules_by_size",
+    "normalisation_parameters",
     "not_optimized",
+    "note_compute",
     "note_reductions",
+    "numbers_of_group",
     "parameters_by_unit",
     "partition_for",
     "piece_shard",
@@ -73,6 +86,7 @@ __all__ = [
     "refuse_gradient",
     "refuse_renormalized",
     "send_first",
+    "sharded_like",
     "sharding_groups",
     "whole_shard",
     "without_split_ties",

@@ -6,6 +6,7 @@ ownership is divided as in `booster_runtime.state.replicated`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +65,39 @@ def local_of(tensor: Tensor) -> Tensor:
     values: Any = tensor.detach()
     local: Tensor = values._local_tensor if isinstance(tensor, DTensor) else values  # noqa: SLF001 - `to_local` builds a graph node
     return local
+
+
+def sharded_like(whole: Tensor, like: DTensor) -> DTensor:
+    """Return a tensor of a DTensor's shape placed as that one is; every rank passes the same values.
+
+    Args:
+        whole: The values, in the DTensor's shape; device and dtype are kept.
+        like: Says how to place them.
+
+    Collective: none.
+    """
+    place = _Place.of(like, "the tensor")
+    local = whole.new_empty(local_of(like).shape)
+    for box, held in local_boxes(tuple(like.shape), place.splits):
+        _window(local, held).copy_(_window(whole.detach(), box))
+    return dtensor_of(local, like)
+
+
+def dtensor_of(local: Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor over this rank's values, placed as another one; the values keep their memory, dtype and device.
+
+    Args:
+        local: This rank's part, in the shape of that of ``like``.
+        like: The other DTensor.
+
+    Collective: none.
+    """
+    # Not `DTensor.from_local`, which moves what is offloaded to the device of the mesh.
+    spec: Any = like._spec  # noqa: SLF001
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    make: Any = DTensor
+    made: DTensor = make(local, replace(spec, tensor_meta=meta), requires_grad=False)
+    return made
 
 
 class DTensorStateAdapter(ReplicatedStateAdapter):

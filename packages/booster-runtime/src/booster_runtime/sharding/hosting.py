@@ -81,21 +81,7 @@ class HostedOptimizer:
         Raises:
             ConfigError: If a parameter is not the model's, or is in a group already.
         """
-        taken, found = self.members(), []
-        for position, item in enumerate([given] if isinstance(given, torch.Tensor) else given):
-            parameter = item[1] if isinstance(item, tuple) else item
-            index = index_of.get(id(parameter))
-            if index is None:
-                msg = (
-                    f"Parameter {position} of the new group, of shape {tuple(parameter.shape)}, is not one of the "
-                    f"boosted model's. {remedy}"
-                )
-                raise ConfigError(msg)
-            if index in taken:
-                msg = f"Parameter '{self._names[index]}' is in a parameter group already. Leave it out of the new one."
-                raise ConfigError(msg)
-            found.append(index)
-        return found
+        return numbers_of_group(given, index_of, self.members(), self._names, remedy=remedy)
 
     def states(self) -> dict[int, State]:
         """Return the state of each piece that has one."""
@@ -225,6 +211,40 @@ class HostedOptimizer:
         group["params"][:] = [self._pieces[index].values for index in held]
         if "param_names" in group:  # torch keeps names here if the user passed named parameters
             group["param_names"] = [self._names[index] for index in held]
+
+
+def numbers_of_group(
+    given: Any, index_of: Mapping[int, int], taken: Container[int], names: Mapping[int, str], *, remedy: str
+) -> list[int]:
+    """Return the numbers of the parameters of a group that is to be added to an optimizer.
+
+    Args:
+        given: The group's ``"params"``: a parameter, or parameters, or names and parameters.
+        index_of: The numbers of the model's parameters by ``id``.
+        taken: The numbers of those that are in a group.
+        names: Their names by number.
+        remedy: What to do about parameters that are not the model's, for the error.
+
+    Raises:
+        ConfigError: If a parameter is not the model's, or is in a group already.
+
+    Collective: none.
+    """
+    found = []
+    for position, item in enumerate([given] if isinstance(given, torch.Tensor) else given):
+        parameter = item[1] if isinstance(item, tuple) else item
+        index = index_of.get(id(parameter))
+        if index is None:
+            msg = (
+                f"Parameter {position} of the new group, of shape {tuple(parameter.shape)}, is not one of the "
+                f"boosted model's. {remedy}"
+            )
+            raise ConfigError(msg)
+        if index in taken:
+            msg = f"Parameter '{names[index]}' is in a parameter group already. Leave it out of the new one."
+            raise ConfigError(msg)
+        found.append(index)
+    return found
 
 
 def _cut(key: str, value: Any, shape: torch.Size, piece: ParameterPiece) -> Any:

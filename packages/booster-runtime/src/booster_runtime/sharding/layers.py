@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward, which can't be units."""
-_LAYER_NUMEL = 1 << 16
+LAYER_NUMEL = 1 << 16
 """A smaller layer is part of the unit around it: a separate gather costs more than it saves."""
 
 
@@ -34,7 +34,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, (nn.ModuleList, nn.Sequential))
         for key, _ in module.named_children()
     }
-    return modules_by_size(model, _LAYER_NUMEL, lambda name: name in members)
+    return modules_by_size(model, LAYER_NUMEL, lambda name: name in members)
 
 
 def modules_by_size(model: nn.Module, min_numel: int, is_candidate: Callable[[str], bool]) -> dict[str, nn.Module]:

@@ -21,13 +21,17 @@ def kept_as_they_are(model: nn.Module) -> set[int]:
     The base that is frozen next to adapters is pretrained, and is not rounded. Batch normalisation computes its
     statistics in fp32, and torch's CPU kernel needs its parameters in fp32 as well.
     """
-    normalised = {
+    return normalisation_parameters(model) | frozen_base(model)
+
+
+def normalisation_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of batch normalisation."""
+    return {
         id(parameter)
         for module in model.modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - the common base of all of them
         for parameter in module.parameters(recurse=False)
     }
-    return normalised | frozen_base(model)
 
 
 def working_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> Callable[[nn.Parameter], torch.dtype]:

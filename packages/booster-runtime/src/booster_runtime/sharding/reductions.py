@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _REDUCTIONS = "_booster_reductions"
 """Attribute of a model: lines about how its gradients are summed."""
+_COMPUTE = "_booster_compute"
+"""Attribute of a model: a line about the formats of forward and backward."""
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -51,13 +53,27 @@ def note_reductions(
     model.__dict__[_REDUCTIONS] = lines
 
 
-def describe_reductions(models: Iterable[nn.Module]) -> list[str]:
-    """Return lines that say how gradients of models are summed over ranks.
+def note_compute(model: nn.Module, line: str) -> None:
+    """Remember what a strategy computes in and how, for `Booster.describe`.
+
+    Args:
+        model: The user's model.
+        line: Says so, as in "forward in bf16".
 
     Collective: none.
     """
+    model.__dict__[_COMPUTE] = line
+
+
+def describe_reductions(models: Iterable[nn.Module]) -> list[str]:
+    """Return lines that say in which formats models compute, where noted, and how gradients are summed over ranks.
+
+    Collective: none.
+    """
+    models = list(models)
+    computed = dict.fromkeys(model.__dict__[_COMPUTE] for model in models if _COMPUTE in model.__dict__)
     found = dict.fromkeys(line for model in models for line in model.__dict__.get(_REDUCTIONS, ()))
-    return [f"reduction  gradients are {line}" for line in found]
+    return [f"compute    {line}" for line in computed] + [f"reduction  gradients are {line}" for line in found]
 
 
 def _described(dtype: torch.dtype, device: torch.device, *, by_backend: bool, is_rounded: bool) -> str:

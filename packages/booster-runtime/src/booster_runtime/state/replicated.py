@@ -191,7 +191,7 @@ class ReplicatedStateAdapter(StateAdapter):
 
     def _named_groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         """Return each parameter group with its parameters' names."""
-        name_of = NamedTensors.of(self._module).name_of
+        name_of = self._name_of()
         groups = []
         for index, group in enumerate(self._required_optimizer().param_groups):
             unknown = [position for position, parameter in enumerate(group["params"]) if id(parameter) not in name_of]
@@ -203,6 +203,10 @@ class ReplicatedStateAdapter(StateAdapter):
                 raise ConfigError(msg)
             groups.append(([name_of[id(parameter)] for parameter in group["params"]], group))
         return groups
+
+    def _name_of(self) -> Mapping[int, str]:
+        """Return the names of the tensors that the groups may list, by ``id``."""
+        return NamedTensors.of(self._module).name_of
 
     def _required_optimizer(self) -> Optimizer:
         if self._optimizer is None:

@@ -1,0 +1,104 @@
+"""Number formats of a run: from the precision that was asked for to torch's ``MixedPrecisionPolicy`` for each unit.
+
+Parameters are kept in fp32 and gathered in a narrower dtype. Forward then runs under autocast, which chooses a dtype
+for each operation, or without it, as ``fully_shard`` does by itself: inputs are cast, and operations follow them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from booster_core.errors import ConfigError
+from booster_core.precision import NARROW, PrecisionPolicy
+
+if TYPE_CHECKING:
+    from booster_fsdp.config import FSDPConfig
+
+_NOT_ASKED = PrecisionPolicy(param_dtype=None)
+
+
+def resolve_formats(config: FSDPConfig, asked: PrecisionPolicy) -> PrecisionPolicy:
+    """Return the precision of a run, from what was asked for by name and the policy of torch in the options.
+
+    Raises:
+        ConfigError: If they differ, or ``autocast=False`` would change nothing.
+
+    Collective: none.
+    """
+    theirs = config.mixed_precision
+    if theirs is None:
+        if not config.autocast and not asked.uses_autocast:
+            msg = (
+                "`autocast=False` is for precision 'bf16' or 'fp16' over wider parameters; this run computes in "
+                f"{asked.name}. Pass `precision='bf16'` as well, or leave out `autocast`."
+            )
+            raise ConfigError(msg)
+        return asked
+    compute = theirs.param_dtype or torch.float32
+    reduced = theirs.reduce_dtype or compute
+    if compute not in (torch.float32, *NARROW):
+        msg = f"`mixed_precision` has `param_dtype={compute}`. Use torch.bfloat16, torch.float16 or torch.float32."
+        raise ConfigError(msg)
+    if asked == _NOT_ASKED:
+        return replace(asked, compute_dtype=compute, reduce_dtype=reduced, output_dtype=theirs.output_dtype)
+    for what, ours, other in (
+        ("param_dtype", asked.compute_dtype, compute),
+        ("reduce_dtype", asked.reduce_dtype, reduced),
+        ("output_dtype", asked.output_dtype, theirs.output_dtype or asked.output_dtype),
+    ):
+        if ours != other:
+            msg = (
+                f"`mixed_precision` has {what} {other}, and the precision '{asked.name}' asks for {ours} there. Give "
+                "formats in one place: leave out the precision, or change the policy."
+            )
+            raise ConfigError(msg)
+    return asked
+
+
+def uses_autocast(config: FSDPConfig, policy: PrecisionPolicy) -> bool:
+    """Return whether forward runs under autocast."""
+    return policy.uses_autocast and config.autocast and config.mixed_precision is None
+
+
+def gathers_narrow(config: FSDPConfig, policy: PrecisionPolicy) -> bool:
+    """Return whether parameters are gathered in a narrower dtype than that in which they are kept."""
+    is_cast = policy.uses_autocast or config.mixed_precision is not None
+    return is_cast and policy.compute_dtype in NARROW
+
+
+def unit_format(
+    config: FSDPConfig, policy: PrecisionPolicy, dtype: torch.dtype | None, *, is_root: bool
+) -> MixedPrecisionPolicy:
+    """Return the dtypes of a unit.
+
+    Args:
+        config: Options.
+        policy: Precision of the run.
+        dtype: The dtype of the unit's trained parameters; ``None`` if it has none.
+        is_root: Whether the unit is the model itself.
+    """
+    output = policy.output_dtype if is_root else None
+    if config.mixed_precision is not None:
+        return replace(config.mixed_precision, output_dtype=output)
+    gathered = policy.compute_dtype if policy.uses_autocast else None
+    reduced: torch.dtype | None = policy.reduce_dtype
+    is_wider = dtype is not None and policy.param_dtype is None and dtype.itemsize > policy.reduce_dtype.itemsize
+    if is_wider or (gathered is None and reduced == dtype):
+        reduced = None
+    if uses_autocast(config, policy) or gathered is None:  # autocast handles inputs, and the wrapper outputs
+        return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, output_dtype=output)
+
+
+def describe_formats(config: FSDPConfig, policy: PrecisionPolicy, kept: set[torch.dtype]) -> str:
+    """Return what `Booster.describe` says of the formats of forward, of parameters and of optimizer state."""
+    how = "by autocast" if uses_autocast(config, policy) else "without autocast"
+    compute = str(policy.compute_dtype).removeprefix("torch.")
+    names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in kept))
+    if not gathers_narrow(config, policy):
+        return f"forward and backward in the dtype of the parameters, kept in {names}"
+    return f"forward and backward in {compute} {how}; parameters kept in {names} and gathered in {compute}"

@@ -1,0 +1,150 @@
+"""Plain tensors on which the user's optimizer steps, in place of the DTensors that its groups list.
+
+Groups and state hold the model's parameters and DTensors, as torch's own tools expect after ``fully_shard``. For the
+time of a step they hold plain tensors with the same memory: torch dispatches each operation on a DTensor, some
+optimizers (Rprop) use operations that it does not support, and fused kernels take no mixture of both kinds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from booster_runtime.sharding import dtensor_of, is_cut, local_of, sharded_like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch.optim import Optimizer
+
+
+class Views:
+    """Shows the user's optimizer plain tensors in place of the model's parameters.
+
+    Args:
+        optimizer: The user's optimizer.
+
+    Attributes:
+        of: The tensor that is shown for each parameter; others are not shown. A replicated one is shown itself.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.of: dict[Any, nn.Parameter] = {}
+        self._rows: dict[nn.Parameter, None] = {}
+
+    def add_rows(self, parameter: nn.Parameter) -> None:
+        """Show this rank's rows of a parameter, and shard the state that it has.
+
+        Collective: none.
+        """
+        if not isinstance(parameter, DTensor):
+            self.of[parameter] = parameter
+            return
+        rows = local_of(parameter)
+        self.of[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+        self._rows[parameter] = None
+        state = self._optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and is_cut(key, value, parameter.shape):
+                dtype = rows.dtype if value.is_floating_point() else value.dtype
+                state[key] = sharded_like(value.to(device=rows.device, dtype=dtype), parameter)
+
+    def add_whole(self, wholes: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
+        """Show whole parameters, and keep the state of those alone.
+
+        Args:
+            wholes: What is shown for each parameter; ``None`` for those that other ranks step.
+
+        Collective: none.
+        """
+        for parameter, whole in wholes.items():
+            if whole is not None:
+                self.of[parameter] = whole
+            elif parameter in self._optimizer.state:
+                del self._optimizer.state[parameter]
+
+    def point_at_rows(self) -> None:
+        """Let the views of rows have the current memory of the rows and their gradients.
+
+        Collective: none.
+        """
+        for parameter in self._rows:
+            view, rows = self.of[parameter], _local(parameter)
+            if rows.data_ptr() != view.data_ptr():
+                view.data = rows
+            view.grad = None if parameter.grad is None else _local(parameter.grad)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let the optimizer's groups and state hold the views, with plain tensors as their state.
+
+        Collective: none.
+        """
+        optimizer, held = self._optimizer, self._optimizer.state
+        lists = [self._show_group(group) for group in optimizer.param_groups]
+        known: dict[int, DTensor] = {}
+        optimizer.state = defaultdict(dict)
+        for parameter, state in held.items():
+            optimizer.state[self.of.get(parameter, parameter)] = state
+            if parameter in self._rows:
+                _change(state, DTensor, lambda _, tensor: _noted(known, tensor))
+        try:
+            yield
+        finally:
+            for group, listed in zip(optimizer.param_groups, lists, strict=True):
+                group.update(listed)
+            parameter_of: dict[Any, Any] = {view: parameter for parameter, view in self.of.items()}
+            stepped, optimizer.state = optimizer.state, held
+            held.clear()
+            for view, state in stepped.items():
+                parameter = parameter_of.get(view, view)
+                held[parameter] = state
+                if parameter in self._rows:
+                    _change(state, torch.Tensor, functools.partial(_sharded, known, parameter))
+            for parameter in self._rows:
+                self.of[parameter].grad = None
+
+    def _show_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Let a group list the views, and return its lists from before."""
+        shown = [number for number, parameter in enumerate(group["params"]) if parameter in self.of]
+        before: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
+        group.update({key: [listed[number] for number in shown] for key, listed in before.items()})
+        group["params"] = [self.of[parameter] for parameter in group["params"]]
+        return before
+
+
+def _noted(known: dict[int, DTensor], tensor: DTensor) -> torch.Tensor:
+    """Return a DTensor's local values, and remember whose they are."""
+    local = _local(tensor)
+    known[id(local)] = tensor
+    return local
+
+
+def _sharded(known: Mapping[int, DTensor], parameter: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the DTensor that a state's local values are of: the one from before, or a new one."""
+    if id(tensor) not in known and is_cut(key, tensor, _local(parameter).shape):
+        return dtensor_of(tensor, parameter)
+    return known.get(id(tensor), tensor)
+
+
+def _change(state: dict[str, Any], kind: type[torch.Tensor], change: Callable[[str, Any], torch.Tensor]) -> None:
+    """Replace the tensors of a class in a parameter's state, also those inside of lists and dicts."""
+    for key, value in state.items():
+        if isinstance(value, kind):
+            state[key] = change(key, value)
+        elif isinstance(value, (dict, list, tuple)):
+            state[key] = tree_map_only(kind, functools.partial(change, key), value)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return a DTensor's local values, at less cost than `local_of`, which detaches them."""
+    local: torch.Tensor = tensor._local_tensor  # noqa: SLF001
+    return local
