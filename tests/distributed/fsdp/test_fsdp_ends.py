@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from booster_core import Booster
+from booster_core.errors import ConfigError
 from booster_fsdp import FSDPConfig, TorchFSDPPlugin
 from booster_fsdp.wrapping import choose_units
 from booster_runtime import collectives
-from booster_testing import run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
 VOCABULARY = 2048
@@ -82,6 +83,39 @@ def test_embedding_and_head_are_gathered_once_and_only_while_they_are_used():
 def test_tied_ends_are_gathered_with_the_model():
     for _, seen, _ in run_on_ranks(gathered_over_a_step, 2, True, {}):
         assert set(map(tuple, seen.values())) == {("embedding", "head")}
+
+
+class WithLossOfHead(torch.nn.Module):
+    """Computes the loss from the head's weight, as fused losses do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make()
+
+    get_input_embeddings = property(lambda self: self.net.get_input_embeddings)
+    get_output_embeddings = property(lambda self: self.net.get_output_embeddings)
+
+    def forward(self, tokens):
+        hidden = self.net.model(tokens).last_hidden_state
+        logits = hidden @ self.net.lm_head.weight.T
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def gradient_of_head(options):
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
+    net = WithLossOfHead()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    booster.backward(model(batch()[dist.get_rank() :: 2]), optimizer)
+    return booster.full_gradient(model, "net.lm_head.weight")
+
+
+def test_a_head_whose_weight_is_used_by_itself_raises_with_what_trains_it():
+    assert all(expect_on_ranks(ConfigError, "unit_classes", gradient_of_head, 2, {}))
+    plain = WithLossOfHead()
+    plain(batch()).backward()
+    expected = plain.net.lm_head.weight.grad
+    for found in run_on_ranks(gradient_of_head, 2, {"unit_classes": ["LlamaDecoderLayer"]}):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_number_of_ranks_and_kept_parameters_hold_for_ends():

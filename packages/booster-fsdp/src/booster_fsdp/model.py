@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from booster_fsdp.optimizer import FSDPOptimizer
     from booster_fsdp.units import Units
 
+_MIXED = "got mixed torch.Tensor and DTensor"
+"""What torch says where a sharded parameter meets a plain tensor."""
+
 
 class FSDPModel(ModelWrapper):
     """Wrap a model that was sharded in place.
@@ -90,7 +93,20 @@ class FSDPModel(ModelWrapper):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._notice_updates()
-        return super()._forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # graphs can't break inside of a `try`
+            return super()._forward(*args, **kwargs)
+        try:
+            return super()._forward(*args, **kwargs)
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            msg = (
+                "The model uses a parameter of a unit outside of the unit's forward, where it is sharded, as losses do "
+                f"that take the head's weight ({error}). Choose the units yourself, without that module: "
+                "`TorchFSDPPlugin(unit_classes=[...])` with the classes of the layers. What belongs to no unit is "
+                "gathered for the whole forward."
+            )
+            raise ConfigError(msg) from error
 
     def _notice_updates(self) -> None:
         # For steps of an optimizer that is not ours. Not compiled: Dynamo can't trace the version counters.
