@@ -87,11 +87,32 @@ SIZES: dict[str, Any] = {
     **_each(2, "eos_token_id sep_token_id decoder_start_token_id forced_eos_token_id"),
 }
 """What stands for a number in a field of this name."""
+_OFTEN_NONE = ("head_dim", "num_key_value_heads")
+"""Fields that most families compute if they are ``None``, and others need."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
-EXCEPTIONS: dict[str, dict[str, Any]] = {}
-"""Settings of families that can't be shrunk by names alone."""
-NOT_MEASURED: dict[str, str] = {}
+_DBRX = {"num_key_value_heads": 2, "rope_theta": 10000.0}
+_GEMMA_3N = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"layer_types": ["sliding_attention"] * 2},  # the only type with rotary tables by default
+    "cpmant": {"position_bias_num_buckets": 32, "prompt_types": 32, "segment_types": 32},  # all that is computed
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"hidden_size": 32}},
+    "gemma3n_text": {**_GEMMA_3N, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4},  # of each type
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "mamba2": {"num_heads": 8, "head_dim": 8},  # twice the hidden size
+    "musicgen": {"audio_channels": 1},
+    "musicgen_melody": {"audio_channels": 1},
+    "qwen4_exp": {"text_config": {"layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 4}},
+    "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16], "local_attn_chunk_length": 4},
+    "roc_bert": {"shape_embed_dim": 16, "shape_vocab_size": 64, "pronunciation_embed_dim": 16},
+    "zamba2": {"mamba_headdim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Settings of families that can't be shrunk by names alone: their fields depend on each other in ways of their own."""
+NOT_MEASURED: dict[str, str] = {
+    "gemma3n": "its vision tower is one of timm",
+    "git": "it predicts tokens of captions, and needs images",
+}
 """Families whose model can't be made tiny, or not trained on tokens alone, with the reason."""
 BATCHES: dict[str, dict[str, Any]] = {}
 """What models are called with in addition to tokens and labels."""
@@ -160,11 +181,14 @@ def settings_of(config: Any) -> dict[str, Any]:
         if isinstance(value, (list, tuple)) and len(value) == layers and isinstance(value[0], (str, int, float))
     }
     kinds = {each: list(dict.fromkeys(value)) for each, value in lists.items()}
-    number = max([2, *(len(each) for each in kinds.values())])
+    indices = {each for each, value in kinds.items() if len(value) == layers and value == sorted(value)}
+    number = max([2, *(len(value) for each, value in kinds.items() if each not in indices)])
     settings: dict[str, Any] = {}
     for each, value in fields.items():
         if isinstance(value, PreTrainedConfig):
             settings[each] = {**settings_of(value), "model_type": value.model_type}
+        elif each in indices:
+            settings[each] = list(range(number))
         elif each in kinds:
             small = [SIZES[each]] if each in SIZES else kinds[each]
             settings[each] = [small[index % len(small)] for index in range(number)]
@@ -172,6 +196,10 @@ def settings_of(config: Any) -> dict[str, Any]:
             settings[each] = number
         elif each in SIZES and isinstance(value, (int, float)) and not isinstance(value, bool):
             settings[each] = SIZES[each]
+        elif each in _OFTEN_NONE and value is None:
+            settings[each] = SIZES[each]
+    if "kv_lora_rank" in fields:
+        settings["num_key_value_heads"] = SIZES["num_attention_heads"]  # latent attention has as many
     return settings
 
 
