@@ -91,27 +91,76 @@ _OFTEN_NONE = ("head_dim", "num_key_value_heads")
 """Fields that most families compute if they are ``None``, and others need."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
-_DBRX = {"num_key_value_heads": 2, "rope_theta": 10000.0}
-_GEMMA_3N = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-EXCEPTIONS: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"layer_types": ["sliding_attention"] * 2},  # the only type with rotary tables by default
-    "cpmant": {"position_bias_num_buckets": 32, "prompt_types": 32, "segment_types": 32},  # all that is computed
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"hidden_size": 32}},
-    "gemma3n_text": {**_GEMMA_3N, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4},  # of each type
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
-    "mamba2": {"num_heads": 8, "head_dim": 8},  # twice the hidden size
-    "musicgen": {"audio_channels": 1},
-    "musicgen_melody": {"audio_channels": 1},
-    "qwen4_exp": {"text_config": {"layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 4}},
-    "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16], "local_attn_chunk_length": 4},
-    "roc_bert": {"shape_embed_dim": 16, "shape_vocab_size": 64, "pronunciation_embed_dim": 16},
-    "zamba2": {"mamba_headdim": 16},
-    "zaya": {"num_experts_per_tok": 1},
+_ROPE = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+_SLIDING_THEN_FULL = ["sliding_attention", "full_attention"]
+_INDEXED = {
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
 }
-"""Settings of families that can't be shrunk by names alone: their fields depend on each other in ways of their own."""
+_SHARED_TWICE = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "attention_hidden_size": 64,
+    "attention_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 2},  # has two names for each
+    "cohere_compass_text": {"layer_types": ["full_attention"] * 2, "rope_parameters": _ROPE},
+    "cpmant": {"position_bias_num_buckets": 32, "prompt_types": 32, "segment_types": 32},  # are computed as such
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},  # is None by default
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},  # likewise
+    "dots3_note": {  # its sliding layers have sizes of their own
+        "vision_config": {"adapter_in_dim": 32},
+        "audio_config": {"adapter_input_size": 32},
+        "text_config": {"layer_types": ["indexed_attention"] * 2},
+    },
+    "dots3_note_text": {"layer_types": ["indexed_attention"] * 2},
+    "gemma3n_text": {  # the last layers share keys with earlier ones of their type
+        "num_hidden_layers": 4,
+        "layer_types": _SLIDING_THEN_FULL * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [64] * 4,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},  # has no default
+    "mamba2": {"num_heads": 8, "head_dim": 8},  # together twice the hidden size
+    "qwen4_exp": {"text_config": _INDEXED},
+    "qwen4_exp_text": _INDEXED,
+    "reformer": {
+        "attn_layers": ["local", "lsh"],
+        "axial_pos_shape": [4, 4],
+        "axial_pos_embds_dim": [16, 16],
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+    },
+    "roc_bert": {  # embeds shapes and sounds of words as well
+        "shape_embed_dim": 16,
+        "shape_vocab_size": 64,
+        "pronunciation_embed_dim": 16,
+        "pronunciation_vocab_size": 64,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba": _SHARED_TWICE,  # several layers share one block
+    "zamba2": {**_SHARED_TWICE, "mamba_ngroups": 1, "num_mem_blocks": 1},
+    "zaya": {"num_experts_per_tok": 1},  # nothing else is supported
+}
+"""Settings of families that can't be shrunk by names alone, such as where fields depend on each other."""
 NOT_MEASURED: dict[str, str] = {
     "gemma3n": "its vision tower is one of timm",
-    "git": "it predicts tokens of captions, and needs images",
+    "gemma4_assistant": "it drafts for another model, whose states it needs",
+    "gemma4_unified_assistant": "it drafts for another model, whose states it needs",
+    "musicgen": "transformers does not build it by `AutoModelForCausalLM`",
+    "musicgen_melody": "transformers does not build it by `AutoModelForCausalLM`",
+    "git": "its loss skips the positions of an image",
 }
 """Families whose model can't be made tiny, or not trained on tokens alone, with the reason."""
 BATCHES: dict[str, dict[str, Any]] = {}
