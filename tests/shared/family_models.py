@@ -45,11 +45,12 @@ SIZES: dict[str, Any] = {
     ),
     **_each(
         16,
-        "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size q_lora_rank "
+        "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
         "kv_lora_rank moe_shared_expert_intermediate_size expert_ffn_hidden_size o_lora_rank laurel_rank "
         "hidden_size_per_layer_input router_hidden_size adapter_rank codebook_size hc_lowrank gated_norm_rank "
         "mamba_d_state ssm_state_size state_size image_size conf_attention_context_left",
     ),
+    **_each(24, "q_lora_rank"),  # another number than that of keys
     **_each(
         8,
         "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim dim_head kv_channels attention_head_size "
