@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from zoo_results import Cell
 from zoo_training import CellError, first_line, quiet
 
-import booster_core.errors
 from booster_core import verify
+from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.registry import FAMILIES
 from booster_testing import RankError, run_on_ranks
@@ -44,9 +44,7 @@ _TIMEOUT_SECONDS = 180.0
 _GROUP_TIMEOUT_SECONDS = 30.0
 _DOUBLE = 1e-5
 """Tolerance in fp64, of models whose norms and softmaxes compute in fp32 all the same."""
-_REFUSALS = frozenset(
-    name for name, kind in vars(booster_core.errors).items() if isinstance(kind, type) and issubclass(kind, ValueError)
-)
+_REFUSAL = ConfigError.__name__
 
 
 class _Watched(HybridParallelPlugin):
@@ -91,10 +89,9 @@ def _cell_of_error(error: RankError) -> Cell:
     """Return a refusal, at `boost` or later, if every rank raised one error of Booster's; else a crash."""
     found = list(error.exceptions.values())
     first = found[0] if found else None
-    if isinstance(first, CellError) and first.kind in _REFUSALS and len(found) == WORLD_SIZE:
-        state = "refused" if first.phase == "boost" else "refused late"
-        if all(isinstance(each, CellError) and each.kind in _REFUSALS for each in found):
-            return Cell(state=state, findings=[first.line])
+    is_refusal = all(isinstance(each, CellError) and each.kind == _REFUSAL for each in found)
+    if isinstance(first, CellError) and is_refusal and len(found) == WORLD_SIZE:
+        return Cell(state="refused" if first.phase == "boost" else "refused late", findings=[first.line])
     return Cell(state="crash", findings=_first_errors(error))
 
 
@@ -168,4 +165,5 @@ def _phase(phase: str | Callable[[], str]) -> Any:
         yield
     except Exception as error:
         text = phase if isinstance(phase, str) else phase()
-        raise CellError(text, type(error).__name__, first_line(error)) from error
+        kind = _REFUSAL if isinstance(error, ConfigError) else type(error).__name__
+        raise CellError(text, kind, first_line(error)) from error

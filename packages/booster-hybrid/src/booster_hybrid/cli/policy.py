@@ -43,8 +43,9 @@ def command(*, build: str, batch: str, nproc: int, out: Path | None) -> None:
     click.echo(f"\nThe policy splits {found.share:.0%} of the parameters.")
     if found.whole:
         click.echo("These stay whole on every rank:")
-        for name, reason in found.whole.items():
-            click.echo(f"  {name}: {reason}")
+        for reason in dict.fromkeys(found.whole.values()):
+            names = ", ".join(name for name, each in found.whole.items() if each == reason)
+            click.echo(f"  {names}: {reason}")
     if out is not None:
         out.write_text(f"{found.code}\n", encoding="utf-8")
     if nproc > 1:

@@ -151,12 +151,18 @@ def _between(model: nn.Module, group: Group, width: int, lists: Sequence[str]) -
 def _counts(parent: nn.Module, model: nn.Module, width: int) -> dict[str, int]:
     """Return the names of numbers that may count heads: of the parent first, then of the configuration."""
     config: Any = getattr(model, "config", None)
+    numbers = {name: value for name, value in vars(parent).items() if _is_number(value)}
+    of_config = {} if config is None else {name: value for name, value in vars(config).items() if _is_number(value)}
+    named = [(name, value) for each in (numbers, of_config) for name, value in each.items() if _counts_heads(name)]
     found: dict[str, int] = {}
-    for place in (vars(parent), vars(config) if config is not None else {}):
-        for name, value in place.items():
-            if "head" in name and _is_number(value) and 1 < value < width and width % value == 0:
-                found.setdefault(name, value)
+    for name, value in (*named, *numbers.items()):
+        if 1 < value < width and width % value == 0:
+            found.setdefault(name, value)
     return found
+
+
+def _counts_heads(name: str) -> bool:
+    return "head" in name and not any(word in name for word in ("dim", "size"))
 
 
 def _scaled(parent: nn.Module, number: int, width: int) -> list[tuple[str, ...]]:

@@ -123,18 +123,29 @@ def _tried(
     if "*" not in group.named_by(lists).row.split("."):
         return [], "it is in no list of layers, which is where layers are compared whole and split"
     reason = "parameters between these layers, or their sizes, fit no known scheme"
+    fitting: list[ModuleRule] = []
     for rules in guesses(model, group, lists):
-        try:
-            unchecked = check_policy(
-                model, ShardingPolicy(rules, layers), size, torch.device("cpu"), batch=lambda: batch
-            )
-        except ConfigError as error:
-            reason = f"each way to split it changes what its layer computes ({str(error).partition('. ')[0]})"
-            continue
-        if not unchecked:
+        fits, reason_against = _fits(model, batch, rules, layers, size)
+        if fits and _fits(model, batch, rules, layers, size + 1)[0]:
             return list(rules), ""
-        reason = f"splitting it could not be checked: {next(iter(unchecked.values()))}"
-    return [], reason
+        if fits and (not fitting or fitting[-1].units is None):
+            fitting = list(rules)  # without units it may cut between heads by chance; there may be too few for one more
+        reason = reason_against or reason
+    return fitting, reason
+
+
+def _fits(
+    model: nn.Module, batch: Any, rules: tuple[ModuleRule, ...], layers: tuple[str, ...], size: int
+) -> tuple[bool, str]:
+    """Return whether some rules are right on a number of ranks, or else why they are not known to be."""
+    policy = ShardingPolicy(rules, layers)
+    try:
+        unchecked = check_policy(model, policy, size, torch.device("cpu"), batch=lambda: batch)
+    except ConfigError as error:
+        sentence = str(error).partition(": ")[2].partition(". ")[0]
+        return False, f"each way to split it that was tried changes what its layer computes ({sentence})"
+    reason = f"splitting it could not be checked: {next(iter(unchecked.values()))}" if unchecked else ""
+    return not unchecked, reason
 
 
 def _of_vocabulary(model: nn.Module, feeding: Feeding, modules: Mapping[str, Any]) -> list[ModuleRule]:
