@@ -288,9 +288,9 @@ def _parts(config: Any) -> Iterable[Any]:
 
 
 def _prepare(config: Any) -> None:
-    """Make a decoder of what may be one, without dropout and cache."""
+    """Make a decoder of what may be one, without dropout, noise and cache."""
     for name, value in list(vars(config).items()):
-        if "drop" in name and isinstance(value, float):
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
         elif name == "is_decoder":
             config.is_decoder = True
