@@ -376,7 +376,9 @@ def _own_tests(name: str) -> list[str]:
 def _shared_tests() -> list[str]:
     """Return the test files that belong to no package; tables of models have their own sessions."""
     tables = {"zoo", "families"}
-    files = {path for path in ROOT.glob("tests/**/test_*.py") if path.relative_to(ROOT / "tests").parts[0] not in tables}
+    files = {
+        path for path in ROOT.glob("tests/**/test_*.py") if path.relative_to(ROOT / "tests").parts[0] not in tables
+    }
     for name in PACKAGES:
         files -= {path for folder in _own_tests(name) for path in Path(folder).rglob("test_*.py")}
     return sorted(map(str, files))

@@ -84,9 +84,7 @@ def page(recorded: Iterable[dict[str, Any]], names: Iterable[str] = ()) -> str:
 def _totals(families: list[dict[str, Any]]) -> str:
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for state, shown in STATES.items():
-        counts = [
-            sum(each["cells"].get(column, {}).get("state") == state for each in families) for column in COLUMNS
-        ]
+        counts = [sum(each["cells"].get(column, {}).get("state") == state for each in families) for column in COLUMNS]
         if state in ("exact", "refused", "wrong") or any(counts):
             lines.append(f"| {shown} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines) + "\n"
@@ -97,9 +95,7 @@ def _text(family: dict[str, Any], column: str, numbers: dict[str, int]) -> str:
     cell = family["cells"].get(column)
     if cell is None:
         return "-"
-    notes = "".join(
-        f" [{numbers.setdefault(_shown(text, family), len(numbers) + 1)}]" for text in cell["findings"][:1]
-    )
+    notes = "".join(f" [{numbers.setdefault(_shown(text, family), len(numbers) + 1)}]" for text in cell["findings"][:1])
     return STATES[cell["state"]] + notes
 
 

@@ -24,10 +24,14 @@ class Block(nn.Module):
         super().__init__()
         self.num_heads, self.norm = HEADS, nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x):
-        heads = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        heads = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         attended = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(x)

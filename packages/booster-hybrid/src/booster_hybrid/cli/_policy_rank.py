@@ -23,9 +23,7 @@ def main(build: str, batch: str, policy: str) -> int:
         file, _, function = build.partition(":")
         module = module_of(Path(file))
         made = function_of(module, function, file)
-        plugin = HybridParallelPlugin(
-            tp_size=coordinator.world_size, custom_policy=module_of(Path(policy)).policy
-        )
+        plugin = HybridParallelPlugin(tp_size=coordinator.world_size, custom_policy=module_of(Path(policy)).policy)
         report = verify(made, plugin, function_of(module, batch, file)())
     except (BoosterError, TypeError) as error:
         if coordinator.is_master():

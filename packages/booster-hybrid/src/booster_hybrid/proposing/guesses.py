@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MOST_BLOCKS = 3
 
+
 @dataclass(frozen=True)
 class Group:
     """A row-parallel layer and those that feed it.
