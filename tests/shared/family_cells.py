@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from booster_core.plugin import Boosted, BoostContext
+    from booster_core.plugin import BoostContext, Boosted
     from booster_runtime.verification import Verification
 
 COLUMNS: dict[str, dict[str, Any]] = {
@@ -149,7 +149,7 @@ def _verified(name: str, column: str, dtype: torch.dtype) -> Verification:
     def make() -> tuple[nn.Module, Optimizer]:
         model = build(name).to(dtype)
         if is_double:
-            model.config._experts_implementation = "eager"  # noqa: SLF001 - the grouped kernel has no fp64
+            model.config._experts_implementation = "eager"
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return model, torch.optim.AdamW(trained, lr=1e-3, eps=1e-2, weight_decay=0.0)
 

@@ -244,13 +244,15 @@ def settings_of(config: Any) -> dict[str, Any]:
             settings[each] = [small[index % len(small)] for index in range(number)]
         elif each in _LAYERS and isinstance(value, int):
             settings[each] = number
-        elif each in SIZES and isinstance(value, (int, float)) and not isinstance(value, bool):
-            settings[each] = SIZES[each]
-        elif each in _OFTEN_NONE and value is None:
+        elif each in (_OFTEN_NONE if value is None else SIZES) and (value is None or _is_number(value)):
             settings[each] = SIZES[each]
     if "kv_lora_rank" in fields:
         settings["num_key_value_heads"] = SIZES["num_attention_heads"]  # latent attention has as many
     return settings
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def batch_of(name: str) -> dict[str, Tensor]:

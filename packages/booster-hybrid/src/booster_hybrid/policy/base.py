@@ -64,7 +64,7 @@ class Style(enum.Enum):
     SUMMED_GRADIENT = "summed_gradient"
     """A module or parameter is whole on every rank, but works on split activations: its gradients are summed."""
     SUMMED_FEATURES = "summed_features"
-    """A module is whole on every rank, but some of its outputs go to each rank's own heads: their gradient is summed."""
+    """A module is whole on every rank, but some of its outputs go to each rank's heads: their gradient is summed."""
     PARAMETER = "parameter"
     """A parameter outside of a linear layer is cut along the rule's ``dim``; nothing is communicated."""
     ARGUMENT = "argument"

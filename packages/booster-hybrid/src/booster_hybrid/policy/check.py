@@ -285,7 +285,8 @@ class _Comparison:
             msg = (
                 f"The sharding policy of {self._model_name} changes the gradients of layer '{name}', not its outputs: "
                 f"{found}. In `custom_policy`, a parameter or module that is whole on every rank but works on split "
-                "activations, such as a norm of each head, needs `Style.SUMMED_GRADIENT`; see docs/sharding-policies.md."
+                "activations, such as a norm of each head, needs `Style.SUMMED_GRADIENT`; see "
+                "docs/sharding-policies.md."
             )
             raise ConfigError(msg)
 

@@ -101,7 +101,7 @@ def _gradients(
     buffers: Mapping[str, Tensor],
     call: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the outputs of a layer, and the gradients of its parameters and hidden states of a weighted sum of them."""
+    """Return a layer's outputs, and the gradients of its parameters and hidden states of their weighted sum."""
     args, kwargs = copy.deepcopy(call)
     with torch.enable_grad():
         leaves = {name: each.detach().clone().requires_grad_() for name, each in parameters.items()}

@@ -220,13 +220,24 @@ def _split_block(
     for entry in entries:
         entry.register_forward_pre_hook(gathering, with_kwargs=True)
     inside = set(block.modules()).difference(*(parent.modules() for parent in across))
+    _sum_alone(inside, split, lengths, group, alone)
+    return kept
+
+
+def _sum_alone(
+    inside: set[nn.Module],
+    split: TensorParallelModel,
+    lengths: SequenceLengths,
+    group: TensorGroup,
+    alone: ProcessGroup,
+) -> None:
+    """Let what would sum over ranks inside of a block leave that to its borders."""
     for features in [each for each in split.features if each.module in inside]:
-        features.group = TensorGroup(alone, 0, 1)  # the gather's transpose sums
+        features.group = TensorGroup(alone, 0, 1)
     for adapter in [each for each in split.adapters if each.module in inside]:
         adapter.group = TensorGroup(alone, 0, 1)
         if adapter.is_partial:
             adapter.module.register_forward_hook(_Scattering(lengths, group))
-    return kept
 
 
 def _leave_as_it_is(block: nn.Module, lengths: SequenceLengths, stream: SequenceStream, group: TensorGroup) -> set[int]:
