@@ -1,6 +1,6 @@
 """Measure a cell of the table of families: what the hybrid plugin does with a tiny model, compared with one process.
 
-The comparison is that of `booster_core.verify`: outputs, losses, each parameter's gradient, and updates of two steps.
+The comparison is that of `booster_core.verify`: outputs, losses, each parameter's gradient and its update.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from family_models import batch_of, build, has_experts
+from family_models import batch_of, build, check_tiny, has_experts
 from torch.utils import _pytree as pytree
 from zoo_results import Cell
 from zoo_training import CellError, first_line, quiet
@@ -40,6 +40,8 @@ COLUMNS: dict[str, dict[str, Any]] = {
 }
 """The options of each column."""
 WORLD_SIZE = 2
+_STEPS = 1
+"""Gradients depend on the step before by its update alone, which is compared as well."""
 _TIMEOUT_SECONDS = 180.0
 _GROUP_TIMEOUT_SECONDS = 30.0
 _DOUBLE = 1e-5
@@ -104,6 +106,7 @@ def _first_errors(error: RankError) -> list[str]:
 def _train_plainly(name: str) -> dict[str, Any]:
     """Run forward and backward; return facts about the model."""
     with quiet(), _phase("build"):
+        check_tiny(name)
         torch.manual_seed(0)
         model = build(name)
     with quiet(), _phase("one process"):
@@ -155,7 +158,7 @@ def _verified(name: str, column: str, dtype: torch.dtype) -> Verification:
 
     plugin = _Watched(**options)
     with _phase(lambda: "training" if plugin.is_boosted else "boost"):
-        return verify(make, plugin, batch, tolerance=_DOUBLE if is_double else None)
+        return verify(make, plugin, batch, steps=_STEPS, tolerance=_DOUBLE if is_double else None)
 
 
 @contextlib.contextmanager

@@ -180,23 +180,32 @@ def build(name: str) -> nn.Module:
 
     Args:
         name: The model type.
-
-    Raises:
-        ValueError: If it is not tiny.
     """
     from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the model's own configuration
-        config = tiny_config(name)
-        with torch.device("meta"):
-            number = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
-        if number > _LARGEST:
-            msg = f"{number / 1e6:.0f}M parameters"
-            raise ValueError(msg)
         model: nn.Module = AutoModelForCausalLM.from_config(tiny_config(name))
     _fill(model)
     return model.train()
+
+
+def check_tiny(name: str) -> None:
+    """Raise if a family's model is not tiny, without building it.
+
+    Args:
+        name: The model type.
+
+    Raises:
+        ValueError: If it has too many parameters.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        number = sum(each.numel() for each in AutoModelForCausalLM.from_config(tiny_config(name)).parameters())
+    if number > _LARGEST:
+        msg = f"{number / 1e6:.0f}M parameters"
+        raise ValueError(msg)
 
 
 def tiny_config(name: str) -> Any:
