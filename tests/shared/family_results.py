@@ -87,6 +87,12 @@ def _totals(families: list[dict[str, Any]]) -> str:
         counts = [sum(each["cells"].get(column, {}).get("state") == state for each in families) for column in COLUMNS]
         if state in ("exact", "refused", "wrong") or any(counts):
             lines.append(f"| {shown} | {' | '.join(map(str, counts))} |")
+    missing = [
+        sum(column not in each["cells"] and not _is_without_experts(each, column) for each in families)
+        for column in COLUMNS
+    ]
+    if any(missing):
+        lines.append(f"| not measured yet | {' | '.join(map(str, missing))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -94,9 +100,13 @@ def _text(family: dict[str, Any], column: str, numbers: dict[str, int]) -> str:
     """Return the text of a cell; number its findings."""
     cell = family["cells"].get(column)
     if cell is None:
-        return "-"
+        return "-" if _is_without_experts(family, column) else "not yet"
     notes = "".join(f" [{numbers.setdefault(_shown(text, family), len(numbers) + 1)}]" for text in cell["findings"][:1])
     return STATES[cell["state"]] + notes
+
+
+def _is_without_experts(family: dict[str, Any], column: str) -> bool:
+    return column == "ep" and not family["cells"][PLAIN]["options"]["has_experts"]
 
 
 def _reason(family: dict[str, Any]) -> str:
