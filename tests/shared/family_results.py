@@ -120,7 +120,7 @@ def _shown(text: str, family: dict[str, Any]) -> str:
     kind = family["cells"].get(PLAIN, {}).get("options", {}).get("class")
     if kind:
         line = line.replace(kind, "the model")
-    line = re.sub(r"(?<=\.)\d+(?=\.)", "*", line)
+    line = re.sub(r"(?<=[A-Za-z_]\.)\d+(?=\.)", "*", line)
     line = re.split(r"(?<=[a-z)'`])\. (?=[A-Z`'])", line)[0].rstrip(".").replace("<", "&lt;").replace("*", r"\*")
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 

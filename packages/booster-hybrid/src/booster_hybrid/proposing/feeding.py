@@ -77,7 +77,7 @@ def trace_feeding(model: nn.Module, batch: Any) -> Feeding:
         for handle in handles:
             handle.remove()
         for parameter in frozen:
-            parameter.requires_grad_(requires_grad=False)
+            parameter.requires_grad = False
         model.train(was_training)
     return recorder.feeding
 

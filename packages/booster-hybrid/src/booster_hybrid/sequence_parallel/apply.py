@@ -62,6 +62,7 @@ def split_sequences(
     stacks = [(Stack(mode, group, type(model).__name__), layers) for layers in lists_of_layers(model, lists, mode)]
     for stack, layers in stacks:
         _check_layers(model, layers, mode)
+        _refuse_counting(model, layers, mode)
         if not (replace_attention(layers) or _uses_registry(model, layers)):
             _refuse_stages(model, mode, has_stages=has_stages)
             stack.is_plain = True
@@ -100,6 +101,22 @@ def _check_layers(model: nn.Module, layers: Sequence[nn.Module], mode: str) -> N
             "with `tp_size`."
         )
         raise ConfigError(msg)
+
+
+def _refuse_counting(model: nn.Module, layers: Sequence[nn.Module], mode: str) -> None:
+    """Refuse layers that would count a part of a sequence from zero."""
+    if any(_counts_positions(module) for layer in layers for module in layer.modules()):
+        msg = (
+            f"`attn_temperature_tuning` of {type(model).__name__} scales queries by positions that each layer counts "
+            f"itself, from 0 on every rank where `sequence_parallelism_mode={mode!r}` splits sequences. Set it to "
+            "False, or use 'split_gather' with `tp_size`."
+        )
+        raise ConfigError(msg)
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    """Return whether attention counts the positions that it is given itself, as Llama 4 does to scale its queries."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
 def _uses_registry(model: nn.Module, layers: Sequence[nn.Module]) -> bool:

@@ -42,6 +42,6 @@ class SummedFeatures:
         del module, args
         if self.group.size == 1:
             return output
-        others, own = output.split([output.shape[-1] - self._number, self._number], -1)
+        others, own = output[..., : -self._number], output[..., -self._number :]
         (entered,) = enter((own,), self.group)
         return torch.cat([others, entered], -1)
