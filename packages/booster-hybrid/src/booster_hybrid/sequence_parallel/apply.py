@@ -9,6 +9,7 @@ name that only models split here are set to; in other models through torch's fun
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,9 @@ def has_causal_loss(model: nn.Module) -> bool:
     """Return whether a model's loss is that of transformers' causal language models, which can be taken in parts."""
     is_own = vars(model).get("_loss_function") is None and hasattr(model, "loss_function")
     is_causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    return is_own and is_causal and head_of(model) is not None
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    takes_it = code is None or "loss_function" in code.co_names  # some compute a loss of their own
+    return is_own and is_causal and takes_it and head_of(model) is not None
 
 
 def _check_layers(model: nn.Module, layers: Sequence[nn.Module], mode: str) -> None:
