@@ -122,7 +122,7 @@ def _shown(text: str, family: dict[str, Any]) -> str:
         line = line.replace(kind, "the model")
     line = re.sub(r"(?<=[A-Za-z_]\.)\d+(?=\.)", "*", line)
     line = re.split(r"(?<=[a-z)'`])\. (?=[A-Z`'])", line)[0].rstrip(".").replace("<", "&lt;").replace("*", r"\*")
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST].rpartition(' ')[0]} ..."
 
 
 def main() -> None:
