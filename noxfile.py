@@ -93,19 +93,16 @@ def zoo(session: nox.Session) -> None:
 
     ``-- --resume`` keeps the results of an interrupted run. Other arguments go to pytest, and leave the page as it is.
     """
-    python = _checkout(session)
-    arguments = [*session.posargs]
-    results = ROOT / "build" / "zoo"
-    if "--resume" in arguments:
-        arguments.remove("--resume")
-    else:
-        shutil.rmtree(results, ignore_errors=True)
-    session.env["BOOSTER_ZOO_RESULTS"] = str(results)
-    try:
-        _pytest(session, python, "tests/zoo", *arguments)
-    finally:
-        if not arguments:
-            _run(session, python, "tests/shared/zoo_results.py", str(results), "docs/compatibility.md")
+    _measure(session, "zoo", "BOOSTER_ZOO_RESULTS", "zoo_results.py", page="compatibility")
+
+
+@nox.session(venv_backend="none")
+def families(session: nox.Session) -> None:
+    """Measure every family of transformers with a causal language model under hybrid, and write docs/families.md.
+
+    ``-- --resume`` keeps the results of an interrupted run. Other arguments go to pytest, and leave the page as it is.
+    """
+    _measure(session, "families", "BOOSTER_FAMILIES_RESULTS", "family_results.py")
 
 
 @nox.session(venv_backend="none")
@@ -346,6 +343,23 @@ def _pytest(session: nox.Session, python: str, *arguments: str, success_codes: I
     session.run(*command, external=python != "python", success_codes=list(success_codes), env=caching)
 
 
+def _measure(session: nox.Session, folder: str, variable: str, writer: str, page: str | None = None) -> None:
+    """Run the tests of a table's folder, which record its cells, and write its page."""
+    python = _checkout(session)
+    arguments = [*session.posargs]
+    results = ROOT / "build" / folder
+    if "--resume" in arguments:
+        arguments.remove("--resume")
+    else:
+        shutil.rmtree(results, ignore_errors=True)
+    session.env[variable] = str(results)
+    try:
+        _pytest(session, python, f"tests/{folder}", *arguments)
+    finally:
+        if not arguments:
+            _run(session, python, f"tests/shared/{writer}", str(results), f"docs/{page or folder}.md")
+
+
 def _workers() -> tuple[str, ...]:
     """Return pytest's arguments for parallel tests.
 
@@ -362,8 +376,11 @@ def _own_tests(name: str) -> list[str]:
 
 
 def _shared_tests() -> list[str]:
-    """Return the test files that belong to no package; the model zoo has its own session."""
-    files = {path for path in ROOT.glob("tests/**/test_*.py") if path.relative_to(ROOT / "tests").parts[0] != "zoo"}
+    """Return the test files that belong to no package; tables of models have their own sessions."""
+    tables = {"zoo", "families"}
+    files = {
+        path for path in ROOT.glob("tests/**/test_*.py") if path.relative_to(ROOT / "tests").parts[0] not in tables
+    }
     for name in PACKAGES:
         files -= {path for folder in _own_tests(name) for path in Path(folder).rglob("test_*.py")}
     return sorted(map(str, files))

@@ -34,6 +34,18 @@ class Scaled(Gated):
         return super().forward(x * scales["all"])
 
 
+class Sloped(Gated):
+    """Works on split activations with a parameter that every rank has."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__(width)
+        self.slope = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down((self.slope * gate).sigmoid() * up)
+
+
 class Noisy(Gated):
     def forward(self, x):
         return super().forward(x) + torch.rand(())
@@ -92,6 +104,14 @@ def test_a_layer_that_cannot_be_checked_is_named_with_the_reason(kind, reason):
     unchecked = check_policy(Model(kind(), kind()), policy(), 2, CPU)
     assert list(unchecked) == ["layers.0", "layers.1"]
     assert reason in unchecked["layers.0"]
+
+
+def test_a_gradient_that_is_not_summed_is_found():
+    model, rules = Model(Sloped(), Sloped()), policy(num_blocks=2).rules
+    with pytest.raises(ConfigError, match=r"gradients of layer 'layers\.0', not its outputs: the gradient of 'slope'"):
+        check_policy(model, ShardingPolicy(rules, ("layers",)), 2, CPU)
+    summed = ModuleRule("layers.*.slope", Style.SUMMED_GRADIENT)
+    assert check_policy(model, ShardingPolicy((*rules, summed), ("layers",)), 2, CPU) == {}
 
 
 def test_layers_split_in_pairs_are_not_checked():

@@ -29,7 +29,7 @@ from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.check import check_policy
 from booster_hybrid.policy.experts import expert_rules
 from booster_hybrid.policy.from_transformers import layer_lists
-from booster_hybrid.policy.registry import given_policy, known_layers, policy_for
+from booster_hybrid.policy.registry import known_layers, policy_for, policy_to_check
 from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
@@ -172,8 +172,8 @@ class HybridSetup:
             The layers whose policy could not be checked, with the reasons.
 
         Raises:
-            ConfigError: If the optimizer needs whole matrices and layers are split, a policy that the user or a
-                third party wrote changes what a layer computes, or experts can't be spread.
+            ConfigError: If the optimizer needs whole matrices and layers are split, a policy that no test pins changes
+                what a layer computes or its gradients, or experts can't be spread.
 
         Collective: every rank of the world.
         """
@@ -181,12 +181,14 @@ class HybridSetup:
         check_elementwise(self._objects.optimizer, {"tp_size": size, "ep_size": ep_size})
         if ep_size > 1:
             self._find_experts(ep_size)
-        policy = given_policy(self._model, self._options.custom_policy, self._context.hooks)
-        if policy is None or size == 1:  # Booster's own policies are pinned by its tests
+        if size == 1:
             return {}
         unchecked: dict[str, str] = {}
         error: Exception | None = None
         try:
+            policy = policy_to_check(self._model, self._options.custom_policy, self._context.hooks)
+            if policy is None:  # pinned by Booster's own tests
+                return {}
             unchecked = check_policy(
                 self._model,
                 policy,

@@ -63,6 +63,8 @@ class Style(enum.Enum):
     """A mixture of experts, each expert split: (hidden states, expert indices, weights) in, partial sums out."""
     SUMMED_GRADIENT = "summed_gradient"
     """A module or parameter is whole on every rank, but works on split activations: its gradients are summed."""
+    SUMMED_FEATURES = "summed_features"
+    """A module is whole on every rank, but some of its outputs go to each rank's heads: their gradient is summed."""
     PARAMETER = "parameter"
     """A parameter outside of a linear layer is cut along the rule's ``dim``; nothing is communicated."""
     ARGUMENT = "argument"
@@ -79,7 +81,7 @@ class ModuleRule:
         style: How it is split.
         units: Where the split dimension must not be cut: the name of a field of the model's configuration, or of an
             attribute of the module's parent, that holds the number of its indivisible parts (heads), or that number.
-            ``None`` cuts anywhere.
+            ``None`` cuts anywhere. For `Style.SUMMED_FEATURES`: how many of the last outputs.
         groups: What counts the groups of units that need the same key/value head, as ``units`` does; ``None`` where
             each unit is a group. A group is left on one rank where there are as many groups as ranks, else the units of
             a group go to several.

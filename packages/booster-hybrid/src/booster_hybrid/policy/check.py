@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module, named_modules, without_adapters
+from booster_hybrid.policy.check_gradients import NoGradientError, differing_gradient
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.rehearsal import RehearsedRank, rehearse
@@ -227,6 +228,7 @@ class _Comparison:
         local = [self._local(path, rank, values.parameters) for rank in range(len(self._ranks))]
         what = f"The sharding policy of {self._model_name} changes what layer '{name}' computes"
         self._compare_split(expected, path, values, call, local, what, self._remedy(path))
+        self._compare_gradients(path, name, values, call, local)
         if self._split_sequence is None or name.startswith(self._whole_sequences):
             return
         for part, rank, split in zip(self._parts, self._ranks, self._splits, strict=True):
@@ -268,19 +270,44 @@ class _Comparison:
                 msg = f"{what}: on random inputs its outputs of up to {scale:.3g} differ by up to {difference:.3g}. "
                 raise ConfigError(msg + remedy)
 
+    def _compare_gradients(
+        self, path: str, name: str, values: _Values, call: _Call, local: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        parts = [part.get_submodule(path) for part in self._parts]
+        tensors = values.parameters, local, values.buffers
+        try:
+            found = differing_gradient(
+                self._whole.get_submodule(path), parts, tensors, call, self._ranks, self._splits, self._names(0, path)
+            )
+        except NoGradientError as error:
+            raise _UncheckableError(str(error)) from error
+        if found is not None:
+            msg = (
+                f"The sharding policy of {self._model_name} changes the gradients of layer '{name}', not its outputs: "
+                f"{found}. In `custom_policy`, a parameter or module that is whole on every rank but works on split "
+                "activations, such as a norm of each head, needs `Style.SUMMED_GRADIENT`; see "
+                "docs/sharding-policies.md."
+            )
+            raise ConfigError(msg)
+
     def _local(self, path: str, rank: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a rank's parts of a layer's weights."""
-        part, split = self._parts[rank], self._splits[rank]
+        split, names = self._splits[rank], self._names(rank, path)
+        found = {}
+        for key, name in names.items():
+            of_rank = split.splits.get(name)
+            found[key] = values[key] if of_rank is None else of_rank.take(values[key])
+        return found
+
+    def _names(self, rank: int, path: str) -> dict[str, str]:
+        """Return the names in the model of a layer's parameters, by their names in it."""
+        part = self._parts[rank]
         names = {
             id(parameter): f"{name}.{attribute}"
             for name, _, module in named_modules(part)
             for attribute, parameter in module.named_parameters(recurse=False)
         }
-        found = {}
-        for key, parameter in part.get_submodule(path).named_parameters():
-            of_rank = split.splits.get(names[id(parameter)])
-            found[key] = values[key] if of_rank is None else of_rank.take(values[key])
-        return found
+        return {key: names[id(parameter)] for key, parameter in part.get_submodule(path).named_parameters()}
 
     def _forwards(self, path: str, kind: type) -> dict[str, Any]:
         """Return the forwards of the split linear layers in a layer, by the layers' names in the model."""

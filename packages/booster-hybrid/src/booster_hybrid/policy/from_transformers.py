@@ -23,7 +23,15 @@ _STYLES = {
     "packed_colwise": Style.PARAMETER,
     "moe_tp_experts": Style.EXPERTS,
     "embedding_rowwise": Style.VOCABULARY,
+    "packed_rowwise": Style.ROW,
+    "mla_kv_a_proj": Style.SUMMED_FEATURES,
 }
+_NO_EFFECT = ("local_params", "replicate")
+"""Styles of what needs nothing here, where weights are plain tensors."""
+_LEFT_OUT: dict[str, tuple[ModuleRule, ...]] = {
+    "apertus": (ModuleRule("**.mlp.act_fn", Style.SUMMED_GRADIENT),),  # learns its slopes
+}
+"""Rules that the plan of a family lacks."""
 _ATTENTION = ("attn", "attention")
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 
@@ -43,8 +51,10 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
     config: Any = getattr(model, "config", None)
     has_groups = bool(getattr(config, "num_key_value_heads", None))
     parameters = NamedTensors.of(model).paths
-    rules = vocabulary_rules(model)
+    rules = [*vocabulary_rules(model), *_LEFT_OUT.get(getattr(config, "model_type", ""), ())]
     for pattern, text in plan.items():
+        if text in _NO_EFFECT:
+            continue
         if text not in _STYLES:
             known = ", ".join(map(repr, _STYLES))
             msg = (
@@ -56,29 +66,35 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
         in_attention = any(word in part for part in pattern.split(".")[-2:-1] for word in _ATTENTION)
         is_parameter = any(matches(pattern, name) for name in parameters)
         dim = -1 if style is Style.ROW else -2
-        if is_parameter:  # (experts, outputs, inputs)
-            style = Style.PARAMETER
         counts: dict[str, Any] = {}
         if in_attention and style in (Style.COLUMN, Style.ROW):
-            name = pattern.rpartition(".")[2]
-            is_shared = has_groups and name in _KEYS_AND_VALUES
-            counts = {
-                "units": "num_key_value_heads" if is_shared else "num_attention_heads",
-                "groups": "num_key_value_heads" if has_groups else None,
-                "is_shared": is_shared,
-                "per_group": () if is_shared or not has_groups else ("num_key_value_groups",),
-            }
+            counts = _heads(pattern.rpartition(".")[2], has_groups=has_groups)
+        elif style is Style.SUMMED_FEATURES:
+            counts = {"units": "qk_rope_head_dim"}
+        if is_parameter and style in (Style.COLUMN, Style.ROW):  # (experts, outputs, inputs), or one for each head
+            style = Style.PARAMETER
         rules.append(
             ModuleRule(
                 pattern,
                 style,
                 **counts,
-                num_blocks=2 if text == "packed_colwise" else 1,
+                num_blocks=2 if text.startswith("packed") else 1,
                 is_optional=True,  # one plan serves all heads and depths of a family
                 dim=dim,
             )
         )
     return ShardingPolicy(rules=tuple(rules), layers=layer_lists(model))
+
+
+def _heads(name: str, *, has_groups: bool) -> dict[str, Any]:
+    """Return the fields of a rule for a layer or parameter that has a part for each head."""
+    is_shared = has_groups and name in _KEYS_AND_VALUES
+    return {
+        "units": "num_key_value_heads" if is_shared else "num_attention_heads",
+        "groups": "num_key_value_heads" if has_groups else None,
+        "is_shared": is_shared,
+        "per_group": () if is_shared or not has_groups else ("num_key_value_groups",),
+    }
 
 
 def vocabulary_rules(model: nn.Module) -> list[ModuleRule]:

@@ -20,6 +20,9 @@ from booster_hybrid.policy.from_transformers import read_plan, vocabulary_rules
 _SHOWN = 12
 FAMILIES = ("bert", "blip_2", "bloom", "falcon", "gpt2", "gptj", "opt", "sam", "t5", "vit", "whisper")
 
+_PINNED = ("cohere", "deepseek_v3", "gemma", "glm", "llama", "mistral", "mixtral", "phi", "qwen2", "qwen3")
+"""Families whose plan of transformers is compared with one process by tests, under every head and mesh."""
+
 
 def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, hooks: Any = None) -> ShardingPolicy:
     """Return how a model is split.
@@ -82,6 +85,27 @@ def known_layers(
     return _own(without_adapters(compiled_module(model) or model))
 
 
+def policy_to_check(
+    model: nn.Module, custom_policy: ShardingPolicy | None = None, hooks: Any = None
+) -> ShardingPolicy | None:
+    """Return a policy that no test pins: the user's, a third party's, or a plan of transformers; else ``None``.
+
+    Args:
+        model: The user's model.
+        custom_policy: The user's own policy, which wins.
+        hooks: As for `policy_for`.
+
+    Raises:
+        ConfigError: If the plan has a style that is not known here.
+    """
+    given = given_policy(model, custom_policy, hooks)
+    if given is not None and (given.rules or given.layers or not given.experts):
+        return given
+    model = without_adapters(compiled_module(model) or model)
+    family = _family(model)
+    return None if family in FAMILIES or family in _PINNED else read_plan(model)
+
+
 def _layer_names(model: nn.Module) -> str:
     """Return what the linear layers of a model are called, one for each name but for numbers."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -94,7 +118,7 @@ def _layer_names(model: nn.Module) -> str:
 def _own(model: nn.Module) -> ShardingPolicy | None:
     """Return the policy of a family that has a module here; ``None`` for others."""
     config: Any = getattr(model, "config", None)
-    family = str(getattr(config, "model_type", None)).replace("-", "_")
+    family = _family(model)
     if family not in FAMILIES:
         return None
     module: Any = importlib.import_module(f"booster_hybrid.policy.{family}")
@@ -110,6 +134,10 @@ def _own(model: nn.Module) -> ShardingPolicy | None:
         layers += tuple(f"{name}.{each}" for each in inner.layers)
         whole += tuple(f"{name}.{each}" for each in inner.whole_sequences)
     return ShardingPolicy(rules, layers, {WHOLE_SEQUENCES: whole})
+
+
+def _family(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", None)).replace("-", "_")
 
 
 def _inside(name: str, part: nn.Module, rule: ModuleRule) -> list[ModuleRule]:

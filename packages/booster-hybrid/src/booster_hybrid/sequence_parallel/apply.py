@@ -9,6 +9,7 @@ name that only models split here are set to; in other models through torch's fun
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,7 @@ def split_sequences(
     stacks = [(Stack(mode, group, type(model).__name__), layers) for layers in lists_of_layers(model, lists, mode)]
     for stack, layers in stacks:
         _check_layers(model, layers, mode)
+        _refuse_counting(model, layers, mode)
         if not (replace_attention(layers) or _uses_registry(model, layers)):
             _refuse_stages(model, mode, has_stages=has_stages)
             stack.is_plain = True
@@ -86,7 +88,9 @@ def has_causal_loss(model: nn.Module) -> bool:
     """Return whether a model's loss is that of transformers' causal language models, which can be taken in parts."""
     is_own = vars(model).get("_loss_function") is None and hasattr(model, "loss_function")
     is_causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    return is_own and is_causal and head_of(model) is not None
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    takes_it = code is None or "loss_function" in code.co_names  # some compute a loss of their own
+    return is_own and is_causal and takes_it and head_of(model) is not None
 
 
 def _check_layers(model: nn.Module, layers: Sequence[nn.Module], mode: str) -> None:
@@ -100,6 +104,22 @@ def _check_layers(model: nn.Module, layers: Sequence[nn.Module], mode: str) -> N
             "with `tp_size`."
         )
         raise ConfigError(msg)
+
+
+def _refuse_counting(model: nn.Module, layers: Sequence[nn.Module], mode: str) -> None:
+    """Refuse layers that would count a part of a sequence from zero."""
+    if any(_counts_positions(module) for layer in layers for module in layer.modules()):
+        msg = (
+            f"`attn_temperature_tuning` of {type(model).__name__} scales queries by positions that each layer counts "
+            f"itself, from 0 on every rank where `sequence_parallelism_mode={mode!r}` splits sequences. Set it to "
+            "False, or use 'split_gather' with `tp_size`."
+        )
+        raise ConfigError(msg)
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    """Return whether attention counts the positions that it is given itself, as Llama 4 does to scale its queries."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
 def _uses_registry(model: nn.Module, layers: Sequence[nn.Module]) -> bool:

@@ -7,7 +7,7 @@ keeps the rule (causal, sliding, packed, padded, ...) instead of a tensor, so th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -24,6 +24,19 @@ if TYPE_CHECKING:
 
 _TILES_AT_ONCE = 4
 """Tiles of which it is found out together what they hide."""
+
+
+class MaskUseError(ConfigError, AttributeError):
+    """A layer computes with its mask itself, of which there is only the rule."""
+
+
+def _refuse_use(*used: Any, **_: Any) -> NoReturn:
+    what = f" (`{used[-1]}`)" if used and isinstance(used[-1], str) else ""
+    msg = (
+        f"A layer computes with its attention mask itself{what} instead of passing it to attention, so that its "
+        "sequences can't be split. Use 'split_gather' with `tp_size`, or leave `sequence_parallelism_mode` out."
+    )
+    raise MaskUseError(msg)
 
 
 @dataclass(eq=False)
@@ -62,6 +75,28 @@ class SequenceMask:
         """Whether no query sees a later key; ``False`` may mean that it is not known."""
         self.is_plain = self.padding is None and self.rule in plain
         """Whether nothing else masks anything."""
+
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse_use
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = __lt__ = __gt__ = _refuse_use
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what only tensors have.
+
+        Raises:
+            ConfigError: On every rank that asks for it.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse_use(name)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], *_: Any, **__: Any) -> Any:
+        """Refuse what is computed with the mask.
+
+        Raises:
+            ConfigError: On every rank that does.
+        """
+        _refuse_use(getattr(func, "__name__", "a function of torch"))
 
     def whole(self) -> Tensor | None:
         """Return the mask of the whole sequences, shape ``(batch, 1, length, key length)``.

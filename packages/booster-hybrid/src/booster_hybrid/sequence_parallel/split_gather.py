@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from booster_hybrid.tensor_parallel.adapters import AdapterSum
     from booster_hybrid.tensor_parallel.apply import TensorParallelModel
 
 
@@ -161,7 +160,7 @@ def split_layers(
         kept: set[int] = set()
         for layer in layers:
             for block in _blocks(layer):
-                kept |= _split_block(layer, block, lengths, stream, group, alone, split.adapters)
+                kept |= _split_block(layer, block, lengths, stream, group, alone, split)
         for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
             if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] not in done:
                 parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
@@ -192,7 +191,7 @@ def _split_block(
     stream: SequenceStream,
     group: TensorGroup,
     alone: ProcessGroup,
-    adapters: Sequence[AdapterSum],
+    split: TensorParallelModel,
 ) -> set[int]:
     """Put a block's communication at its borders; return the parameters whose gradients come whole, by identity."""
     patched = {module: vars(module)["forward"] for module in block.modules() if "forward" in vars(module)}
@@ -221,11 +220,24 @@ def _split_block(
     for entry in entries:
         entry.register_forward_pre_hook(gathering, with_kwargs=True)
     inside = set(block.modules()).difference(*(parent.modules() for parent in across))
-    for adapter in [each for each in adapters if each.module in inside]:
+    _sum_alone(inside, split, lengths, group, alone)
+    return kept
+
+
+def _sum_alone(
+    inside: set[nn.Module],
+    split: TensorParallelModel,
+    lengths: SequenceLengths,
+    group: TensorGroup,
+    alone: ProcessGroup,
+) -> None:
+    """Let what would sum over ranks inside of a block leave that to its borders."""
+    for features in [each for each in split.features if each.module in inside]:
+        features.group = TensorGroup(alone, 0, 1)
+    for adapter in [each for each in split.adapters if each.module in inside]:
         adapter.group = TensorGroup(alone, 0, 1)
         if adapter.is_partial:
             adapter.module.register_forward_hook(_Scattering(lengths, group))
-    return kept
 
 
 def _leave_as_it_is(block: nn.Module, lengths: SequenceLengths, stream: SequenceStream, group: TensorGroup) -> set[int]:

@@ -258,4 +258,6 @@ def _sequence_dims(value: Tensor, length: int) -> list[int]:
     """Return which dimension of a layer's argument runs over whole sequences, by transformers' conventions."""
     if value.dim() in (2, 3) and value.shape[1] == length:
         return [1]
+    if value.dim() == 4 and value.shape[3] != length:  # what is multiplied with heads, and not a mask
+        return [dim for dim in (1, 2) if value.shape[dim] == length]
     return [0] if value.dim() == 1 and value.shape[0] == length else []

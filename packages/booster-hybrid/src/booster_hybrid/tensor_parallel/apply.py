@@ -20,6 +20,7 @@ from booster_hybrid.random_streams import TensorStreams, draws
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave, summed
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
+from booster_hybrid.tensor_parallel.features import SummedFeatures
 from booster_hybrid.tensor_parallel.heads import LocalCount, cut_arguments
 from booster_hybrid.tensor_parallel.kinds import is_linear, is_transposed
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward
@@ -49,12 +50,14 @@ class TensorParallelModel:
         summed: Names of the parameters that are whole on every rank, and whose gradients are summed over ranks.
         siblings: The column-parallel layers that share an input.
         adapters: What is sent for low-rank adapters of split layers.
+        features: What sums the gradient of outputs of whole modules that each rank's own heads use.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)
     siblings: list[ColumnSiblings] = field(default_factory=list)
     adapters: list[AdapterSum] = field(default_factory=list)
+    features: list[SummedFeatures] = field(default_factory=list)
 
 
 def parallelize(
@@ -168,7 +171,9 @@ class _Applier:
             self._sum_gradients(name)
             return
         module = self._modules[name]
-        if rule.style is Style.ARGUMENT:
+        if rule.style is Style.SUMMED_FEATURES:
+            self._result.features.append(SummedFeatures(module, self._count(rule.units, name) or 0, self._group))
+        elif rule.style is Style.ARGUMENT:
             blocks = self._blocks(rule, name, 0)
             cut_arguments(module, rule.arguments, self._cuts(blocks[0]), self._group.rank)
         elif rule.style in _ROWS:
@@ -190,14 +195,17 @@ class _Applier:
             raise ConfigError(msg)
 
     def _apply_columns(self, members: list[tuple[ModuleRule, str]]) -> None:
-        by_storage: dict[bool, list[tuple[ModuleRule, str]]] = defaultdict(list)
+        # Layers with other numbers of inputs read another tensor, as the projections of latent queries and keys do.
+        by_input: dict[tuple[bool, int], list[tuple[ModuleRule, str]]] = defaultdict(list)
         for rule, name in members:
-            by_storage[is_transposed(self._modules[name])].append((rule, name))
-        for transposed, alike in by_storage.items():
+            module: Any = self._modules[name]
+            transposed = is_transposed(module)
+            by_input[transposed, module.weight.shape[0 if transposed else 1]].append((rule, name))
+        for (transposed, _), alike in by_input.items():
             siblings = ColumnSiblings([self._modules[name] for _, name in alike], self._group)
             self._result.siblings.append(siblings)
             for rule, name in alike:
-                module: Any = self._modules[name]
+                module = self._modules[name]
                 split = self._cut(module.weight, 1 if transposed else 0, rule, name)
                 if module.bias is not None:
                     self._cut(module.bias, 0, rule, name)

@@ -12,8 +12,7 @@ import click
 from booster_core import launch_from_torch
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.plugin import load
-from booster_runtime.cli._script import function_of, module_of
-from booster_runtime.verification import verify
+from booster_runtime.verification import function_of, module_of, verify
 
 
 def main(build: str, batch: str, plugin: str, steps: str, precision: str, *options: str) -> int:

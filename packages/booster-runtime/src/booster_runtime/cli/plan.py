@@ -44,9 +44,9 @@ def command(
     runs in this process, on tensors without values. The exit status is 1 where no setting fits.
     """
     from booster_core.errors import BoosterError
-    from booster_runtime.cli._script import function_of, module_of
     from booster_runtime.pictures import write_png
     from booster_runtime.planning import Devices, draw_plan, plan
+    from booster_runtime.verification import function_of, module_of
 
     if picture is not None and picture.suffix not in (".svg", ".png"):
         msg = f"`--picture {picture}` must end in .svg or .png."

@@ -1,0 +1,1 @@
+"""Proposing a sharding policy for a model of one's own, from what one forward computes."""

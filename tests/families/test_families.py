@@ -1,0 +1,80 @@
+"""Every family of transformers with a causal language model under hybrid: it equals one process, or is refused.
+
+`nox -s families` measures all cells and writes docs/families.md; the default run takes a few families.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family_cells import COLUMNS, measure, measure_plain
+from family_models import NOT_MEASURED, families
+from family_results import PLAIN
+from zoo_results import Cell, read_cell, write_cell
+
+RESULTS = os.environ.get("BOOSTER_FAMILIES_RESULTS")
+"""The folder in which `nox -s families` collects cells; those that are in it are not measured again."""
+DEFAULT = ("olmo2", "gpt_neox", "qwen3_moe")
+"""Families of the default run: norms over all heads, a fused projection, experts."""
+
+
+@pytest.fixture(scope="module")
+def plain_cells() -> Any:
+    """Return a function that trains a family's model in one process, once for all columns."""
+    known: dict[str, Cell] = {}
+
+    def train(name: str) -> Cell:
+        if name not in known:
+            known[name] = _recorded(name, PLAIN) or _plain(name)
+            _record(name, PLAIN, known[name])
+        return known[name]
+
+    return train
+
+
+def _plain(name: str) -> Cell:
+    if name in NOT_MEASURED:
+        return Cell(state="not measured", findings=[NOT_MEASURED[name]])
+    return measure_plain(name)
+
+
+def _recorded(name: str, column: str) -> Cell | None:
+    return read_cell(Path(RESULTS), name, column) if RESULTS else None
+
+
+def _record(name: str, column: str, cell: Cell) -> None:
+    if RESULTS:
+        write_cell(Path(RESULTS), name, column, cell)
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(name, column, id=f"{name}-{column}", marks=[] if name in DEFAULT else [pytest.mark.slow])
+        for name in families()
+        for column in COLUMNS
+    ]
+
+
+@pytest.mark.parametrize(("name", "column"), _cases())
+def test_family_equals_one_process_or_is_refused(name, column, plain_cells):
+    plain = plain_cells(name)
+    if plain.state != "ok":
+        pytest.skip(f"the tiny model can't be trained in one process: {plain.findings[0]}")
+    if column == "ep" and not plain.options["has_experts"]:
+        pytest.skip("has no experts")
+    cell = _recorded(name, column)
+    if cell is None:
+        cell, text = measure(name, column)
+        _record(name, column, cell)
+        if RESULTS and cell.state in ("wrong", "crash"):
+            (Path(RESULTS) / f"{name}.{column}.txt").write_text(text, encoding="utf-8")
+    assert cell.state in ("exact", "refused", "refused late"), cell.findings
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_families_of_the_default_run_are_exact_under_tensor_parallelism(name):
+    cell, text = measure(name, "tp")
+    assert cell.state == "exact", text

@@ -1,0 +1,172 @@
+"""Measure a cell of the table of families: what the hybrid plugin does with a tiny model, compared with one process.
+
+The comparison is that of `booster_core.verify`: outputs, losses, each parameter's gradient and its update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from family_models import batch_of, build, check_tiny, has_experts
+from torch.utils import _pytree as pytree
+from zoo_results import Cell
+from zoo_training import CellError, first_line, quiet
+
+from booster_core import verify
+from booster_core.errors import ConfigError
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.policy.registry import FAMILIES
+from booster_testing import RankError, run_on_ranks
+from booster_testing.rank_pool import RankDiedError, RankTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from booster_core.plugin import BoostContext, Boosted
+    from booster_runtime.verification import Verification
+
+COLUMNS: dict[str, dict[str, Any]] = {
+    "tp": {"tp_size": 2},
+    "pp": {"pp_size": 2, "num_microbatches": 2},
+    "split_gather": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
+    "ulysses": {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
+    "ring": {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
+    "ep": {"ep_size": 2},
+}
+"""The options of each column."""
+WORLD_SIZE = 2
+_STEPS = 1
+"""Gradients depend on the step before by its update alone, which is compared as well."""
+_TIMEOUT_SECONDS = 180.0
+_GROUP_TIMEOUT_SECONDS = 30.0
+_DOUBLE = 1e-5
+"""Tolerance in fp64, of models whose norms and softmaxes compute in fp32 all the same."""
+_REFUSAL = ConfigError.__name__
+
+
+class _Watched(HybridParallelPlugin):
+    """The plugin, which notes whether it has come through `boost`."""
+
+    is_boosted = False
+
+    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+        """Configure as usual."""
+        boosted = super().configure(objects, context)
+        self.is_boosted = True
+        return boosted
+
+
+def measure_plain(name: str) -> Cell:
+    """Train a family's model in one process; the cell says whether that works, and whether it has experts."""
+    try:
+        (found,) = run_on_ranks(_train_plainly, 1, name, timeout_seconds=_TIMEOUT_SECONDS)
+    except (RankError, RankDiedError, RankTimeoutError) as error:
+        return Cell(state="not measured", findings=[_first_errors(error)[0]])
+    return Cell(state="ok", options=found)
+
+
+def measure(name: str, column: str) -> tuple[Cell, str]:
+    """Measure a cell; also return the whole error, if there is one."""
+    try:
+        findings, is_double = run_on_ranks(
+            _compare,
+            WORLD_SIZE,
+            name,
+            column,
+            timeout_seconds=_TIMEOUT_SECONDS,
+            group_timeout_seconds=_GROUP_TIMEOUT_SECONDS,
+        )[0]
+    except (RankError, RankDiedError, RankTimeoutError) as error:
+        return _cell_of_error(error), str(error)
+    options = {"dtype": "fp64"} if is_double else {}
+    return Cell(state="wrong" if findings else "exact", options=options, findings=findings[:1]), "\n".join(findings)
+
+
+def _cell_of_error(error: RankError) -> Cell:
+    """Return a refusal, at `boost` or later, if every rank raised one error of Booster's; else a crash."""
+    found = list(error.exceptions.values())
+    first = found[0] if found else None
+    is_refusal = all(isinstance(each, CellError) and each.kind == _REFUSAL for each in found)
+    if isinstance(first, CellError) and is_refusal and len(found) == WORLD_SIZE:
+        return Cell(state="refused" if first.phase == "boost" else "refused late", findings=[first.line])
+    return Cell(state="crash", findings=_first_errors(error))
+
+
+def _first_errors(error: RankError) -> list[str]:
+    found = [each for each in error.exceptions.values() if each is not None]
+    texts = [f"{each.phase}: {each.kind}: {each.line}" for each in found if isinstance(each, CellError)]
+    return texts[:1] or [f"{type(error).__name__}: {first_line(error)}"]
+
+
+def _train_plainly(name: str) -> dict[str, Any]:
+    """Run forward and backward; return facts about the model."""
+    with quiet(), _phase("build"):
+        check_tiny(name)
+        torch.manual_seed(0)
+        model = build(name)
+    with quiet(), _phase("one process"):
+        loss = model(**batch_of(name)).loss
+        loss.backward()
+        if not torch.isfinite(loss):
+            msg = f"the loss is {loss.item()}"
+            raise ValueError(msg)
+    return {"class": type(model).__name__, "policy": _policy_of(model), "has_experts": has_experts(model)}
+
+
+def _policy_of(model: nn.Module) -> str:
+    """Return where the model's tensor policy is from: us, transformers' plan, or nowhere."""
+    config: Any = model.config
+    if config.model_type.replace("-", "_") in FAMILIES:
+        return "ours"
+    parts = [config, config.get_text_config()]
+    return "transformers" if any(getattr(each, "base_model_tp_plan", None) for each in parts) else "none"
+
+
+def _compare(name: str, column: str) -> tuple[list[str], bool]:
+    """Compare with one process in fp32, and in fp64 if that differs; return what differs, and whether it was fp64."""
+    with quiet():
+        found = _verified(name, column, torch.float32)
+        if not found.unexplained:
+            return [], False
+        try:
+            exact = _verified(name, column, torch.float64)
+        except CellError:  # a kernel without fp64
+            return [str(each) for each in found.unexplained], False
+        return [str(each) for each in exact.unexplained], True
+
+
+def _verified(name: str, column: str, dtype: torch.dtype) -> Verification:
+    is_double = dtype == torch.float64
+    batch = pytree.tree_map_only(
+        torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, batch_of(name)
+    )
+    options = dict(COLUMNS[column])
+    if "pp_size" in options:
+        options["example_batch"] = batch
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = build(name).to(dtype)
+        if is_double:
+            model.config._experts_implementation = "eager"
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model, torch.optim.AdamW(trained, lr=1e-3, eps=1e-2, weight_decay=0.0)
+
+    plugin = _Watched(**options)
+    with _phase(lambda: "training" if plugin.is_boosted else "boost"):
+        return verify(make, plugin, batch, steps=_STEPS, tolerance=_DOUBLE if is_double else None)
+
+
+@contextlib.contextmanager
+def _phase(phase: str | Callable[[], str]) -> Any:
+    """Name the phase in an error."""
+    try:
+        yield
+    except Exception as error:
+        text = phase if isinstance(phase, str) else phase()
+        kind = _REFUSAL if isinstance(error, ConfigError) else type(error).__name__
+        raise CellError(text, kind, first_line(error)) from error
