@@ -98,11 +98,6 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "0 -> -1",
         ): "every rank splits its backwards, or none does",
         (
-            "_without_surplus",
-            "for mine, done in zip(left, events, strict=True):",
-            "True -> False",
-        ): "there is one list of events for each rank",
-        (
             "_Worker.__init__",
             "self.free_at = 0",
             "0 -> -1",
