@@ -26,4 +26,4 @@ def placed_by(is_wanted):
 def test_loaders_hand_out_batches_on_the_device(simulated_device, is_wanted):
     device = NAME if is_wanted else "cpu"
     for rank, found in enumerate(run_on_devices(placed_by, 2, simulated_device, is_wanted)):
-        assert found == [(device, device, float(index), index, ["text"]) for index in (rank, rank + 2)] * 2
+        assert found == [(device, device, float(index), index, ("text",)) for index in (rank, rank + 2)] * 2

@@ -75,7 +75,14 @@ FAMILIES = {
     "llama4": (
         "Llama4TextConfig",
         "Llama4ForCausalLM",
-        {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 32, "head_dim": 8},
+        {
+            **_SIZES,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 32,
+            "head_dim": 8,
+            "attn_temperature_tuning": False,  # counts positions in each layer, which split sequences refuse
+        },
     ),
     "roberta": (
         "RobertaConfig",

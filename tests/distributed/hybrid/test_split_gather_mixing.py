@@ -219,7 +219,7 @@ def boosted(kind, *, is_known=False):
     plugin = HybridParallelPlugin(tp_size=2, sequence_parallelism_mode="split_gather", custom_policy=POLICY)
     booster = Booster("cpu", plugin=plugin)
     # Policies that Booster brings are not checked at `boost`.
-    checked = mock.patch("booster_hybrid.boosting.given_policy", return_value=None) if is_known else nullcontext()
+    checked = mock.patch("booster_hybrid.boosting.policy_to_check", return_value=None) if is_known else nullcontext()
     with checked:
         model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return whole, booster, model, optimizer

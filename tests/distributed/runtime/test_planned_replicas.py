@@ -8,7 +8,8 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
 from booster_runtime.planning import measure, predict
-from booster_runtime.planning.world import planned_world, watching
+from booster_runtime.planning.mail import Mail, Mailbox
+from booster_runtime.planning.world import counted, planned_world, planning, watching
 from booster_testing import run_on_ranks
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
 
@@ -100,12 +101,12 @@ def test_a_pipeline_of_one_stage_is_planned():
     assert found.flops == plain.flops
 
 
-def communicate(*, computes):
+def communicate(mailbox=None):
     """Use each collective once, with the same values on both ranks; return the traffic and the results."""
     rank = dist.get_rank()
     values = torch.arange(8, dtype=torch.float32)
     halves = [0, 4, 8]
-    with watching(computes=computes) as ledger:
+    with watching(mailbox) as ledger:
         collectives.all_gather_object("the first call chooses a transport")
         ledger.start_step()
         added, gathered, exchanged = torch.ones(4), values.clone(), torch.zeros(8)
@@ -133,19 +134,24 @@ def communicate(*, computes):
     return traffic
 
 
+def communicate_on_ranks():
+    with counted():
+        return communicate()
+
+
+def expect_no_wait(*_):
+    pytest.fail("collectives of ranks that all do the same wait for no message")
+
+
 def test_planned_collectives_answer_and_count_as_those_of_ranks():
-    found = run_on_ranks(communicate, 2, computes=True)
+    found = run_on_ranks(communicate_on_ranks, 2)
     for rank in range(2):
-        with planned_world(2, rank):
-            assert communicate(computes=False) == found[rank]
+        mailbox = Mailbox(Mail(), rank, expect_no_wait)
+        with planning(), planned_world(2, mailbox):
+            assert communicate(mailbox) == found[rank]
     # Whole buffers are 32 bytes, of which half stays; of the parts, two elements are the first rank's, and one is not.
     assert found[0]["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + 4)
     assert found[1]["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + 8)
     assert found[0]["all_gather"] == found[0]["all_to_all"] == (1, 32, 16)
     assert found[0]["all_reduce"] == (1, 32, 32)
     assert found[0]["broadcast"] == (1, 32, 32)
-
-
-def test_a_plan_needs_a_process_without_a_group():
-    with planned_world(2, 0), pytest.raises(ConfigError, match="in a process that has launched none"):
-        predict(build, batch, ReferencePlugin(), 2)
