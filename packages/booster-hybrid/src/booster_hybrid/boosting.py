@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_core.errors import ConfigError
+from booster_core.errors import BoosterError, ConfigError
 from booster_core.state import named_modules, without_adapters
 from booster_hybrid.axes import make_axes
 from booster_hybrid.expert_parallel.apply import ExpertsModule, SpreadExperts, find_experts, spread_experts
@@ -16,7 +16,7 @@ from booster_hybrid.expert_parallel.check import check_experts
 from booster_hybrid.local_model import LocalModel
 from booster_hybrid.mesh import with_experts
 from booster_hybrid.pipeline.engine import PipelineEngine
-from booster_hybrid.pipeline.example import check_entries, example_batch
+from booster_hybrid.pipeline.example import check_entries, dry_run_failed, example_batch
 from booster_hybrid.pipeline.find_layers import find_layers
 from booster_hybrid.pipeline.p2p import Link
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
@@ -248,7 +248,7 @@ class HybridSetup:
             if self._context.coordinator.rank == 0:
                 found = self._run_dry(batch)
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
+            error = caught if isinstance(caught, (BoosterError, TypeError)) else dry_run_failed(model, caught)
         self._context.coordinator.raise_together(error, name="boost")
         self._lists, trace, crossings, idle = self._context.coordinator.broadcast_object(found, name="boost")
         self._entries_seen = seen

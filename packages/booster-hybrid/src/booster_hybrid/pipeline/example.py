@@ -96,3 +96,18 @@ def _dummy_image(model: nn.Module) -> dict[str, torch.Tensor] | None:
         return None
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return {"pixel_values": torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), height, width)}
+
+
+def dry_run_failed(model: nn.Module, error: Exception) -> ConfigError:
+    """Return the error of a model that can't be run on fake tensors and other numbers of samples and positions.
+
+    Collective: none.
+    """
+    msg = (
+        f"The dry run of {type(model).__name__}, which finds out in which order its layers run and what they get, "
+        f"failed with {type(error).__name__}: {error}. A model is cut only where that is known: use `pp_size=1` and "
+        "leave `sequence_parallelism_mode` out, or pass an `example_batch` on which it runs."
+    )
+    failure = ConfigError(msg)
+    failure.__cause__ = error
+    return failure

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.schedule import Action, Schedule
     from booster_hybrid.pipeline.weight_gradients import PendingGradients, SplitBackward
 
+_WRITTEN = "more than one element of the written-to tensor"
+"""What torch says of a write into a parameter that is not here, which has no memory of its own."""
+
 
 class PipelineRun:
     """One batch on its way through the pipeline.
@@ -130,7 +133,7 @@ class PipelineRun:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - raised on every rank once nobody waits for this one
-            self._has_failed, self.error = True, self.error or error
+            self._has_failed, self.error = True, self.error or _explained(error)
 
     def _forward(self, key: tuple[int, int], received: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Run a stage, and return what the next one gets; ``None`` after a failure."""
@@ -251,3 +254,16 @@ class PipelineRun:
             )
             raise ConfigError(msg)
         return loss.reshape(())
+
+
+def _explained(error: Exception) -> Exception:
+    """Return an error of torch as one that says what it means here; others as they are."""
+    if not isinstance(error, RuntimeError) or _WRITTEN not in str(error):
+        return error
+    msg = (
+        f"The forward seems to write into parameters of layers that another stage holds ({error}), as that of RWKV "
+        "does when it changes between training and evaluation. Such a model can't be cut: use `pp_size=1`."
+    )
+    explained = ConfigError(msg)
+    explained.__cause__ = error
+    return explained

@@ -80,6 +80,13 @@ class SdpaProbe:
                 found = self._run(states, weights, shortened, short)
             except CheckpointError:  # what is computed again in backward attended otherwise
                 found = [torch.full_like(each, math.nan) for each in self._parts(whole, short)]
+            except (RuntimeError, ValueError, IndexError) as error:
+                msg = (
+                    f"A '{type(self._layer).__name__}' of {stack.model_name} fails on a part of a sequence, so "
+                    f"`sequence_parallelism_mode={stack.mode!r}` can't split it: {error}. It may attend by code of its "
+                    "own; use 'split_gather' with `tp_size`, or leave sequences whole."
+                )
+                raise ConfigError(msg) from error
         stack.length, stack.key_length, stack.num_attentions = before
         worst = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for ours, theirs, truth in zip(found, self._parts(whole, short), whole, strict=True):
@@ -132,7 +139,7 @@ class _BothPasses(nn.Module):
     def forward(self, states: Tensor, weights: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Return the outputs, and the gradients of the hidden states."""
         output = self.layer(states, *args, **kwargs)
-        first = output[0] if isinstance(output, tuple) else output
+        first = output[0] if isinstance(output, (tuple, list)) else output
         (gradient,) = torch.autograd.grad(first, states, weights)
         return [first.detach(), gradient]
 
