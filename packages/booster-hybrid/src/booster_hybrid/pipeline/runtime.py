@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core.errors import ConfigError
+from booster_core.errors import BoosterError, ConfigError
 from booster_hybrid.pipeline.itinerary import Itinerary
 from booster_hybrid.pipeline.schedule import Work
 
@@ -24,8 +24,16 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.schedule import Action, Schedule
     from booster_hybrid.pipeline.weight_gradients import PendingGradients, SplitBackward
 
-_WRITTEN = "more than one element of the written-to tensor"
-"""What torch says of a write into a parameter that is not here, which has no memory of its own."""
+_REASONS = {
+    "more than one element of the written-to tensor": (
+        "The forward writes into parameters of layers that another stage holds, as that of RWKV does when it changes "
+        "between training and evaluation."
+    ),
+    "a leaf Variable that requires grad is being used in an in-place operation": (
+        "The forward changes in place what a layer of another stage has returned."
+    ),
+}
+"""What errors of torch mean in a stage: a parameter that is not here has no memory, what was received is a leaf."""
 
 
 class PipelineRun:
@@ -258,12 +266,9 @@ class PipelineRun:
 
 def _explained(error: Exception) -> Exception:
     """Return an error of torch as one that says what it means here; others as they are."""
-    if not isinstance(error, RuntimeError) or _WRITTEN not in str(error):
+    reason = next((reason for text, reason in _REASONS.items() if text in str(error)), None)
+    if not isinstance(error, RuntimeError) or isinstance(error, BoosterError) or reason is None:
         return error
-    msg = (
-        f"The forward seems to write into parameters of layers that another stage holds ({error}), as that of RWKV "
-        "does when it changes between training and evaluation. Such a model can't be cut: use `pp_size=1`."
-    )
-    explained = ConfigError(msg)
+    explained = ConfigError(f"{reason} Such a model can't be cut: use `pp_size=1`. ({error})")
     explained.__cause__ = error
     return explained
