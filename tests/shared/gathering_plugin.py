@@ -115,7 +115,7 @@ class GatheringPlugin(Plugin):
         format_of = self.config.formats(model, context.precision, context.device, held=held)
         manager = Chunks(
             model,
-            self._ranks.get(),
+            self._ranks.get(gathers_apart=bool(leaves)),
             format_of,
             kind=partition_for(given, self.config.partition) if given else "flat",
             home=self.home(),

@@ -154,7 +154,7 @@ class GeminiPlugin(Plugin):
         """
         model = objects.model
         refuse_renormalized(model)
-        ranks = self._ranks.get()
+        ranks = self._ranks.get(gathers_apart=bool(self.config.leaf_modules))
         check_distinct_memory(model)
         check_modules(model)
         leaves = find_leaves(model, self.config.leaf_modules)

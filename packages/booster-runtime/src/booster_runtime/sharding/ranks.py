@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -109,8 +109,11 @@ class RanksOfWorld:
         self._replica_size = replica_size
         self._made: tuple[object, ShardingRanks] | None = None
 
-    def get(self) -> ShardingRanks:
+    def get(self, *, gathers_apart: bool = False) -> ShardingRanks:
         """Return this rank's place.
+
+        Args:
+            gathers_apart: Make a group for gathers of parameters; see `ShardingRanks`.
 
         Raises:
             ConfigError: If the number of replicas does not divide the number of ranks.
@@ -120,4 +123,11 @@ class RanksOfWorld:
         world = dist.group.WORLD
         if self._made is None or self._made[0] is not world:
             self._made = (world, make_ranks(self._replica_size))
-        return self._made[1]
+        ranks = self._made[1]
+        if gathers_apart and ranks.gather_group is None:
+            replicas, _ = sharding_groups(dist.get_world_size(), self._replica_size)
+            made = [new_group(members) for members in replicas]  # by every rank, in the same order
+            [own] = [group for group, members in zip(made, replicas, strict=True) if dist.get_rank() in members]
+            ranks = replace(ranks, gather_group=own)
+            self._made = (world, ranks)
+        return ranks
