@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 
 import pytest
@@ -138,6 +139,10 @@ def test_nothing_of_the_model_is_changed():
 def test_25_million_parameters_take_less_than_a_second():
     model = Model(*(Gated(512) for _ in range(16)))
     assert sum(each.numel() for each in model.parameters()) > 25e6
-    start = time.process_time()
-    assert check_policy(model, policy(num_blocks=2), 4, CPU) == {}
-    assert time.process_time() - start < 1
+    gc.disable()  # a collection takes as long as the tests that ran before have left objects
+    try:
+        start = time.thread_time()  # other threads of this process are no part of the check
+        assert check_policy(model, policy(num_blocks=2), 4, CPU) == {}
+        assert time.thread_time() - start < 1
+    finally:
+        gc.enable()

@@ -154,10 +154,11 @@ class GeminiPlugin(Plugin):
         """
         model = objects.model
         refuse_renormalized(model)
-        ranks = self._ranks.get(gathers_apart=bool(self.config.leaf_modules))
         check_distinct_memory(model)
         check_modules(model)
         leaves = find_leaves(model, self.config.leaf_modules)
+        # After what raises without communication: a rank that left would end groups that others still connect.
+        ranks = self._ranks.get(gathers_apart=bool(leaves))
         # Chunks have formats of their own.
         recording = place_or_hollow(model, objects.optimizer, context, cuts_state=True)
         hollow = {} if recording is None else recording.name_of
