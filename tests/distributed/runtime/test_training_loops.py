@@ -4,6 +4,7 @@ import collections
 
 import pytest
 import torch
+from accumulation_runs import PER_BATCH, STEPS, make_data, make_model, mse, train_plainly
 from torch.utils.data import DataLoader, TensorDataset
 
 from booster_core import Booster
@@ -13,48 +14,18 @@ from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
 from booster_testing.training import whole_model
 
-NUM_BATCHES, STEPS, PER_BATCH = 5, 2, 4
-
-
-def _model():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-
-
-def _data():
-    x = torch.randn(NUM_BATCHES * PER_BATCH, 8, generator=torch.Generator().manual_seed(1))
-    return x, x.sum(dim=1, keepdim=True).sin()
-
-
-def _mse(outputs, targets):
-    return torch.nn.functional.mse_loss(outputs, targets)
-
-
-def _plain():
-    """Return parameters after two epochs whose last step has one batch, where others have two."""
-    model, (x, y) = _model(), _data()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for _ in range(2):
-        for start in range(0, len(x), STEPS * PER_BATCH):
-            part = slice(start, start + STEPS * PER_BATCH)
-            _mse(model(x[part]), y[part]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.named_parameters()}
-
 
 def _accumulated():
-    booster, model = Booster(plugin=ReferencePlugin()), _model()
+    booster, model = Booster(plugin=ReferencePlugin()), make_model()
     _, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    loader = DataLoader(TensorDataset(*_data()), batch_size=PER_BATCH // size)
+    loader = DataLoader(TensorDataset(*make_data()), batch_size=PER_BATCH // size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
     num_steps = 0
     for _ in range(2):
         for x, y in loader:
             with booster.accumulate(model, STEPS, loader) as is_last:
-                booster.backward(_mse(model(x), y), optimizer)
+                booster.backward(mse(model(x), y), optimizer)
             if is_last:
                 num_steps += 1
                 optimizer.step()
@@ -63,7 +34,7 @@ def _accumulated():
 
 
 def test_accumulated_steps_are_those_of_large_batches_also_at_an_end_of_an_epoch():
-    expected = _plain()
+    expected = train_plainly()
     for num_steps, found in run_on_ranks(_accumulated, 2):
         assert num_steps == 6
         assert_same_tensors(found, expected, tolerance_for(torch.float32))
@@ -71,9 +42,9 @@ def test_accumulated_steps_are_those_of_large_batches_also_at_an_end_of_an_epoch
 
 def _accumulated_in_pipeline(joins):
     """Take two steps of two micro-batches, the same on both ranks, in a pipeline."""
-    booster, model = Booster(plugin=ReferencePipelinePlugin()), _model()
+    booster, model = Booster(plugin=ReferencePipelinePlugin()), make_model()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batches = [{"input": part} for part in _data()[0].split(PER_BATCH)][:4]
+    batches = [{"input": part} for part in make_data()[0].split(PER_BATCH)][:4]
     source = booster.join(batches) if joins else iter(batches)
     for _ in range(4):
         with booster.accumulate(model, STEPS) as is_last:
@@ -86,7 +57,7 @@ def _accumulated_in_pipeline(joins):
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_losses_of_a_pipeline_are_divided_by_the_micro_batches(joins):
-    model, (x, _) = _model(), _data()
+    model, (x, _) = make_model(), make_data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for start in (0, 2 * PER_BATCH):
         model(x[start : start + 2 * PER_BATCH]).square().mean().backward()
@@ -98,7 +69,7 @@ def test_losses_of_a_pipeline_are_divided_by_the_micro_batches(joins):
 
 
 def _boosted():
-    booster, model = Booster(plugin=ReferencePlugin()), _model()
+    booster, model = Booster(plugin=ReferencePlugin()), make_model()
     return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
 
 
@@ -167,7 +138,7 @@ def test_steps_are_free_again_after_an_accumulation():
 
 
 def _several_loaders():
-    booster, model = Booster(plugin=ReferencePlugin()), _model()
+    booster, model = Booster(plugin=ReferencePlugin()), make_model()
     loaders = [DataLoader(range(number), batch_size=2) for number in (8, 4)]
     _, _, _, (train, validation), _ = booster.boost(model, dataloader=loaders)
     return [torch.cat(list(loader)).tolist() for loader in (train, validation)]
@@ -180,7 +151,7 @@ def test_each_of_several_loaders_is_split():
 
 
 def _wrong_loader():
-    Booster(plugin=ReferencePlugin()).boost(_model(), dataloader=(DataLoader([1, 2]), [1, 2]))
+    Booster(plugin=ReferencePlugin()).boost(make_model(), dataloader=(DataLoader([1, 2]), [1, 2]))
 
 
 def test_what_is_no_loader_among_several_raises_on_every_rank():
@@ -196,7 +167,7 @@ class _Encoding(collections.UserDict):
 
 def _place_and_print():
     booster = Booster(plugin=ReferencePlugin())
-    inner = _model()
+    inner = make_model()
     model, *_ = booster.boost(inner)
     batch = {"x": torch.ones(2), "nested": [(torch.ones(1), "text")], "encoding": _Encoding(ids=torch.ones(3))}
     placed = booster.to_device(batch)
@@ -226,8 +197,8 @@ def _place_from_loaders():
     for is_wanted in (True, False):
         booster = Booster(plugin=ReferencePlugin(), device_placement=is_wanted)
         loader = DataLoader(data, batch_size=1, collate_fn=collate)
-        boosted = booster.boost(_model(), dataloader=loader).dataloader
-        [listed] = booster.boost(_model(), dataloader=[loader]).dataloader
+        boosted = booster.boost(make_model(), dataloader=loader).dataloader
+        [listed] = booster.boost(make_model(), dataloader=[loader]).dataloader
         prepared = booster.prepare_dataloader(data, batch_size=1, collate_fn=collate)
         found.append([next(iter(each)) for each in (boosted, listed, prepared)])
     device, rank = torch.device("cpu"), booster.context.coordinator.rank

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accumulation_runs import PER_BATCH, STEPS, make_data, make_model, mse, train_plainly
 from named_plugins import plugin_named
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -9,59 +10,29 @@ from booster_core import Booster
 from booster_runtime.gathering import gathered
 from booster_testing import run_on_ranks
 
-NUM_BATCHES, STEPS, PER_BATCH = 5, 2, 4
-
-
-def _model():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-
-
-def _data():
-    x = torch.randn(NUM_BATCHES * PER_BATCH, 8, generator=torch.Generator().manual_seed(1))
-    return x, x.sum(dim=1, keepdim=True).sin()
-
-
-def _mse(outputs, targets):
-    return torch.nn.functional.mse_loss(outputs, targets)
-
-
-def _plain():
-    """Return parameters after two epochs whose last step has one batch, where others have two."""
-    model, (x, y) = _model(), _data()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for _ in range(2):
-        for start in range(0, len(x), STEPS * PER_BATCH):
-            part = slice(start, start + STEPS * PER_BATCH)
-            _mse(model(x[part]), y[part]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.named_parameters()}
-
 
 def _accumulated(plugin):
-    booster, model = Booster(plugin=plugin_named(plugin)), _model()
+    booster, model = Booster(plugin=plugin_named(plugin)), make_model()
     _, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    loader = DataLoader(TensorDataset(*_data()), batch_size=PER_BATCH // size)
+    loader = DataLoader(TensorDataset(*make_data()), batch_size=PER_BATCH // size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
     num_steps = 0
     for _ in range(2):
         for x, y in loader:
             with booster.accumulate(model, STEPS, loader) as is_last:
-                booster.backward(_mse(model(x), y), optimizer)
+                booster.backward(mse(model(x), y), optimizer)
             if is_last:
                 num_steps += 1
                 optimizer.step()
                 optimizer.zero_grad()
-    with gathered(booster, model, [name for name, _ in _model().named_parameters()]) as tensors:
+    with gathered(booster, model, [name for name, _ in make_model().named_parameters()]) as tensors:
         return num_steps, {name: value.detach().clone() for name, value in tensors.items()}
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "zero", "fsdp", pytest.param("gemini", marks=pytest.mark.slow), "hybrid"])
 def test_accumulated_steps_are_those_of_large_batches_also_at_an_end_of_an_epoch(plugin):
-    expected = _plain()
+    expected = train_plainly()
     for num_steps, found in run_on_ranks(_accumulated, 2, plugin):
         assert num_steps == 6
         for name, value in expected.items():
