@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from forked_scripts import forked_scripts, free_port
+from forked_scripts import forked_scripts
+from free_ports import free_port
 from page_blocks import ROOT, blocks_of, write_files
 
 PAGE = "docs/clusters.md"

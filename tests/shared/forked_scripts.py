@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from free_ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -103,14 +104,6 @@ def torchrun_variables(num_ranks: int) -> list[dict[str, str]]:
     }
     each = [{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(num_ranks)]
     return [{name: str(value) for name, value in own.items()} for own in each]
-
-
-def free_port() -> int:
-    """Return a port of this host that is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _main() -> None:

@@ -12,6 +12,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from free_ports import free_port
+
 _HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect", "date", "server"}
 
 
@@ -184,9 +186,7 @@ def environment(url, attempts=3):
 @contextlib.contextmanager
 def running_s3_server(bucket):
     """Run a server with a bucket; give its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

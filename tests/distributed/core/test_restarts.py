@@ -1,12 +1,12 @@
 """Restarts by torchrun: ranks meet again, also where the agents of several nodes count restarts differently."""
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from free_ports import free_port
 
 SCRIPT = """
 import os, sys
@@ -48,12 +48,6 @@ def run_agents(commands, folder, **environment):
             agent.kill()
     assert [agent.returncode for agent in agents] == [0] * len(agents), "\n".join(outputs)
     return outputs
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize(

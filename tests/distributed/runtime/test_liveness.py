@@ -9,7 +9,8 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from forked_scripts import Result, free_port
+from forked_scripts import Result
+from free_ports import free_port
 
 LIMIT_SECONDS = 30.0
 """What Booster promises, from the failure to the end of the last process."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from free_ports import free_port
 
 from booster_core.errors import ConfigError, LaunchError
 from booster_core.ranks.environments import Environment
@@ -43,9 +44,7 @@ def _unlaunched(monkeypatch):
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 def test_a_plain_script_is_a_world_of_one(capsys):
