@@ -1,10 +1,18 @@
 import sys
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from booster_zero.engine.partition import ALIGNMENT, assign_owners, lengths_of_flat, plan_flat, plan_whole
+from booster_zero.engine.partition import (
+    ALIGNMENT,
+    assign_owners,
+    default_bucket_bytes,
+    lengths_of_flat,
+    plan_flat,
+    plan_whole,
+)
 
 sizes = st.lists(st.integers(0, 200), min_size=1, max_size=12).map(lambda numels: list(enumerate(numels)))
 worlds = st.integers(1, 5)
@@ -124,3 +132,32 @@ def test_an_empty_parameter_belongs_to_the_rank_where_it_would_begin():
     (plan,) = plan_flat([(0, ALIGNMENT), (1, 0), (2, ALIGNMENT), (3, 0)], 2, 1000)
     places = {slot.index: [plan.owned(slot, rank) for rank in range(2)] for slot in plan.slots}
     assert places[1] == places[3] == [None, (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "gradient_bytes", "expected"),
+    [
+        (2, 2**30, 25 * 2**20),
+        (2, 48 * 2**20, 6 * 2**20),
+        (2, 1000, 2**20),
+        (1, 1000, 25 * 2**20),
+    ],
+)
+def test_small_models_have_smaller_buckets_where_gradients_are_split(stage, gradient_bytes, expected):
+    assert default_bucket_bytes(gradient_bytes, 1, stage=stage) == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "gradient_bytes", "shard_size", "expected"),
+    [
+        (1, 2**34, 100, 25 * 2**20),
+        (1, 2**34, 1024, 256 * 2**20),
+        (2, 2**34, 1024, 256 * 2**20),
+        (1, 2**30, 1024, 128 * 2**20),
+        (2, 2**30, 1024, 128 * 2**20),
+        (1, 1000, 1024, 25 * 2**20),
+        (2, 1000, 1024, 2**20),
+    ],
+)
+def test_buckets_grow_with_the_number_of_ranks(stage, gradient_bytes, shard_size, expected):
+    assert default_bucket_bytes(gradient_bytes, shard_size, stage=stage) == expected

@@ -48,35 +48,8 @@ def test_what_stage_3_lacks_is_refused_at_once(options, message):
         ZeroConfig(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "gradient_bytes", "expected"),
-    [
-        ({"stage": 2}, 2**30, 25 * 2**20),
-        ({"stage": 2}, 48 * 2**20, 6 * 2**20),
-        ({"stage": 2}, 1000, 2**20),
-        ({"stage": 2, "bucket_bytes": 77}, 2**30, 77),
-        ({"stage": 1}, 1000, 25 * 2**20),
-    ],
-)
-def test_small_models_have_smaller_buckets_where_gradients_are_split(options, gradient_bytes, expected):
-    assert LowLevelZeroPlugin(**options).config.bucket_bytes_for(gradient_bytes) == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "gradient_bytes", "shard_size", "expected"),
-    [
-        ({"stage": 1}, 2**34, 100, 25 * 2**20),
-        ({"stage": 1}, 2**34, 1024, 256 * 2**20),
-        ({"stage": 2}, 2**34, 1024, 256 * 2**20),
-        ({"stage": 1}, 2**30, 1024, 128 * 2**20),
-        ({"stage": 2}, 2**30, 1024, 128 * 2**20),
-        ({"stage": 1}, 1000, 1024, 25 * 2**20),
-        ({"stage": 2}, 1000, 1024, 2**20),
-        ({"stage": 1, "bucket_bytes": 77}, 2**34, 1024, 77),
-    ],
-)
-def test_buckets_grow_with_the_number_of_ranks(options, gradient_bytes, shard_size, expected):
-    assert LowLevelZeroPlugin(**options).config.bucket_bytes_for(gradient_bytes, shard_size) == expected
+def test_cpu_offload_is_one_name_for_two():
+    assert ZeroConfig(cpu_offload=True).offload == ZeroConfig(offload="cpu").offload == "cpu"
 
 
 def test_a_narrow_precision_has_fp32_masters():

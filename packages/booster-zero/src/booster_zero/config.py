@@ -8,12 +8,6 @@ from dataclasses import dataclass
 from booster_core.errors import ConfigError
 from booster_zero.engine.options import ShardingOptions
 
-_MOST_BYTES, _LEAST_BYTES, _BUCKETS = 25 * 2**20, 2**20, 8
-"""Sizes of buckets where the user names none, and how many a small model has whose gradients are split."""
-_LEAST_SLICE_BYTES = 2**18
-"""What each rank has of a bucket at least, where there are so many ranks that messages would be small otherwise: below
-some 100 KiB a network's latency takes as long as the bytes."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig(ShardingOptions):
@@ -28,7 +22,7 @@ class ZeroConfig(ShardingOptions):
             model. Over more than 100 ranks it is 256 KiB for each rank, up to an eighth of all gradients.
         overlap_allgather: Let ``step`` return while updated parameters are gathered; the first use of each in the
             model's forward waits for it.
-        cpu_offload: The same as ``offload="cpu"``.
+        cpu_offload: The same as ``offload="cpu"``, which it sets.
         offload: ``"cpu"`` offloads optimizer state and masters to host memory and steps there, bucket by bucket; if
             forward runs on the CPU, they are in host memory already. ``"disk"`` offloads elementwise optimizer state
             and masters to memory-mapped files in ``offload_dir``.
@@ -55,6 +49,8 @@ class ZeroConfig(ShardingOptions):
         self._check_known("offload", (None, "cpu", "disk"))
         self._check_offload()
         self._check_sharded()
+        if self.cpu_offload:
+            object.__setattr__(self, "offload", "cpu")
 
     def _check_offload(self) -> None:
         if self.cpu_offload and self.offload == "disk":
@@ -81,22 +77,3 @@ class ZeroConfig(ShardingOptions):
         if self.stage == 3 and self.offload == "disk":
             msg = "`offload='disk'` is for stages 1 and 2. Use `offload='cpu'`, or plugin='gemini' with `offload_dir`."
             raise ConfigError(msg)
-
-    def bucket_bytes_for(self, gradient_bytes: int, shard_size: int = 1) -> int:
-        """Return the size of the buckets of a model.
-
-        Args:
-            gradient_bytes: What all its gradients take as they travel, in bytes.
-            shard_size: Ranks that share each bucket.
-        """
-        if self.bucket_bytes is not None:
-            return self.bucket_bytes
-        part = gradient_bytes // _BUCKETS
-        most = max(_MOST_BYTES, min(_LEAST_SLICE_BYTES * shard_size, part))
-        # In stage 1 larger buckets are fewer messages, and there is nothing to save.
-        return most if self.stage == 1 else min(most, max(part, _LEAST_BYTES))
-
-    @property
-    def offloads(self) -> bool:
-        """Whether the optimizer steps on the host."""
-        return self.cpu_offload or self.offload is not None

@@ -37,6 +37,7 @@ from booster_zero.engine.gathers import Gathers
 from booster_zero.engine.home import Home
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.optimizer import ZeroOptimizer
+from booster_zero.engine.partition import default_bucket_bytes
 from booster_zero.engine.state import ZeroStateAdapter
 from booster_zero.engine.written import set_gradient
 from booster_zero.lazy import fill_model
@@ -131,7 +132,7 @@ class LowLevelZeroPlugin(Plugin):
 
     def offloading(self) -> str | None:
         """Return the option that offloads, if any; ``booster plan`` can't tell device and host memory apart."""
-        return f"offload={self.config.offload or 'cpu'!r}" if self.config.offloads else None
+        return f"offload={self.config.offload!r}" if self.config.offload else None
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the policy with working parameters in the compute format, and masters of them where it is narrow.
@@ -197,7 +198,7 @@ class LowLevelZeroPlugin(Plugin):
         """
         home = home or self._home(context)
         model, config = objects.model, self.config
-        host = torch.device("cpu") if config.offloads else None
+        host = torch.device("cpu") if config.offload else None
         format_of = config.formats(model, context.precision, context.device, home=host, copies=copies, ranks=ranks_of)
         optimizer = None
         if objects.optimizer is not None:
@@ -211,12 +212,13 @@ class LowLevelZeroPlugin(Plugin):
                     ranks,
                     partial(Bucket, home=home),
                     kind=partition_for(objects.optimizer, config.partition),
-                    bucket_bytes=config.bucket_bytes_for(gradient_bytes, ranks.shard_size),
+                    bucket_bytes=config.bucket_bytes
+                    or default_bucket_bytes(gradient_bytes, ranks.shard_size, stage=config.stage),
                 ),
                 format_of=format_of,
                 home=home,
                 gathers=Gathers(overlaps=config.overlap_allgather),
-                offloads=config.offloads,
+                offloads=host is not None,
                 device=context.device,
                 precision=context.precision,
                 after_step=context.after_step,

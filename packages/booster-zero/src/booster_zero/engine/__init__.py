@@ -9,7 +9,7 @@ from booster_zero.engine.home import Home, Key, Role
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.optimizer import ZeroOptimizer
 from booster_zero.engine.options import ShardingOptions
-from booster_zero.engine.partition import lengths_of_flat, plan_flat
+from booster_zero.engine.partition import default_bucket_bytes, lengths_of_flat, plan_flat
 from booster_zero.engine.shard import Format
 from booster_zero.engine.state import ZeroStateAdapter
 from booster_zero.engine.whole import BufferPool, Keep, WholeState, is_free
@@ -29,6 +29,7 @@ __all__ = [
     "Wholes",
     "ZeroOptimizer",
     "ZeroStateAdapter",
+    "default_bucket_bytes",
     "is_free",
     "lengths_of_flat",
     "only_describes",

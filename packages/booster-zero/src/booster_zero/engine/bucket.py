@@ -9,6 +9,7 @@ own view.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Protocol
 
@@ -99,7 +100,6 @@ class Bucket(Shard):
         self._added: set[int] = set()
         self._is_averaged = False
         self._versions: list[int] = []
-        self._outgoing = Outgoing(plan, format)
         taken = [piece for piece in self.pieces if valued is None or piece.index in valued]
         for piece in taken:
             part = piece.parameter.data.reshape(-1)[piece.start : piece.stop]
@@ -397,6 +397,10 @@ class Bucket(Shard):
         self._fetch(Role.GRAD).wait()
         pending = self._start_sum(gradients, scratch, is_first=is_first)
         return Pending([pending], lambda: self._release(Role.GRAD, changed=True)) if self.home.moves else pending
+
+    @functools.cached_property
+    def _outgoing(self) -> Outgoing:
+        return Outgoing(self.plan, self.format)
 
     def _start_sum(self, gradients: Mapping[int, Tensor], scratch: Tensor, *, is_first: bool) -> Pending:
         target, group, bounds = self.make_gradient(), self.ranks.shard_group, self.plan.bounds

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16
 """Parameters begin at multiples of this many elements: 64 bytes in fp32, as vector kernels like it."""
+_MOST_BYTES, _LEAST_BYTES, _BUCKETS = 25 * 2**20, 2**20, 8
+"""Sizes of buckets where the user names none, and how many a small model has whose gradients are split."""
+_LEAST_SLICE_BYTES = 2**18
+"""What each rank has of a bucket at least, where there are so many ranks that messages would be small otherwise: below
+some 100 KiB a network's latency takes as long as the bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,19 @@ class BucketPlan:
             return (0, 0) if low <= slot.offset < high or (is_last and slot.offset >= high) else None
         start, stop = max(slot.offset, low), min(slot.offset + slot.numel, high)
         return (start - slot.offset, stop - slot.offset) if start < stop else None
+
+
+def default_bucket_bytes(gradient_bytes: int, shard_size: int, *, stage: int) -> int:
+    """Return the size in bytes of a model's buckets where the user names none.
+
+    Args:
+        gradient_bytes: What all its gradients take as they travel, in bytes.
+        shard_size: Ranks that share each bucket.
+        stage: Of ZeRO. In stage 1 larger buckets are fewer messages, and there is nothing to save.
+    """
+    part = gradient_bytes // _BUCKETS
+    most = max(_MOST_BYTES, min(_LEAST_SLICE_BYTES * shard_size, part))
+    return most if stage == 1 else min(most, max(part, _LEAST_BYTES))
 
 
 def plan_flat(sizes: Sequence[tuple[int, int]], world_size: int, bucket_numel: int) -> list[BucketPlan]:
