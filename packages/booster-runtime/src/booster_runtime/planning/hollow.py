@@ -12,16 +12,14 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._meta_registrations
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from booster_core.errors import ConfigError
 from booster_runtime.planning.answers import SMALL_NUMEL
 from booster_runtime.planning.messages import call_collective
+from booster_runtime.planning.shapes import Shapes, replace_tensors, tensors_in, unplanned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,9 +28,10 @@ if TYPE_CHECKING:
     from booster_runtime.planning.mail import Mailbox
 
 _aten = torch.ops.aten
+_NUMBER = _aten._local_scalar_dense.default  # noqa: SLF001 - the name of an operation
 _AS_THEY_ARE = {
+    _NUMBER,
     _aten._unsafe_view.default,  # noqa: SLF001 - the name of an operation
-    _aten._local_scalar_dense.default,  # noqa: SLF001
     _aten.resize_.default,
     _aten.set_.source_Storage,
     _aten.set_.source_Storage_storage_offset,
@@ -72,7 +71,7 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_quiet = False
         self._makes_unknown = False
         self._kinds: dict[Any, _Kind] = {}
-        self._known_shapes: dict[Any, Any] = {}
+        self._shapes = Shapes()
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -95,89 +94,51 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 func, args, kwargs, self._ledger, is_counted=not self._is_quiet, mailbox=self._mailbox
             )
         self._makes_unknown = False
-        out = self._call(func, args, kwargs)
-        if func._overloadpacket in flop_registry and not _is_meta(args):  # noqa: SLF001 - as torch's counter looks it up
+        given = tensors_in(args)
+        if kwargs:
+            given += tensors_in(kwargs.values())
+        is_meta = any(leaf.is_meta for leaf in given)
+        out = self._call(func, args, kwargs, given, is_meta=is_meta)
+        if not is_meta and func._overloadpacket in flop_registry:  # noqa: SLF001 - as torch's counter looks it up
             self._ledger.flops += int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))  # noqa: SLF001
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta" and leaf.layout == torch.strided:
+        for leaf in tensors_in((out,)):
+            if not leaf.is_meta and leaf.layout == torch.strided:
                 self._ledger.note(leaf)
                 if self._makes_unknown:
                     self._ledger.mark_unknown(leaf)
         return out
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, func: Any, args: Any, kwargs: Any, leaves: list[Tensor], *, is_meta: bool) -> Any:
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _Kind(func)
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_meta = str(kwargs.get("device")) == "meta" or any(leaf.device.type == "meta" for leaf in leaves)
-        if self._computes or kind.computes_nothing or is_meta:
-            return func(*args, **kwargs)
+        if self._computes or kind.computes_nothing or is_meta or (kwargs and str(kwargs.get("device")) == "meta"):
+            return self._read(leaves[0]) if func is _NUMBER else func(*args, **kwargs)
         is_small = max((leaf.numel() for leaf in leaves), default=0) <= SMALL_NUMEL
         unknown = [leaf for leaf in leaves if self._ledger.is_unknown(leaf)]
+        if is_small and any(_is_part_of_large(leaf) for leaf in unknown):
+            is_small = False
+            if kind.only_writes:
+                _clear_small(kind.written_to(args, kwargs))
         self._makes_unknown = bool(unknown) or not is_small
         if kind.depends_on_values and any(kind.reads(leaf) for leaf in unknown):
-            raise _unplanned(func, "its argument has no values in a plan")
+            raise unplanned(func, "its argument has no values in a plan")
         if is_small and kind.needs_arguments_only:
             return func(*args, **kwargs)
         if kind.is_question:
             return True  # whether two tensors are equal
         if kind.only_writes:
             return kind.written(args, kwargs)
-        shapes = self._shapes(func, args, kwargs)
-        outs = [leaf for leaf in pytree.tree_leaves(shapes) if isinstance(leaf, Tensor)]
-        if is_small and max((leaf.numel() for leaf in outs), default=0) <= SMALL_NUMEL:
+        shapes = self._shapes.returned(func, args, kwargs)
+        if is_small and max((leaf.numel() for leaf in tensors_in((shapes,))), default=0) <= SMALL_NUMEL:
             return func(*args, **kwargs)
         self._makes_unknown = True
-        return kind.with_written(pytree.tree_map_only(Tensor, _memory_like, shapes), args, kwargs)
+        return kind.with_written(replace_tensors(shapes, _memory_like), args, kwargs)
 
-    def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operation returns, on the meta device; layers that are alike ask for the same many times."""
-        leaves, form = pytree.tree_flatten((args, kwargs))
-        first: dict[int, int] = {}
-        key = (
-            func,
-            form,
-            tuple(
-                (first.setdefault(id(leaf), index), leaf.shape, leaf.stride(), leaf.dtype)
-                if isinstance(leaf, Tensor)
-                else (type(leaf), leaf)
-                for index, leaf in enumerate(leaves)
-            ),
-        )
-        try:
-            found = self._known_shapes.get(key)
-        except TypeError:  # an argument that has no hash
-            return _shapes_of(func, args, kwargs)
-        if found is None:
-            found = self._known_shapes[key] = _shapes_of(func, args, kwargs)
-        return found
-
-
-def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
-    metas: dict[int, Tensor] = {}
-
-    def meta_of(tensor: Tensor) -> Tensor:
-        if id(tensor) not in metas:
-            metas[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return metas[id(tensor)]
-
-    meta_args, meta_kwargs = pytree.tree_map_only(Tensor, meta_of, (args, kwargs))
-    meta_kwargs = {key: None if isinstance(value, torch.Generator) else value for key, value in meta_kwargs.items()}
-    if "device" in meta_kwargs or not metas:
-        meta_kwargs["device"] = torch.device("meta")
-    try:
-        return func(*meta_args, **meta_kwargs)
-    except Exception as error:
-        first_line = next(iter(str(error).splitlines()), "")
-        raise _unplanned(func, f"{type(error).__name__}: {first_line}") from error
-
-
-def _unplanned(func: Any, reason: str) -> ConfigError:
-    return ConfigError(
-        f"The shape of what `{func}` returns can't be known without computing it ({reason}), so that this model can't "
-        "be planned. Plan with a variant of it that has no such operation."
-    )
+    def _read(self, tensor: Tensor) -> Any:
+        """Return the value of a tensor of one element."""
+        is_known = self._computes or not (self._ledger.is_unknown(tensor) and _is_part_of_large(tensor))
+        return _NUMBER(tensor) if is_known else torch.zeros((), dtype=tensor.dtype).item()
 
 
 class _Kind:
@@ -236,6 +197,10 @@ class _Kind:
         values = [self._argument(name, args, kwargs) for name in self._aliases]
         return None if not values else values[0] if len(values) == 1 else tuple(values)
 
+    def written_to(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """Return the tensors that an operation writes into."""
+        return tensors_in(self._argument(name, args, kwargs) for name in self._written)
+
     def with_written(self, made: Any, args: Any, kwargs: Any) -> Any:
         """Return what an operation returns, with the arguments that are among it."""
         if not any(self._aliases):
@@ -249,7 +214,7 @@ class _Kind:
     def _argument(self, name: str | None, args: Any, kwargs: Any) -> Any:
         assert name is not None, "the operation returns arguments only"
         index = self._names.index(name)
-        return args[index] if index < len(args) else kwargs[name]
+        return args[index] if index < len(args) else kwargs.get(name)
 
 
 def _memory_like(meta: Tensor) -> Tensor:
@@ -257,5 +222,13 @@ def _memory_like(meta: Tensor) -> Tensor:
     return made.zero_() if made.numel() <= SMALL_NUMEL else made
 
 
-def _is_meta(args: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.device.type == "meta" for leaf in pytree.tree_leaves(args))
+def _clear_small(written: list[Tensor]) -> None:
+    """Set those of an operation's results to zero that have values: they would be leftovers in memory."""
+    for leaf in written:
+        if not _is_part_of_large(leaf):
+            leaf.zero_()
+
+
+def _is_part_of_large(tensor: Tensor) -> bool:
+    """Whether a tensor shows some elements of a large storage, whose memory was never written to."""
+    return tensor.untyped_storage().nbytes() > SMALL_NUMEL * tensor.element_size()
