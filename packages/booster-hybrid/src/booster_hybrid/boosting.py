@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import BoosterError, ConfigError
-from booster_core.state import named_modules, without_adapters
+from booster_core.state import named_modules
 from booster_hybrid.axes import make_axes
 from booster_hybrid.expert_parallel.apply import ExpertsModule, SpreadExperts, find_experts, spread_experts
 from booster_hybrid.expert_parallel.check import check_experts
@@ -29,7 +29,7 @@ from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.check import check_policy
 from booster_hybrid.policy.experts import expert_rules
 from booster_hybrid.policy.from_transformers import layer_lists
-from booster_hybrid.policy.registry import known_layers, policy_for, policy_to_check
+from booster_hybrid.policy.registry import inner_model, known_layers, policy_for, policy_to_check
 from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
@@ -411,7 +411,7 @@ class HybridSetup:
         """Return the lists of layers that a policy names; none where a dry run has to find them."""
         known = known_layers(self._model, self._options.custom_policy, self._context.hooks)
         if known is None and not is_pipeline and self._options.example_batch is None:
-            inner = without_adapters(self._model)
+            inner = inner_model(self._model)
             return [*layer_lists(inner)] if getattr(inner, "_tp_plan", None) else []
         return [] if known is None else [*known.layers]
 
@@ -439,7 +439,7 @@ class HybridSetup:
         from booster_hybrid.sequence_parallel.apply import split_sequences
         from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
-        model = without_adapters(self._model)
+        model = inner_model(self._model)
         known = known_layers(self._model, self._options.custom_policy, self._context.hooks)
         whole = () if known is None else known.whole_sequences
         lists = [name for name in self._lists if name not in whole]

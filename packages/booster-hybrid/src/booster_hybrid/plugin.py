@@ -36,6 +36,7 @@ from booster_hybrid.config import (
     check_used,
 )
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
+from booster_hybrid.generating import replace_generate
 from booster_hybrid.mesh import AXES, check_order, make_groups, meshes_to_plan
 from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
@@ -256,6 +257,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             mark_as_local(hybrid.unwrap())
         if plan is not None and cut is not None:
             hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
+        replace_generate(hybrid, context.device, splits_sequences=self.config.sequence.mode is not None)
         if recording is not None:
             adapter = self.state_adapter(hybrid, boosted.optimizer, context)
             fill_model(

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from booster_hybrid.tensor_parallel.group import TensorGroup
 
+RandomStates = tuple["Tensor", "Tensor | None"]
+"""States of the generators of the host, and of a device where that is another."""
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _RANGE = 2**62
 """Numbers from which streams are seeded are below this."""
@@ -202,7 +205,29 @@ def pipeline_stream(model: nn.Module, index: int, device: torch.device) -> Itera
         yield
 
 
-def _states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+def shared_random(group: ProcessGroup, device: torch.device) -> RandomStates:
+    """Let the ranks of a group draw from where its first rank is, and return where this one was.
+
+    Args:
+        group: The ranks.
+        device: Where their models compute.
+
+    Collective: the group.
+    """
+    own = _states(device)
+    _restore(collectives.all_gather_object(own, group)[0], device)
+    return own
+
+
+def restore_random(states: RandomStates, device: torch.device) -> None:
+    """Draw from where `shared_random` has found this rank.
+
+    Collective: none.
+    """
+    _restore(states, device)
+
+
+def _states(device: torch.device) -> RandomStates:
     host = torch.get_rng_state()
     return host, None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
@@ -213,13 +238,13 @@ def _reseed(seed: int, device: torch.device) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def _restore(states: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+def _restore(states: RandomStates, device: torch.device) -> None:
     torch.set_rng_state(states[0])
     if states[1] is not None:
         torch.get_device_module(device).set_rng_state(states[1], device)
 
 
-def _are_equal(states: tuple[Tensor, Tensor | None], others: tuple[Tensor, Tensor | None]) -> bool:
+def _are_equal(states: RandomStates, others: RandomStates) -> bool:
     return all(
         other is None or (state is not None and torch.equal(state, other))
         for state, other in zip(states, others, strict=True)

@@ -27,10 +27,11 @@ from booster_runtime import collectives
 from booster_runtime.data import to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from booster_core.ranks import DistCoordinator
     from booster_hybrid.axes import Axis
@@ -167,6 +168,44 @@ class PipelineEngine:
             result["outputs"] = outputs
         return result
 
+    def forward(self, batch: Mapping[str, Any]) -> tuple[PipelineRun, int]:
+        """Take a batch through the stages as one microbatch, without gradients.
+
+        Args:
+            batch: Keyword arguments of the model's forward, the same on every rank of the pipeline.
+
+        Returns:
+            What has run, with the outputs on the rank of the last stage; and that rank's position.
+
+        Collective: the ranks that work on one batch together; with ``zero_stage=3``, every rank of the world.
+        """
+        schedule = self.schedule(1)
+        run = PipelineRun(
+            self.staged,
+            schedule,
+            self._index,
+            self._link,
+            [to_device(batch, self._device)],
+            [1.0],
+            lambda outputs, batch: torch.zeros(()),  # noqa: ARG005 - no loss is asked for
+            None,
+            keeps_outputs=True,
+            itinerary=self.itinerary(1, trains=False),
+            **self._run_options,
+        )
+        with self.gathered(), pipeline_stream(self.staged.model, self._index, self._device):
+            run.run()
+        placement = schedule.placement
+        return run, placement.rank_of(placement.num_stages - 1)
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on all ranks that work on one batch together if one of them brings an error.
+
+        Collective: these ranks.
+        """
+        if self._has_any(error, self._replica.group):
+            self._coordinator.raise_together(error, name="generate", process_group=self._replica.group)
+
     def _split_together(self, batches: Iterator[Any]) -> tuple[list[Any], list[int], int]:
         """Return the next batch's microbatches, their sizes, and the largest number of microbatches on any rank."""
         error: Exception | None = None
@@ -210,12 +249,16 @@ class PipelineEngine:
         return parts, sizes, most
 
     def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
-        flag = torch.tensor([error is not None], dtype=torch.uint8, device=self._device)
-        collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
-        if flag.item():
+        if self._has_any(error, None):
             if optimizer is not None:
                 optimizer.zero_grad()  # of a part of the batch, and of some ranks only
             self._coordinator.raise_together(error, name="execute_pipeline")
+
+    def _has_any(self, error: Exception | None, group: ProcessGroup | None) -> bool:
+        """Return whether a rank of a group (``None`` for all) brings an error."""
+        flag = torch.tensor([error is not None], dtype=torch.uint8, device=self._device)
+        collectives.all_reduce(flag, dist.ReduceOp.MAX, group).wait()
+        return bool(flag.item())
 
     def _warn_if_idle(self, schedule: Schedule) -> None:
         size = self._config.size

@@ -44,8 +44,8 @@ def example_batch(model: nn.Module, dataloader: DataLoader[Any] | None, given: A
     if image is not None:
         return image
     msg = (
-        f"Cutting {type(model).__name__} into pipeline stages needs an example of what its forward takes. Pass the "
-        "data loader to `boost`, or `HybridParallelPlugin(example_batch=...)`."
+        f"Finding the layers of {type(model).__name__} needs an example of what its forward takes. Pass the data "
+        "loader to `boost`, or `HybridParallelPlugin(example_batch=...)`."
     )
     raise ConfigError(msg)
 

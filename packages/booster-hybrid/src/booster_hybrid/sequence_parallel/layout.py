@@ -29,7 +29,7 @@ class SequenceLayout:
     """How the positions of sequences of one length are split.
 
     Args:
-        length: Number of positions; may be less than there are ranks, some of which have none then.
+        length: Number of positions; where it is less than there are ranks, some have none.
         size: Number of ranks.
         zigzag: Give each rank a chunk from either end.
     """

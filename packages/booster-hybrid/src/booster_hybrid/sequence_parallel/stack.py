@@ -95,6 +95,22 @@ class Stack:
 
         return pytree.tree_map_only(torch.Tensor, part, values)
 
+    def check_length(self, length: int) -> None:
+        """Check that each rank gets a part of a sequence: models' own code can't shape tensors without elements.
+
+        Raises:
+            ConfigError: If not, on every rank.
+
+        Collective: none.
+        """
+        if length < self.group.size:
+            msg = (
+                f"{self.model_name} was given sequences of {length} position(s), which can't be split over "
+                f"{self.group.size} ranks (`sequence_parallelism_mode={self.mode!r}`). Pad them to {self.group.size} "
+                "positions and mask the padding, or use a smaller `sp_size`."
+            )
+            raise ConfigError(msg)
+
     def enter(self, length: int) -> None:
         """Note that the layers run on sequences of a length now.
 
@@ -145,8 +161,12 @@ class Stack:
     def part_of_other(self, states: Tensor) -> Tensor:
         """Return this rank's part of another sequence's states; one and the same for all layers while they use it.
 
+        Raises:
+            ConfigError: If the sequence is too short to be split.
+
         Collective: none.
         """
+        self.check_length(states.shape[1])
         self.key_length = states.shape[1]
         if self._cut is not None and self._cut[0]() is states and (known := self._cut[1]()) is not None:
             return known
@@ -184,6 +204,7 @@ class LayerHooks:
         named.update(kwargs)
         hidden = named.pop(first)
         if self._is_first:
+            stack.check_length(hidden.shape[1])
             stack.enter(hidden.shape[1])
         else:
             stack.resume(hidden.shape[1], named.values())

@@ -11,7 +11,7 @@ from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.sharded.optimizer import ShardedHybridOptimizer
 from booster_hybrid.sharded.units import find_units
 from booster_runtime.sharding import partition_for, refuse_all_gradients
-from booster_zero.engine import Home
+from booster_zero.engine import Home, default_bucket_bytes
 from booster_zero.gathering import check_modules
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def shard_parameters(
     check_modules(model)
     groups = [] if objects.optimizer is None else objects.optimizer.param_groups
     held = {id(parameter) for group in groups for parameter in group["params"]}
-    host = torch.device("cpu") if config.offloads else None
+    host = torch.device("cpu") if config.offload else None
     format_of = config.formats(
         model, context.precision, context.device, home=host, held=held, copies=copies, ranks=ranks_of
     )
@@ -69,7 +69,7 @@ def shard_parameters(
         ranks,
         format_of,
         kind="flat" if objects.optimizer is None else partition_for(objects.optimizer, config.partition),
-        chunk_bytes=config.bucket_bytes_for(gradient_bytes, ranks.shard_size),
+        chunk_bytes=config.bucket_bytes or default_bucket_bytes(gradient_bytes, ranks.shard_size, stage=config.stage),
         max_prefetch=1,
         shard_param_frac=1.0,
         home=Home(),
@@ -86,7 +86,7 @@ def shard_parameters(
             held=held,
             config=config,
             format_of=format_of,
-            offloads=config.offloads,
+            offloads=host is not None,
             waits_in_backward=not ranks_of,
             device=context.device,
             precision=context.precision,

@@ -21,6 +21,7 @@ from booster_runtime.sharding.elementwise import (
     probed_steps,
 )
 from booster_runtime.sharding.flags import RaisedAnywhere, between_hosts
+from booster_runtime.sharding.generating import generate_together, generating_model
 from booster_runtime.sharding.hosting import (
     HostedOptimizer,
     ParameterPiece,
@@ -66,6 +67,8 @@ __all__ = [
     "distinct_groups",
     "dtensor_of",
     "dtensor_shards",
+    "generate_together",
+    "generating_model",
     "is_cut",
     "kept_as_they_are",
     "layers_of",

@@ -10,6 +10,7 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper
 from booster_core.ranks import naming_missing_ranks
+from booster_runtime.sharding import generate_together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +44,7 @@ class GatheringModel(ModelWrapper):
         """
         module.register_state_dict_pre_hook(_refuse_placeholders)  # type: ignore[no-untyped-call]
         self.manager = manager
+        generate_together(self)
 
     def _before_forward(self) -> None:
         if self._optimizer is not None:

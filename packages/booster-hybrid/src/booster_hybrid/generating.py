@@ -1,0 +1,213 @@
+"""``generate`` of a model that is split over ranks: every rank of a replica calls it and gets the same tokens.
+
+transformers' loop, or a model's own, runs on every rank as it is. Where the model is cut into stages, each forward of
+the loop is one pass through the pipeline, whose outputs the last stage sends to the others. No keys and values are kept
+between tokens: each stage would have those of its layers alone, and each rank of a split sequence those of its part.
+Ranks draw tokens from the random numbers of the replica's first rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from booster_core.errors import ConfigError
+from booster_core.ranks import naming_missing_ranks
+from booster_hybrid.random_streams import restore_random, shared_random
+from booster_hybrid.same_batch import check_same_batch
+from booster_runtime import collectives
+from booster_runtime.sharding import generating_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import nn
+
+    from booster_hybrid.axes import Axis
+    from booster_hybrid.model import HybridModel
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What ranks without the last stage know of a tensor that they are to get; no tuple, which is a container."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def replace_generate(model: HybridModel, device: torch.device, *, splits_sequences: bool) -> None:
+    """Let ``generate`` of a boosted model work on all of it, if the user's model has one.
+
+    Args:
+        model: The boosted model.
+        device: Where it computes.
+        splits_sequences: Whether ranks have parts of each sequence.
+
+    Collective: none.
+    """
+    if callable(getattr(model.unwrap(), "generate", None)):
+        model.replace_method("generate", functools.partial(_bound, device=device, splits_sequences=splits_sequences))
+
+
+def _bound(model: Any, *, device: torch.device, splits_sequences: bool) -> Any:
+    method = model.unwrap().generate
+
+    @functools.wraps(method)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        may_keep = model.engine is None and not splits_sequences
+        return _generate(model, method, args, kwargs, device, may_keep=may_keep)
+
+    return generate
+
+
+def _generate(
+    model: HybridModel,
+    method: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    *,
+    may_keep: bool,
+) -> Any:
+    """Run ``generate`` of the user's model.
+
+    Args:
+        model: The boosted model.
+        method: The user's model's.
+        args: Its arguments.
+        kwargs: Those by name.
+        device: Where the model computes.
+        may_keep: Whether each rank can keep keys and values between tokens.
+
+    Raises:
+        ConfigError: If ranks of a replica were given different prompts or options, if keys and values are asked for
+            of which no rank has all, or if the encoder of a model that is cut into stages would run by itself.
+
+    Collective: the ranks that work on one batch together; with ``zero_stage=3`` or experts that are spread, those whose
+    parameters or tokens they exchange, which take as many forwards as the longest of them.
+    """
+    with naming_missing_ranks("generate", model.replica.ranks):
+        check_same_batch((args, kwargs), model.replica.group, list(model.replica.ranks))
+        _check_same_options(kwargs, model.replica)
+    inner = generating_model(model.unwrap())
+    if inner is not None:
+        if not may_keep:
+            _leave_out_cache(kwargs)
+        if model.engine is not None and inner.config.is_encoder_decoder:
+            msg = (
+                f"`generate` calls a part of {type(inner).__name__} by itself, its encoder, and the model is cut into "
+                "pipeline stages. Save it, and load it under `pp_size=1` to generate."
+            )
+            raise ConfigError(msg)
+        if set(model.callers.ranks) - set(model.replica.ranks):
+            kwargs.setdefault("synced_gpus", True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(naming_missing_ranks("generate", model.replica.ranks))
+        stack.enter_context(_drawing_alike(model.replica, device))
+        if model.engine is not None:
+            stack.enter_context(_forwards_of_all_stages(model, inner or model.unwrap(), device))
+        return method(*args, **kwargs)
+
+
+def _check_same_options(kwargs: Mapping[str, Any], replica: Axis) -> None:
+    """Raise on all ranks of a replica if they have different options: some would wait for more tokens than others."""
+    own = {name: value for name, value in sorted(kwargs.items()) if isinstance(value, (bool, int, float, str))}
+    found = dict(zip(replica.ranks, collectives.all_gather_object(own, replica.group), strict=True))
+    if any(options != own for options in found.values()):
+        shown = "; ".join(f"rank {rank}: {options}" for rank, options in found.items())
+        msg = f"Ranks that generate one text together were given different options ({shown}). Pass the same on each."
+        raise ConfigError(msg)
+
+
+def _leave_out_cache(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        msg = (
+            "`generate` can't keep keys and values: under `pp_size` each stage has those of its own layers, and where "
+            "sequences are split each rank has those of its part. Leave out `use_cache` and `past_key_values`; each "
+            "token is computed from the whole text."
+        )
+        raise ConfigError(msg)
+    kwargs["use_cache"] = False
+
+
+@contextlib.contextmanager
+def _drawing_alike(replica: Axis, device: torch.device) -> Iterator[None]:
+    """Draw the random numbers of the replica's first rank inside; afterwards the others go on with their own."""
+    if replica.size == 1:
+        yield
+        return
+    own = shared_random(replica.group, device)
+    try:
+        yield
+    finally:
+        if replica.index > 0:
+            restore_random(own, device)
+
+
+@contextlib.contextmanager
+def _forwards_of_all_stages(model: HybridModel, inner: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let each forward of a module be one through the pipeline, with its outputs on every rank."""
+    signature = inspect.signature(inner.forward)
+    present = vars(inner).get("forward")
+
+    def take_away() -> None:
+        if present is None:
+            vars(inner).pop("forward", None)
+        else:
+            inner.forward = present
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        take_away()  # the stages call it in turn
+        try:
+            return _through_stages(model, _by_name(signature, args, kwargs), device)
+        finally:
+            inner.forward = forward
+
+    forward.__signature__ = signature  # type: ignore[attr-defined] # transformers looks at what a model takes
+    inner.forward = forward
+    try:
+        yield
+    finally:
+        take_away()
+
+
+def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments as microbatches have them."""
+    named = dict(signature.bind_partial(*args).arguments)
+    return {**named, **kwargs}
+
+
+def _through_stages(model: HybridModel, batch: dict[str, Any], device: torch.device) -> Any:
+    """Run a batch through the pipeline as one microbatch, and return the model's outputs on every rank of it.
+
+    Collective: the ranks of the replica.
+    """
+    assert model.engine is not None, "asked for where there are stages only"
+    run, last = model.engine.forward(batch)
+    model.engine.raise_together(run.error)
+    outputs = pytree.tree_map_only(Tensor, _whole, run.outputs.get(0))
+    form = pytree.tree_map_only(Tensor, lambda tensor: _Shape(tuple(tensor.shape), tensor.dtype), outputs)
+    group = model.local.pipeline
+    form = collectives.all_gather_object(form, group)[last]
+    tensors = (leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
+
+    def receive(shape: _Shape) -> Tensor:
+        made = next(tensors) if run.outputs else torch.empty(shape.size, dtype=shape.dtype, device=device)
+        dist.broadcast(made, group=group, group_src=last)
+        return made
+
+    return pytree.tree_map_only(_Shape, receive, form)
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Return a tensor of the last stage's outputs; logits of which ranks have parts are put together."""
+    whole: Tensor = tensor.gather() if hasattr(type(tensor), "local") else tensor
+    return whole.contiguous()

@@ -1,0 +1,268 @@
+"""``generate`` of models that are split over ranks returns the tokens of one process, on every rank of a replica."""
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_hybrid import HybridParallelPlugin
+from booster_testing import RankError, run_on_ranks
+
+PROMPT = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3]])
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+DRAWN = {"max_new_tokens": 12, "do_sample": True, "pad_token_id": 0}
+SETTINGS = {
+    "pp2": (2, {"pp_size": 2}),
+    "pp2, zbv": (2, {"pp_size": 2, "pp_style": "zbv"}),
+    "pp2, interleaved": (2, {"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 2}),
+    "pp4": (4, {"pp_size": 4}),
+    "pp2 tp2": (4, {"pp_size": 2, "tp_size": 2}),
+    "pp2 sp2": (4, {"pp_size": 2, "sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
+    "tp2": (2, {"tp_size": 2}),
+    "split_gather": (2, {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}),
+    "ulysses": (2, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
+    "ring": (2, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
+}
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 128}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, eos_token_id=1)
+    return LlamaForCausalLM(config).eval()
+
+
+def boosted(options, model=None):
+    model, *_ = Booster(plugin=HybridParallelPlugin(**options)).boost(model or llama())
+    return model.eval()
+
+
+def greedy_on_ranks(options):
+    model = boosted(options)
+    tokens = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
+    beams = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), num_beams=3, **GREEDY)
+    return tokens.tolist(), beams.tolist()
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_tokens_are_those_of_one_process(name):
+    world_size, options = SETTINGS[name]
+    mask = torch.ones_like(PROMPT)
+    expected = (
+        llama().generate(PROMPT, attention_mask=mask, **GREEDY).tolist(),
+        llama().generate(PROMPT, attention_mask=mask, num_beams=3, **GREEDY).tolist(),
+    )
+    assert run_on_ranks(greedy_on_ranks, world_size, options) == [expected] * world_size
+
+
+def drawn_on_ranks(options, rank_seeds):
+    model = boosted(options)
+    torch.manual_seed(rank_seeds[torch.distributed.get_rank()])
+    first = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **DRAWN).tolist()
+    second = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **DRAWN).tolist()
+    return first, second, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("name", ["pp2", "tp2", "ring"])
+def test_ranks_of_a_replica_draw_the_same_tokens_whatever_their_seeds(name):
+    torch.manual_seed(5)
+    model = llama()
+    torch.manual_seed(5)
+    drawn = [model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **DRAWN).tolist() for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    results = run_on_ranks(drawn_on_ranks, 2, SETTINGS[name][1], [5, 6])
+    assert [list(each[:2]) for each in results] == [drawn] * 2
+    torch.manual_seed(6)
+    assert results[1][2] == torch.rand(()).item()  # the other rank's own stream is where it was
+
+
+def prompts_of_replicas(options):
+    model = boosted(options)
+    replica = torch.distributed.get_rank() // options.get("pp_size", 1)
+    prompt, new = PROMPT[:1, : 3 + replica], 3 + 2 * replica
+    model.generation_config.eos_token_id = None
+    tokens = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False, pad_token_id=0
+    )
+    return prompt.tolist(), new, tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(4, {"pp_size": 2}), (2, {"zero_stage": 3}), (4, {"pp_size": 2, "zero_stage": 3})],
+    ids=["pp2 dp2", "dp2 zero 3", "pp2 dp2 zero 3"],
+)
+def test_replicas_may_generate_texts_of_other_lengths(world_size, options):
+    for prompt, new, tokens in run_on_ranks(prompts_of_replicas, world_size, options):
+        plain = llama()
+        plain.generation_config.eos_token_id = None
+        ids = torch.tensor(prompt)
+        expected = plain.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
+        )
+        assert tokens == expected.tolist()
+
+
+class Bigram(nn.Module):
+    """A model with a loop of its own, which passes positional arguments and returns a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 16)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, tokens, scale):
+        return self.head(self.layers(self.table(tokens))) * scale, "a note"
+
+    @torch.no_grad()
+    def generate(self, tokens, count):
+        for _ in range(count):
+            logits, note = self(tokens, 2.0)
+            assert note == "a note"
+            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], 1)
+        return tokens
+
+
+def own_loop():
+    torch.manual_seed(0)
+    plain = Bigram()
+    expected = plain.generate(PROMPT, 5)
+    torch.manual_seed(0)
+    model = boosted({"pp_size": 2, "example_batch": (PROMPT, 2.0)}, Bigram())
+    return torch.equal(model.generate(PROMPT, 5), expected)
+
+
+def test_a_loop_of_the_users_own_runs_through_all_stages():
+    assert run_on_ranks(own_loop, 2) == [True, True]
+
+
+def adapted():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return model.eval()
+
+
+def with_adapters():
+    torch.manual_seed(1)
+    expected = adapted().generate(input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
+    torch.manual_seed(1)
+    model = boosted({"pp_size": 2}, adapted())
+    tokens = model.generate(input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
+    return torch.equal(tokens, expected)
+
+
+# Version 0.21 of peft reads an attribute that transformers 5.23 has renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_models_with_adapters_generate():
+    assert run_on_ranks(with_adapters, 2) == [True, True]
+
+
+def train_between(options, generates):
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    model = llama().train()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for _ in range(3):
+        batch = {"input_ids": PROMPT, "labels": PROMPT}
+        losses.append(booster.train_batch(iter([batch]), model, None, optimizer).item())
+        if generates:
+            model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
+    return losses
+
+
+def test_training_goes_on_as_without_it():
+    options = {"pp_size": 2, "num_microbatches": 2}
+    assert run_on_ranks(train_between, 2, options, True) == run_on_ranks(train_between, 2, options, False)
+
+
+def refused(options, arguments, prompts):
+    model = boosted(options)
+    prompt = PROMPT[:, : prompts[torch.distributed.get_rank()]]
+    with pytest.raises(ConfigError) as caught:
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY, **arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["pp2", "ulysses"])
+def test_keys_and_values_can_not_be_kept(name):
+    for message in run_on_ranks(refused, 2, SETTINGS[name][1], {"use_cache": True}, [7, 7]):
+        assert "Leave out `use_cache`" in message
+
+
+@pytest.mark.parametrize("name", ["pp2", "tp2"])
+def test_other_prompts_in_a_replica_are_refused(name):
+    for message in run_on_ranks(refused, 2, SETTINGS[name][1], {}, [7, 6]):
+        assert "were given different ones" in message
+
+
+def short_prompt(mode):
+    model = boosted({"sp_size": 2, "sequence_parallelism_mode": mode})
+    with pytest.raises(ConfigError, match=r"sequences of 1 position\(s\), which can't be split over 2 ranks"):
+        model.generate(PROMPT[:, :1], attention_mask=torch.ones_like(PROMPT[:, :1]), **GREEDY)
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+def test_sequences_that_are_too_short_to_split_are_refused_on_every_rank(mode):
+    run_on_ranks(short_prompt, 2, mode)
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 128}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, initializer_factor=3.0)).eval()
+
+
+def with_encoder(options, start):
+    model = boosted(options, t5())
+    mask = torch.ones_like(PROMPT)
+    return model.generate(PROMPT, attention_mask=mask, decoder_input_ids=start, **GREEDY).tolist()
+
+
+@pytest.mark.parametrize("name", ["tp2", "split_gather", "ulysses", "ring"])
+def test_encoder_decoder_models_generate(name):
+    start = torch.tensor([[0, 5], [0, 6]])
+    expected = t5().generate(PROMPT, attention_mask=torch.ones_like(PROMPT), decoder_input_ids=start, **GREEDY).tolist()
+    assert run_on_ranks(with_encoder, 2, SETTINGS[name][1], start) == [expected] * 2
+
+
+def calls_an_encoder():
+    with pytest.raises(ConfigError, match="calls a part of T5ForConditionalGeneration by itself"):
+        boosted({"pp_size": 2}, t5()).generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
+
+
+def test_encoders_are_not_called_alone_under_a_pipeline():
+    run_on_ranks(calls_an_encoder, 2)
+
+
+def other_options(arguments):
+    model = boosted({"pp_size": 2})
+    own = {**GREEDY, **arguments[torch.distributed.get_rank()]}
+    with pytest.raises(ConfigError, match=r"were given different options .*rank 0: .*; rank 1: "):
+        model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **own)
+
+
+@pytest.mark.parametrize("arguments", [({}, {"max_new_tokens": 9}), ({}, {"use_cache": True})], ids=["length", "cache"])
+def test_other_options_in_a_replica_are_refused_on_every_rank(arguments):
+    run_on_ranks(other_options, 2, arguments)
+
+
+def fails_in_a_stage():
+    model = boosted({"pp_size": 2})
+    if torch.distributed.get_rank() == 1:
+        model.unwrap().lm_head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("no head today")))
+    model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
+
+
+def test_an_error_of_one_stage_is_raised_on_every_rank():
+    with pytest.raises(RankError) as caught:
+        run_on_ranks(fails_in_a_stage, 2)
+    errors = caught.value.exceptions
+    assert sorted(errors) == [0, 1]
+    assert all(isinstance(each, ValueError) and "no head today" in str(each) for each in errors.values())
