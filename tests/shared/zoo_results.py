@@ -31,9 +31,10 @@ every cell and writes this page. A cell is **ok** if all of these hold:
 - the checkpoint of one process loads under the plugin with the same bits, and the next step equals that of one process;
 - a model that is built lazily has the same bits as one that is built eagerly.
 
-"Equals" means: within 1e-5 of the tensor's largest value, or four times the distance of one process in fp32 to fp64;
-models with batch norm over few values are trained in fp64, within 1e-12. **refused** is a documented error, raised on
-every rank. A number alone is a fault: its footnote has the first line of the error, or the tensor that differs most.
+"Equals" means: within 1e-5 of the tensor's largest value, or four times the distance of one process in fp32 to fp64
+(for gradients, the largest of the steps); models with batch norm over few values are trained in fp64, within 1e-12.
+**refused** is a documented error, raised on every rank. A number alone is a fault: its footnote has the first line of
+the error, or the tensor that differs most.
 
 Plugins: `ddp`; `fsdp`; `zero` in stage 2; `gemini`; `hybrid` with `tp_size=2` (marked "tp") where there is a policy or
 a plan of transformers, else with `zero_stage=1` (marked "dp").

@@ -325,6 +325,7 @@ KINDS_BY_DEFAULT = {
     ("embedding", "tp2"),
     ("whole-head", "split-logits"),
     ("whole-embedding", "tp2"),
+    ("whole-embedding", "tp2pp2"),
     ("whole-block", "tp2"),
 }
 

@@ -36,7 +36,11 @@ def boost(options, model=None):
             r"`tp_size=3 \* sp_size=1 \* pp_size=1` is 3, which does not divide the world size 4",
         ),
         (5, {"tp_size": 5}, r"num_attention_heads=4\): 4 units can't be split over 5 ranks. Use a .* of at most 4"),
-        (3, {"pp_size": 3}, "2 layers can't fill 3 stages. Use fewer stages, or fewer chunks on each rank"),
+        (
+            3,
+            {"pp_size": 3},
+            r"2 layers can't fill 3 stages \(.* has 2 in 'model.layers'\). Use fewer stages, or fewer chunks",
+        ),
         (2, {"pp_size": 2, "num_layers_per_stage": [1, 2]}, r"`num_layers_per_stage=\[1, 2\]` .* the model's 2 layers"),
         (2, {"pp_size": 2, "pp_style": "interleaved"}, "2 layers can't fill 4 stages"),
         (3, {"sp_size": 3, "sequence_parallelism_mode": "all_to_all"}, "4 heads are no multiple of 3 ranks"),
@@ -61,12 +65,17 @@ def boost_custom(options):
     boost(options, Custom())
 
 
-@pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}, RING], ids=["tp", "pp", "sp"])
-def test_a_model_class_without_policy_is_told_how_to_write_one(options):
+def test_a_model_class_without_policy_is_told_how_to_write_one():
     message = (
         r"There is no sharding policy for Custom. Pass `custom_policy=ShardingPolicy\(rules=\(ModuleRule\(.*"
         r"'blocks\.\*'.*hook `sharding_policy`; docs/sharding-policies.md has a whole example"
     )
+    expect_on_ranks(ConfigError, message, boost_custom, 2, {"tp_size": 2})
+
+
+@pytest.mark.parametrize("options", [{"pp_size": 2}, RING], ids=["pp", "sp"])
+def test_layers_are_found_with_an_example_only(options):
+    message = r"the layers of Custom needs an example of what its forward takes. Pass the data loader to `boost`, or .*"
     expect_on_ranks(ConfigError, message, boost_custom, 2, options)
 
 

@@ -111,7 +111,7 @@ def call_the_model():
 
 def generate():
     _, model, _ = boosted()
-    model.generate(batch()["input_ids"], max_new_tokens=1)
+    model.unwrap().generate(batch()["input_ids"], max_new_tokens=1)
 
 
 def backward():

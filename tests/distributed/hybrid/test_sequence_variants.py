@@ -235,6 +235,10 @@ def test_split_models_may_be_compiled(how, name, options):
     run_on_ranks(compiled, 2, name, options, how, timeout_seconds=180)
 
 
+def test_a_model_with_a_plan_that_was_compiled_before_is_split():
+    run_on_ranks(compiled, 2, "llama", ULYSSES, "whole before", timeout_seconds=180)
+
+
 def mixture(options, asked):
     import_quietly(("transformers",))
     from transformers import MixtralConfig, MixtralForCausalLM

@@ -117,7 +117,12 @@ def test_adapters_of_fused_experts_train_and_are_all_saved(run, kind, tmp_path):
     loaded = peft.PeftModel.from_pretrained(make_model(kind), str(tmp_path / "lora"))
     with torch.no_grad():
         logits = loaded(input_ids=tokens_of(9)).logits
-    assert_same_tensors({"logits": logits}, {"logits": results[0][1]}, EXACT)
+    adapters = {
+        name.removeprefix("base_model.model."): value for name, value in loaded.named_parameters() if "lora_" in name
+    }
+    assert_same_tensors(adapters, {name: results[0][2][name] for name in expected}, EXACT)
+    # This process may compute with other numbers of threads than ranks, in whose order sums are taken.
+    assert_same_tensors({"logits": logits}, {"logits": results[0][1]}, tolerance_for(torch.float32))
 
     booster = Booster("cpu")
     again, *_ = booster.boost(booster.enable_lora(make_model(kind), lora_config=make_config()))

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 _ONLY_DIFFERENCES = "ranks are compared with each other, so that it does not matter where all of them begin"
 _FIRST_BUCKET = "the first parameter begins a bucket, which sets it"
+_SET_BELOW = "the end of the bucket is set a few lines below"
+_FROM_ZERO = "nothing starts before 0: whichever of a rank and its input is free since -1, the other is since 0"
+_AFTER_BACKWARD = "a weight's gradient follows a forward and a backward of its rank, which end later"
+_CUT = "microbatches beyond the last are left out below, and the others keep their order"
 _FINENESS = "the number of sizes tried is a setting: with one more or less, neighbours still differ by less than 2%"
 _SEED = "any seeds will do, and without dropout nothing is drawn"
 _PLENTY = "numbers of blocks stay apart by less, too"
@@ -19,6 +23,13 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
         ("assign_owners", "loads = [(0, rank) for rank in range(world_size)]", "0 -> -1"): _ONLY_DIFFERENCES,
         ("lengths_of_flat", "held = 0", "0 -> 1"): _FIRST_BUCKET,
         ("lengths_of_flat", "held = 0", "0 -> -1"): _FIRST_BUCKET,
+        ("lengths_of_flat", "ends.append(0)", "0 -> 1"): _SET_BELOW,
+        ("lengths_of_flat", "ends.append(0)", "0 -> -1"): _SET_BELOW,
+        (
+            "_even_bounds",
+            "return range(0, share * world_size + 1, share) if share else (0,) * (world_size + 1)",
+            "1 -> 2",
+        ): "slices have at least 16 elements, so that a bound more would be beyond either end",
         ("_fill", "held = 0", "0 -> 1"): _FIRST_BUCKET,
         ("_fill", "held = 0", "0 -> -1"): _FIRST_BUCKET,
     },
@@ -102,6 +113,30 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "self.free_at = 0",
             "0 -> -1",
         ): "time starts at 0, when a rank that is free since -1 is, too",
+        (
+            "_timed",
+            "forward: dict[tuple[int, int], int] = {(-1, microbatch): 0 for microbatch in range(count)}",
+            "0 -> -1",
+        ): _FROM_ZERO,
+        ("_timed", "places, free = [0] * len(orders), [0] * len(orders)", "0 -> -1 (#2)"): _FROM_ZERO,
+        ("_timed", "ready: int | None = 0", "0 -> 1"): _AFTER_BACKWARD,
+        ("_timed", "ready: int | None = 0", "0 -> -1"): _AFTER_BACKWARD,
+        ("_in_turns", "full = count if chunks == 1 else -(-count // ranks) * ranks", "1 -> 0"): _CUT,
+        (
+            "_in_turns",
+            "full = count if chunks == 1 else -(-count // ranks) * ranks",
+            "-count // ranks -> -count * ranks",
+        ): _CUT,
+        (
+            "_Planner.run",
+            "self._workers[self._placement.rank_of(0)].add(Action(Work.FORWARD, 0, microbatch))",
+            "0 -> -1",
+        ): "it plans stages in a V, of which the one before the first would be the first rank's as well",
+        (
+            "_Planner.run",
+            "now = min(ends)",
+            "min(ends) -> max(ends)",
+        ): "in a V each action takes as long as any other, so that all that are underway end at one time",
     },
     "core/loss_scaler": {
         (

@@ -242,6 +242,7 @@ def _run_pytest(target: Target, plugins: list[Any]) -> int:
     tests = [f"tests/unit/{name}" for name in target.tests]
     # Without capture, which forks would share.
     options = ["-x", "-q", "--no-header", "--tb=short", "--assert=plain", "-p", "no:cacheprovider", "-s"]
+    options += ["-p", "pytest_timeout"]  # of which pytest.ini has an option
     return int(pytest.main([*options, *(["-k", target.select] if target.select else []), *tests], plugins))
 
 

@@ -16,6 +16,7 @@ from booster_hybrid.pipeline.arguments import PassedThrough
 from booster_hybrid.pipeline.flow import edge_of, tensors_in
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.pipeline.trace import CONTAINERS, call_on, run_dry, stand_ins
+from booster_hybrid.tensor_parallel.module_names import peft_classes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -93,10 +94,11 @@ class _Watch:
         self._model, self._in_order = model, in_order
         self._modules = dict(model.named_modules())
         name_of = {id(module): name for name, module in self._modules.items()}
+        adapters = _lists_of_adapters(self._modules.values())
         self._lists = {
             name: {name_of[id(child)]: child for child in module.children()}
             for name, module in self._modules.items()
-            if isinstance(module, CONTAINERS)
+            if isinstance(module, CONTAINERS) and id(module) not in adapters
         }
         self._calls: dict[str, list[_Call]] = {}
         self._open: list[_Call] = []
@@ -170,6 +172,12 @@ class _Watch:
         call.left = self._time
         self._time += 1
         call.is_layer = PassedThrough.like(output, {}) is not None
+
+
+def _lists_of_adapters(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ``id`` of the modules in which peft keeps the adapters and copies of a layer, by their names."""
+    kinds: tuple[type, ...] = sum(peft_classes(), ())
+    return {id(child) for module in modules if isinstance(module, kinds) for child in module.children()}
 
 
 def _objection(before: _Call | None, call: _Call, count: int) -> str | None:

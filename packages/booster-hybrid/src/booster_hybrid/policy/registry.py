@@ -38,7 +38,7 @@ def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, ho
     given = given_policy(model, custom_policy, hooks)
     if given is not None and (given.rules or given.layers or not given.experts):
         return given  # one that names experts alone leaves the rest as it is
-    model = without_adapters(compiled_module(model) or model)
+    model = inner_model(model)
     own = _own(model)
     if own is None:
         own = read_plan(model)
@@ -65,8 +65,13 @@ def given_policy(
     """
     if custom_policy is not None or hooks is None:
         return custom_policy
-    found = hooks.sharding_policy(model_class=type(without_adapters(compiled_module(model) or model)))
+    found = hooks.sharding_policy(model_class=type(inner_model(model)))
     return found if isinstance(found, ShardingPolicy) else None
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """Return the model inside of its compiler and adapters, whose class has a policy and whose lists it names."""
+    return without_adapters(compiled_module(model) or model)
 
 
 def known_layers(
@@ -82,7 +87,7 @@ def known_layers(
     given = given_policy(model, custom_policy, hooks)
     if given is not None and given.layers:
         return given
-    return _own(without_adapters(compiled_module(model) or model))
+    return _own(inner_model(model))
 
 
 def policy_to_check(
@@ -101,7 +106,7 @@ def policy_to_check(
     given = given_policy(model, custom_policy, hooks)
     if given is not None and (given.rules or given.layers or not given.experts):
         return given
-    model = without_adapters(compiled_module(model) or model)
+    model = inner_model(model)
     family = _family(model)
     return None if family in FAMILIES or family in _PINNED else read_plan(model)
 

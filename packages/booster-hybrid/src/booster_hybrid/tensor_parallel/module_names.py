@@ -37,7 +37,7 @@ class ModuleNames:
         self.names_of: dict[int, list[str]] = defaultdict(list)
         self.adapted: dict[str, Any] = {}
         self._stands_for: dict[str, str] = {}
-        layers, copies = _peft_classes()
+        layers, copies = peft_classes()
         adapters: set[str] = set()
         module: Any
         for name, _, module in named_modules(model):
@@ -75,8 +75,11 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
-def _peft_classes() -> tuple[Any, Any]:
-    """Return peft's classes of layers with adapters, and of what holds copies; none where nobody has used peft."""
+def peft_classes() -> tuple[Any, Any]:
+    """Return peft's classes of layers with adapters, and of what holds copies; none where nobody has used peft.
+
+    Collective: none.
+    """
     if "peft" not in sys.modules:
         return (), ()
     from peft.tuners.tuners_utils import BaseTunerLayer
