@@ -110,12 +110,20 @@ def test_sequences_of_any_length_padded_or_not_train_as_on_one_process(options, 
         {**ULYSSES, "tp_size": 2},
         {**RING, "tp_size": 2, "parallel_output": True},
         {**SPLIT, "zero_stage": 1},
-        {"sp_size": 4, "sequence_parallelism_mode": "ring_attn"},
+        {**RING, "sp_size": 4},
+        {**RING, "sp_size": 4, "inner_ring_size": 2, "zero_stage": 1},
     ],
-    ids=["sp2dp2", "sp2dp2zero1", "ring2dp2zero2", "sp2tp2", "ring2tp2", "split2dp2zero1", "ring4"],
+    ids=["sp2dp2", "sp2dp2zero1", "ring2dp2zero2", "sp2tp2", "ring2tp2", "split2dp2zero1", "ring4", "ring2x2zero1"],
 )
 def test_sequence_times_other_axes_train_as_on_one_process(options):
     run_on_ranks(compare, 4, "transformers/llama", options, 9, "right")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_order", [("dp", "pp", "sp", "tp"), ("dp", "pp", "tp", "sp")], ids=["tp", "sp"])
+def test_two_rings_times_split_layers_train_as_on_one_process(mesh_order):
+    options = {**RING, "sp_size": 4, "inner_ring_size": 2, "tp_size": 2, "mesh_order": mesh_order}
+    run_on_ranks(compare, 8, "transformers/llama", options, 21, "left", timeout_seconds=300)
 
 
 def own_criterion(model, batch):

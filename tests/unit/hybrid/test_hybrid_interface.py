@@ -14,6 +14,9 @@ from booster_hybrid import DataParallelConfig, HybridParallelPlugin, ShardingPol
 from booster_zero import ZeroConfig
 
 
+RINGS = {"sp_size": 6, "sequence_parallelism_mode": "ring_attn"}
+
+
 def test_it_is_found_by_name():
     assert discovery.load("hybrid") is HybridParallelPlugin
 
@@ -63,6 +66,12 @@ def test_options_reach_the_config():
         ({"sp_size": 2, "sequence_parallelism_mode": "split_gather"}, "splits over the tensor parallel ranks"),
         ({"sequence_parallelism_mode": "split_gather"}, "over the tensor parallel ranks, but `tp_size=1`"),
         ({"sequence_parallelism_mode": "ring_attn"}, "splits sequences over `sp_size` ranks, which is 1"),
+        ({**RINGS, "inner_ring_size": 0}, "`inner_ring_size=0` must be at least 1"),
+        ({**RINGS, "inner_ring_size": 4}, "does not cut a ring of 6 ranks into several. Use one of 2, 3, or leave"),
+        ({**RINGS, "inner_ring_size": 6}, "does not cut a ring of 6 ranks into several"),
+        ({**RINGS, "sp_size": 3, "inner_ring_size": 3}, "ring of 3 ranks into several. Leave it out for one ring"),
+        ({**RINGS, "sequence_parallelism_mode": "all_to_all", "inner_ring_size": 2}, "the mode is 'all_to_all'"),
+        ({"inner_ring_size": 2}, "is about `sequence_parallelism_mode='ring_attn'`, and the mode is None"),
         ({"zero_stage": 4}, "`zero_stage=4` is not one of 0 "),
         ({"zero_stage": 3, "ddp": DataParallelConfig()}, "and stage 3 of ZeRO has options of its own"),
         ({"ddp": DataParallelConfig(), "zero_stage": 1}, r"`ddp=DataParallelConfig\(...\)` is about `zero_stage=0`"),

@@ -23,7 +23,7 @@ from booster_runtime import collectives
 SIZE, VALUE_SIZE = 4, 3
 CASES = st.fixed_dictionaries(
     {
-        "num_ranks": st.integers(1, 4),
+        "num_ranks": st.integers(1, 4) | st.sampled_from([(2, 2), (2, 3), (3, 2)]),  # of a ring, or of two
         "length": st.integers(1, 9),
         "key_length": st.none() | st.integers(1, 9),
         "zigzag": st.booleans(),
@@ -75,6 +75,14 @@ def exchange_between_threads(monkeypatch):
         return collectives.Pending(finish=arrive)
 
     monkeypatch.setattr(collectives, "all_to_all", all_to_all)
+
+
+def rings_of(group, num_outer, num_inner):
+    """Return two rings: of the ranks of the same place in each inner ring, and of the neighbours in this rank's."""
+    outer, inner = divmod(group.rank, num_inner)
+    across = group.subgroup(tuple(index * num_inner + inner for index in range(num_outer)))
+    within = group.subgroup(tuple(outer * num_inner + index for index in range(num_inner)))
+    return [TensorGroup(each, each.rank, each.size) for each in (across, within)]
 
 
 def make(case):
@@ -133,6 +141,9 @@ def plainly(query, key, value, bias, sinks, case, mask):
 @example({**PLAIN, "mask": "packed", "bias": (False, True), "trains_bias": True})
 @example({**PLAIN, "mask": "packed", "bias": (False, True)})
 @example({**PLAIN, "mask": "causal", "bias": (False, True)})
+# Two rings, with parts of several lengths.
+@example({**PLAIN, "num_ranks": (2, 3), "length": 13, "mask": "causal", "zigzag": True})
+@example({**PLAIN, "num_ranks": (3, 2), "length": 13, "key_length": 7, "mask": "added"})
 def test_parts_put_together_are_attention_over_the_whole(case):
     if case["mask"] in ("causal", "packed"):
         case = {**case, "key_length": None}
@@ -142,7 +153,8 @@ def test_parts_put_together_are_attention_over_the_whole(case):
         whole[3].requires_grad_(case["trains_bias"])
     expected = plainly(*whole, case, mask)
     (expected * weights).sum().backward()
-    size, key_length = case["num_ranks"], case["key_length"]
+    sizes, key_length = case["num_ranks"], case["key_length"]
+    size = sizes if isinstance(sizes, int) else math.prod(sizes)
     layout = SequenceLayout(case["length"], size, zigzag=case["zigzag"])
     key_layout = layout if key_length is None else SequenceLayout(key_length, size, zigzag=case["zigzag"])
     layouts = [layout, key_layout, key_layout, layout]
@@ -161,6 +173,7 @@ def test_parts_put_together_are_attention_over_the_whole(case):
             visibility,
             layout,
             TensorGroup(group, group.rank, group.size),
+            rings=None if isinstance(sizes, int) else rings_of(group, *sizes),
             key_layout=None if key_length is None else key_layout,
             bias=local[3],
             sinks=sinks,

@@ -14,7 +14,7 @@ from booster_hybrid.axes import make_axes
 from booster_hybrid.expert_parallel.apply import ExpertsModule, SpreadExperts, find_experts, spread_experts
 from booster_hybrid.expert_parallel.check import check_experts
 from booster_hybrid.local_model import LocalModel
-from booster_hybrid.mesh import with_experts
+from booster_hybrid.mesh import OF_RINGS, with_experts
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import check_entries, dry_run_failed, example_batch
 from booster_hybrid.pipeline.find_layers import find_layers
@@ -452,10 +452,19 @@ class HybridSetup:
             lists,
             mode,
             self._sequence_group,
+            rings=self._rings,
             tensor_size=self._config.tensor.size,
             parallel_output=self._options.parallel_output,
             has_stages=self._config.pipeline.size > 1,
         )
+
+    @property
+    def _rings(self) -> list[TensorGroup] | None:
+        """The two rings of ring attention, the outer one first; ``None`` where there is one."""
+        if self._config.sequence.inner_ring_size is None:
+            return None
+        axes = [self._axes[name] for name in OF_RINGS]
+        return [TensorGroup(each.group, each.index, each.size) for each in axes]
 
     @property
     def _split_sequence(self) -> Callable[..., None]:

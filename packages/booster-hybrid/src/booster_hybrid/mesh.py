@@ -32,6 +32,10 @@ experts; the ranks of the last one take part in a forward together.
 """
 
 
+OF_RINGS = [("hosts",), ("ring",)]
+"""The axes along which keys travel where ring attention has two rings. The sequence axis is one times the other."""
+
+
 def check_order(order: Sequence[str]) -> tuple[str, ...]:
     """Return an order of the axes.
 
@@ -86,28 +90,46 @@ def with_experts(shape: MeshShape, ep_size: int) -> MeshShape:
             f"of {shape.world_size} ranks. Use one of {divisors}."
         )
         raise ConfigError(msg)
+    return _with_two(shape, "dp", {"edp": size // ep_size, "ep": ep_size})
+
+
+def with_rings(shape: MeshShape, ring_size: int) -> MeshShape:
+    """Return the mesh whose sequence axis is two: ranks of one place in several inner rings, and ranks of one ring.
+
+    Args:
+        shape: The mesh; its ranks keep their numbers.
+        ring_size: Number of ranks of an inner ring, neighbours along the sequence axis, whose size it divides.
+
+    Collective: none.
+    """
+    return _with_two(shape, "sp", {"hosts": shape.sizes["sp"] // ring_size, "ring": ring_size})
+
+
+def _with_two(shape: MeshShape, axis: str, two: Mapping[str, int]) -> MeshShape:
     sizes: dict[str, int] = {}
-    for name, each in shape.sizes.items():
-        sizes |= {"edp": each // ep_size, "ep": ep_size} if name == "dp" else {name: each}
+    for name, size in shape.sizes.items():
+        sizes |= two if name == axis else {name: size}
     return MeshShape(sizes)
 
 
-def make_groups(shape: MeshShape, ep_size: int) -> dict[tuple[str, ...], Axis]:
-    """Make the process groups of `COMMUNICATING` and `OF_EXPERTS`.
+def make_groups(shape: MeshShape, ep_size: int, ring_size: int | None = None) -> dict[tuple[str, ...], Axis]:
+    """Make the process groups of `COMMUNICATING` and `OF_EXPERTS`, and of `OF_RINGS` where there are two rings.
 
     Args:
         shape: The mesh.
         ep_size: As for `with_experts`.
+        ring_size: As for `with_rings`; ``None`` for one ring.
 
     Raises:
         ConfigError: As for `with_experts`.
 
     Collective: every rank of the world.
     """
-    split = with_experts(shape, ep_size)
+    split = with_rings(with_experts(shape, ep_size), ring_size or 1)
+    parts = {"dp": ("edp", "ep"), "sp": ("hosts", "ring")}
     wanted = {
-        axes: tuple(each for name in axes for each in (("edp", "ep") if name == "dp" else (name,)))
-        for axes in (*COMMUNICATING, *OF_EXPERTS)
+        axes: tuple(each for name in axes for each in parts.get(name, (name,)))
+        for axes in (*COMMUNICATING, *OF_EXPERTS, *(OF_RINGS if ring_size else ()))
     }
     made = make_axes(split, list(dict.fromkeys(wanted.values())))
     if ep_size > 1:

@@ -104,6 +104,8 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         split_batch: Splits a batch into microbatches, in place of a split of each tensor's first dimension: called as
             ``split_batch(batch, num_microbatches)``, it returns a pair ``(microbatch, num_samples)`` for each.
         sequence_parallelism_mode: Split sequences over ranks: ``"split_gather"``, ``"all_to_all"`` or ``"ring_attn"``.
+        inner_ring_size: Ranks of each inner ring of ``"ring_attn"``, such as those of a host: keys and values go round
+            it before they go on to the next host. It divides ``sp_size``; ``None`` makes one ring of all ranks.
         parallel_output: Keep the logits of language models sharded (by vocabulary, and by positions where the model
             computes its own loss of split sequences), so that they are gathered only where needed, see `SplitLogits`.
             ``False`` gathers them in each forward.
@@ -148,6 +150,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         example_batch: Any = None,
         split_batch: SplitHook | None = None,
         sequence_parallelism_mode: str | None = None,
+        inner_ring_size: int | None = None,
         parallel_output: bool = True,
         max_norm: float = 0.0,
         cpu_offload: bool = False,
@@ -177,7 +180,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
                     else tuple(checkpoint_ratio)
                 ),
             ),
-            sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode),
+            sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode, inner_ring_size=inner_ring_size),
             expert=ExpertConfig(size=ep_size),
             zero=sharded,
             ddp=DataParallelConfig() if ddp is None and sharded is None else ddp,
@@ -486,5 +489,6 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         """Return this rank's place; process groups are made once for each world."""
         world = dist.group.WORLD
         if self._axes is None or self._axes[0] is not world:
-            self._axes = (world, make_groups(self._shape(dist.get_world_size()), self.config.expert.size))
+            sizes = self.config.expert.size, self.config.sequence.inner_ring_size
+            self._axes = (world, make_groups(self._shape(dist.get_world_size()), *sizes))
         return self._axes[1]

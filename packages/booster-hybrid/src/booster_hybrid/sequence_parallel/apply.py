@@ -39,6 +39,7 @@ def split_sequences(
     mode: str,
     group: TensorGroup,
     *,
+    rings: Sequence[TensorGroup] | None = None,
     tensor_size: int = 1,
     parallel_output: bool = False,
     has_stages: bool = False,
@@ -50,6 +51,7 @@ def split_sequences(
         lists: Names of the lists of its layers; those that it lacks are passed over.
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
+        rings: The rings that they form for ``"ring_attn"``; see `ring_attention`.
         tensor_size: Tensor parallel ranks, over which attention heads are split as well.
         parallel_output: Leave the logits of causal language models that are given labels split by positions.
         has_stages: Whether other ranks run some of the layers.
@@ -60,7 +62,8 @@ def split_sequences(
     Collective: none.
     """
     model = compiled_module(model) or model
-    stacks = [(Stack(mode, group, type(model).__name__), layers) for layers in lists_of_layers(model, lists, mode)]
+    name = type(model).__name__
+    stacks = [(Stack(mode, group, name, rings), layers) for layers in lists_of_layers(model, lists, mode)]
     for stack, layers in stacks:
         _check_layers(model, layers, mode)
         _refuse_counting(model, layers, mode)

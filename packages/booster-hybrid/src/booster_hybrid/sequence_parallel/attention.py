@@ -150,8 +150,10 @@ def attention(
         dropout=dropout,
     )
     visibility = Visibility(checked(attention_mask, layout.length, key_layout.length), is_causal=causal)
-    attend = ring_attention if stack.mode == "ring_attn" else all_to_all_attention
-    outputs = attend(query, key, value, visibility, layout, stack.group, **options)
+    if stack.mode == "ring_attn":
+        outputs = ring_attention(query, key, value, visibility, layout, stack.group, rings=stack.rings, **options)
+    else:
+        outputs = all_to_all_attention(query, key, value, visibility, layout, stack.group, **options)
     return outputs.transpose(1, 2).contiguous(), None
 
 

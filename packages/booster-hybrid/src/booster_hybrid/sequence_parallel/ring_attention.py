@@ -24,7 +24,7 @@ from booster_hybrid.sequence_parallel.merging import MergedOutputs, sink_gradien
 from booster_hybrid.sequence_parallel.ring import Homeward, visits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -48,6 +48,7 @@ class _Settings:
         group: The ranks.
         visibility: Who may attend to whom.
         kernel: What computes a block.
+        rings: The rings on which keys travel, from the outermost to the innermost.
     """
 
     layout: SequenceLayout
@@ -55,6 +56,7 @@ class _Settings:
     group: TensorGroup
     visibility: Visibility
     kernel: FusedKernel | ExplicitScores
+    rings: Sequence[TensorGroup]
 
     def blocks(self, sender: int, bias: Tensor | None) -> Iterator[Block]:
         """Yield the blocks of this rank's queries and a rank's keys, the same ones in both passes."""
@@ -87,6 +89,7 @@ def ring_attention(
     layout: SequenceLayout,
     group: TensorGroup,
     *,
+    rings: Sequence[TensorGroup] | None = None,
     key_layout: SequenceLayout | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -103,6 +106,8 @@ def ring_attention(
         visibility: Who may attend to whom in the whole sequence.
         layout: How the sequence of the queries is split.
         group: The ranks; one alone may have the whole sequence.
+        rings: The rings on which keys travel, from the outermost to the innermost, whose ranks are neighbours; by
+            default one of all ranks.
         key_layout: How the sequence of the keys is split, where that is another one.
         bias: Added to the scores, shape ``(batch or 1, heads or 1, local positions, positions of all keys)``.
         sinks: One score for each head which takes weight and has no value, shape ``(heads,)``.
@@ -123,7 +128,8 @@ def ring_attention(
     else:
         seed = int(torch.randint(2**62, ())) if dropout else 0
         kernel = ExplicitScores(scaling, softcap, dropout, seed, trains_bias)
-    settings = _Settings(layout, layout if key_layout is None else key_layout, group, visibility, kernel)
+    key_layout = layout if key_layout is None else key_layout
+    settings = _Settings(layout, key_layout, group, visibility, kernel, (group,) if rings is None else rings)
     with torch.autocast(query.device.type, enabled=False):  # kernels are given formats on purpose
         outputs: Tensor = _Ring.apply(query, key, value, bias, sinks, settings)  # type: ignore[no-untyped-call]
     return outputs
@@ -141,7 +147,7 @@ class _Ring(torch.autograd.Function):
         settings: _Settings,
     ) -> Tensor:
         merged = MergedOutputs(query, value.shape[-1])
-        for sender, keys, values in visits(key, value, settings.key_layout, settings.group):
+        for sender, keys, values in visits(key, value, settings.key_layout, settings.rings):
             for block in settings.blocks(sender, bias):
                 rows, columns = (block.samples, slice(None), block.queries), (block.samples, slice(None), block.keys)
                 mask = settings.mask(block, bias, query.device)
@@ -158,8 +164,8 @@ class _Ring(torch.autograd.Function):
         settings: _Settings = ctx.settings
         of_query = torch.zeros_like(query, dtype=sum_format(query))
         of_bias = torch.zeros_like(bias, dtype=sum_format(query)) if ctx.needs_input_grad[3] else None
-        home = Homeward(key, value, settings.key_layout, settings.group)
-        for sender, keys, values in visits(key, value, settings.key_layout, settings.group):
+        home = Homeward(key, value, settings.key_layout, settings.rings)
+        for sender, keys, values in visits(key, value, settings.key_layout, settings.rings):
             of_keys, of_values = home.sums(sender)
             for block in settings.blocks(sender, bias):
                 mask = settings.mask(block, bias, query.device)

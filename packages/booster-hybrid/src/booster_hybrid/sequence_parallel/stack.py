@@ -26,7 +26,7 @@ from booster_hybrid.sequence_parallel.probe import SdpaProbe, position_dims
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -43,6 +43,7 @@ class Stack:
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
         model_name: Class of the model, for messages.
+        rings: The rings on which keys travel under ``"ring_attn"``; see `ring_attention`.
 
     Attributes:
         length: Number of positions of the whole sequences that the layer works on which is running.
@@ -53,8 +54,11 @@ class Stack:
         is_alone: Whether a layer that is checked attends to what it has itself.
     """
 
-    def __init__(self, mode: str, group: TensorGroup, model_name: str) -> None:
+    def __init__(
+        self, mode: str, group: TensorGroup, model_name: str, rings: Sequence[TensorGroup] | None = None
+    ) -> None:
         self.mode, self.group, self.model_name = mode, group, model_name
+        self.rings = (group,) if rings is None else tuple(rings)
         self.is_plain = self.is_probing = self.is_alone = False
         self.length, self.key_length = 0, 0
         self.num_attentions = 0
