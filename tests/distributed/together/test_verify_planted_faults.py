@@ -257,7 +257,7 @@ def without_skip_checks():
 
 
 def without_values(model, trace, ranges, crossings, is_held, batch):
-    return tuple(crossings)
+    return tuple(crossings), {}
 
 
 def without_scale(function):

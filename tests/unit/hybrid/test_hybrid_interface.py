@@ -13,7 +13,6 @@ from booster_core.precision import LossScaleConfig
 from booster_hybrid import DataParallelConfig, HybridParallelPlugin, ShardingPolicy
 from booster_zero import ZeroConfig
 
-
 RINGS = {"sp_size": 6, "sequence_parallelism_mode": "ring_attn"}
 
 
