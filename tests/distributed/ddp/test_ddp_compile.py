@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
+from compiler_warnings import ignore_compiler_warnings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,8 +39,7 @@ class TwoStacks(nn.Module):
 def compiled_graph_sizes(how, *, by_hand):
     """Return, for each step, the number of operations of each graph that the compiler was given."""
     # Warnings of torch's compiler: on its first import, and about the inputs of a block.
-    warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    ignore_compiler_warnings()
     torch._dynamo.reset()
     graphs = []
 

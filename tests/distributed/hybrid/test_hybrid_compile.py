@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
+from compiler_warnings import ignore_compiler_warnings
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
@@ -39,9 +38,7 @@ def wrapped_layers(model):
 
 
 def train(options, before=None, after=None):
-    # What torch's compiler warns of by itself: when it is first imported, and when it looks at a block's inputs.
-    warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    ignore_compiler_warnings()
     torch.manual_seed(0)
     model = tiny_llama(num_hidden_layers=2)
     model = model if before is None else before(model)

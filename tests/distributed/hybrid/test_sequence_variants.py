@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
+from compiler_warnings import ignore_compiler_warnings
 from isolated_libraries import import_quietly
 from model_zoo import get_model
 
@@ -197,7 +197,7 @@ def test_copies_of_a_split_model_are_refused(options):
 def compiled(name, options, how):
     """Compiled as a whole or layer by layer, before or after."""
     # The compiler looks at every tensor's `grad` after a graph break.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    ignore_compiler_warnings()
     zoo = get_model(f"transformers/{name}")
     expected, batch = zoo.seeded(), zoo.whole(0, 1, 4)
     truth = zoo.loss_of(expected, batch)

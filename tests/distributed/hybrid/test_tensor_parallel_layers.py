@@ -6,12 +6,12 @@ import contextlib
 import copy
 import gc
 import time
-import warnings
 import weakref
 from functools import partial
 
 import pytest
 import torch
+from compiler_warnings import ignore_compiler_warnings
 from model_zoo import get_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -240,7 +240,7 @@ def compiled():
     import torch._dynamo
 
     # The compiler looks at every tensor's `grad` after a graph break.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    ignore_compiler_warnings()
     whole, model, splits = make()
     for block in model.blocks:
         block.compile(backend="aot_eager")

@@ -11,9 +11,9 @@ from torch import nn
 
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.tensor_parallel.apply import parallelize
-from booster_hybrid.tensor_parallel.collectives import gathered_last
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.loss import vocabulary_cross_entropy
+from booster_hybrid.tensor_parallel.whole_tensors import gathered_last
 from booster_testing import peak_memory, run_on_ranks
 
 MIB = 2**20

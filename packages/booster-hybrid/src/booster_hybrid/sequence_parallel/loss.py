@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from booster_hybrid.sequence_parallel.exchange import sum_over_ranks
-from booster_hybrid.tensor_parallel.bounds import check_bounds
+from booster_hybrid.tensor_parallel.bounds import within_bounds
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class SequenceLoss:
             shift_labels: The labels in the places of the tokens that predict them, for whole sequences.
 
         Raises:
-            IndexError: If a label that counts is no index of the vocabulary; see `check_bounds`.
+            IndexError: If a label that counts is no index of the vocabulary; see `within_bounds`.
 
         Collective: the sequence parallel ranks, and those of the split vocabulary.
         """
@@ -70,7 +70,7 @@ class SequenceLoss:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
         shift_labels = shift_labels.to(logits.device)
         # Before each rank takes its part: all raise, or none does.
-        check_bounds(shift_labels.masked_fill(shift_labels == ignore_index, 0), logits.shape[-1], "Target")
+        within_bounds(shift_labels.masked_fill(shift_labels == ignore_index, 0), logits.shape[-1], "Target")
         count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         layout = self._layout_for(shift_labels.shape[1])
         local = layout.take(shift_labels, 1, self._group.rank)

@@ -25,11 +25,11 @@ from booster_hybrid.sequence_parallel.layers import (
 )
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.pointwise import PointwiseProbe
-from booster_hybrid.tensor_parallel.collectives import summed
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
+from booster_hybrid.tensor_parallel.whole_tensors import summed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,10 +14,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from booster_core.errors import ConfigError
-from booster_hybrid.tensor_parallel.collectives import enter, leave, summed
+from booster_hybrid.tensor_parallel.collectives import enter, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward, looked_up
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.magnitudes import SplitMagnitude
+from booster_hybrid.tensor_parallel.whole_tensors import summed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

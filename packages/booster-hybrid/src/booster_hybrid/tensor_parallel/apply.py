@@ -18,7 +18,7 @@ from booster_core.state import compiled_module, without_adapters
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.random_streams import TensorStreams, draws
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
-from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave, summed
+from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
 from booster_hybrid.tensor_parallel.features import SummedFeatures
 from booster_hybrid.tensor_parallel.heads import LocalCount, cut_arguments
@@ -27,6 +27,7 @@ from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings,
 from booster_hybrid.tensor_parallel.logits import split_logits
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
+from booster_hybrid.tensor_parallel.whole_tensors import summed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
-
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@outside_of_graphs
-def check_bounds(indices: Tensor, num_rows: int, what: str) -> None:
-    """Check indices that are the same on every rank, as torch's own embedding and cross entropy do.
+def within_bounds(indices: Tensor, num_rows: int, what: str) -> Tensor:
+    """Return indices that are the same on every rank, after a check as torch's own embedding and cross entropy do it.
 
     On an accelerator nobody waits: as with torch's own, an assertion there ends the process.
 
@@ -28,6 +25,27 @@ def check_bounds(indices: Tensor, num_rows: int, what: str) -> None:
 
     Collective: none.
     """
+    if torch.compiler.is_compiling():
+        checked: Tensor = _within_bounds(indices, num_rows, what)
+        return checked
+    _check(indices, num_rows, what)
+    return indices
+
+
+# In a graph, what is checked is another tensor: a compiler leaves out what nobody reads.
+@torch.library.custom_op("booster_hybrid::within_bounds", mutates_args=())
+def _within_bounds(indices: torch.Tensor, num_rows: int, what: str) -> torch.Tensor:
+    _check(indices, num_rows, what)
+    return indices.clone()
+
+
+@_within_bounds.register_fake
+def _(indices: torch.Tensor, num_rows: int, what: str) -> torch.Tensor:
+    del num_rows, what
+    return torch.empty_like(indices)
+
+
+def _check(indices: Tensor, num_rows: int, what: str) -> None:
     if not indices.numel():
         return
     if indices.device.type != "cpu":

@@ -6,13 +6,13 @@ region, where its gradient becomes a sum over ranks, and partial results *leave*
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from booster_core.errors import GradientError
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.tensor_parallel import traced
+from booster_hybrid.tensor_parallel.whole_tensors import gathered_last, own_part, summed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_hybrid.tensor_parallel.group import TensorGroup
-
-
-_GATHER_BYTES, _DEVICE_GATHER_BYTES = 1 << 21, 1 << 27
-"""Results are put together in blocks of about this size, so that they need not exist twice."""
 
 
 def refuse_second_derivative() -> None:
@@ -77,14 +73,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         refuse_second_derivative()
-        return _own_part(gradient, ctx.sizes, ctx.group), None, None
+        return own_part(gradient, ctx.sizes, ctx.group), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
-        return _own_part(tensor, sizes, group)
+        return own_part(tensor, sizes, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -92,7 +88,6 @@ class _Scatter(torch.autograd.Function):
         return gathered_last(gradient, ctx.sizes, ctx.group), None, None
 
 
-@outside_of_graphs
 def enter(tensors: Sequence[Tensor], group: TensorGroup) -> tuple[Tensor, ...]:
     """Return replicated tensors for use by split layers; their gradients are summed over ranks, together.
 
@@ -100,11 +95,12 @@ def enter(tensors: Sequence[Tensor], group: TensorGroup) -> tuple[Tensor, ...]:
     """
     if group.size == 1:
         return tuple(tensors)
+    if torch.compiler.is_compiling():
+        return tuple(traced.enter(tensor, group) for tensor in tensors)
     results: tuple[Tensor, ...] = _Enter.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 
-@outside_of_graphs
 def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
     """Return the sum over ranks of partial results; its gradient is the same on every rank.
 
@@ -112,11 +108,12 @@ def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
     """
     if group.size == 1:
         return tensor
+    if torch.compiler.is_compiling():
+        return traced.leave(tensor, group)
     result: Tensor = _Leave.apply(tensor, group)  # type: ignore[no-untyped-call]
     return result
 
 
-@outside_of_graphs
 def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
     """Return the ranks' parts of the last dimension, put together; what follows is computed alike on every rank.
 
@@ -129,11 +126,12 @@ def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Ten
     """
     if group.size == 1:
         return tensor
+    if torch.compiler.is_compiling():
+        return traced.gather_last(tensor, sizes, group)
     result: Tensor = _Gather.apply(tensor, sizes, group)  # type: ignore[no-untyped-call]
     return result
 
 
-@outside_of_graphs
 def scatter_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
     """Return this rank's part of a replicated tensor's last dimension.
 
@@ -141,56 +139,10 @@ def scatter_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Te
     """
     if group.size == 1:
         return tensor
+    if torch.compiler.is_compiling():
+        return traced.scatter_last(tensor, sizes, group)
     result: Tensor = _Scatter.apply(tensor, sizes, group)  # type: ignore[no-untyped-call]
     return result
-
-
-def summed(tensor: Tensor, group: TensorGroup) -> Tensor:
-    """Return the sum over ranks of a tensor that nobody else reads, in its own memory where that is dense.
-
-    Collective: the group.
-    """
-    total = tensor.contiguous()
-    if total is tensor:
-        # Autograd may hand one gradient to several nodes, and a saved output must stay what it was.
-        total = tensor.clone()
-    group.all_reduce(total).wait()
-    return total
-
-
-def gathered_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
-    """Return the ranks' parts of the last dimension, put together, outside of autograd.
-
-    Collective: the group.
-    """
-    rows = tensor.reshape(-1, tensor.shape[-1])
-    whole = tensor.new_empty((rows.shape[0], sum(sizes)))
-    nbytes = _GATHER_BYTES if tensor.device.type == "cpu" else _DEVICE_GATHER_BYTES
-    step = max(nbytes // max(whole.shape[-1] * tensor.element_size(), 1), 1)
-    buffer = tensor.new_empty(min(step, rows.shape[0]) * whole.shape[-1])
-    for start in range(0, rows.shape[0], step):
-        own = rows[start : start + step]
-        bounds = [0, *(own.shape[0] * end for end in itertools.accumulate(sizes))]
-        buffer[bounds[group.rank] : bounds[group.rank + 1]].view(own.shape).copy_(own)
-        group.all_gather(buffer[: bounds[-1]], bounds).wait()
-        parts = [
-            buffer[first:last].view(-1, size) for first, last, size in zip(bounds, bounds[1:], sizes, strict=False)
-        ]
-        torch.cat(parts, dim=-1, out=whole[start : start + step])
-    return not_a_view(whole.view(*tensor.shape[:-1], sum(sizes)))
-
-
-def not_a_view(tensor: Tensor) -> Tensor:
-    """Return the result of a differentiable function so that the model may change it in place.
-
-    Autograd refuses that for a view that was made inside of one, be it of memory that nobody else has.
-
-    Collective: none.
-    """
-    if not tensor._is_view():  # noqa: SLF001 - no public name
-        return tensor
-    fresh: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)  # noqa: SLF001 - no public name
-    return fresh
 
 
 def _summed_together(tensors: Sequence[Tensor], group: TensorGroup) -> list[Tensor]:
@@ -205,8 +157,3 @@ def _summed_together(tensors: Sequence[Tensor], group: TensorGroup) -> list[Tens
         for index, part in zip(places, torch.split(flat, [tensors[index].numel() for index in places]), strict=True):
             sums[index] = part.view(tensors[index].shape)
     return [sums[index] for index in range(len(tensors))]
-
-
-def _own_part(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
-    start = sum(sizes[: group.rank])
-    return tensor[..., start : start + sizes[group.rank]].contiguous()

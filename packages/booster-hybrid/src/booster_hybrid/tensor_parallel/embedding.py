@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_hybrid.tensor_parallel.bounds import check_bounds
+from booster_hybrid.tensor_parallel.bounds import within_bounds
 from booster_hybrid.tensor_parallel.collectives import leave
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class VocabularyForward:
             module.padding_idx = padding - first if first <= padding < first + num_here else None
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        check_bounds(tokens, self._num_rows, "Token")
+        tokens = within_bounds(tokens, self._num_rows, "Token")
         return looked_up(tokens, self._first, self._module.num_embeddings, self._forward, self._group)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
@@ -25,11 +25,21 @@ class TensorGroup:
         group: The process group; ``None`` for all ranks.
         rank: This rank's index in it.
         size: Number of ranks.
+
+    Attributes:
+        name: By which operations in compiled graphs find the group.
     """
 
     group: ProcessGroup | None
     rank: int
     size: int
+    name: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        group: Any = self.group
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        object.__setattr__(self, "name", getattr(group, "group_name", ""))
 
     @classmethod
     def of(cls, group: ProcessGroup | None) -> TensorGroup:

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from booster_hybrid.tensor_parallel import traced
 from booster_hybrid.tensor_parallel.collectives import (
     gather_last,
-    not_a_view,
+    leave,
     refuse_second_derivative,
     scatter_last,
 )
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_hybrid.tensor_parallel.kinds import is_transposed
+from booster_hybrid.tensor_parallel.whole_tensors import not_a_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -149,6 +151,13 @@ class _Kept:
         return is_same and self.versions == tuple(map(_version, parameters))
 
 
+class _Entered:
+    """An input of siblings in a graph that is compiled, until all of them have read it."""
+
+    def __init__(self, source: Tensor, entered: Tensor, num_left: int) -> None:
+        self.source, self.entered, self.num_left = source, entered, num_left
+
+
 class ColumnSiblings:
     """Column-parallel layers that may read one input; the first that is called computes for all of them.
 
@@ -173,6 +182,32 @@ class ColumnSiblings:
         self._asked_first: nn.Module | None = None
         self._state: tuple[Any, ...] = ()
         self._kept: dict[nn.Module, _Kept] = {}
+        self._entered: _Entered | None = None
+        self._is_shared = True
+
+    def entered(self, source: Tensor) -> Tensor:
+        """Return the input of one of the layers in a graph that is compiled; siblings get the same for the same.
+
+        Args:
+            source: Shape ``(..., inputs)``, the same on every rank.
+
+        Collective: the group, in backward.
+        """
+        known = self._entered
+        if known is not None and known.source is source:
+            known.num_left -= 1
+            if known.num_left == 0:
+                self._entered = None
+            return known.entered
+        if self.group.size == 1:
+            return source
+        dtype = _autocast_dtype(source.device.type)  # so that the gradient is summed in this format
+        entered = traced.enter(source if dtype is None else source.to(dtype), self.group)
+        if known is not None:  # they read several inputs: nothing may be left when the graph ends
+            self._entered, self._is_shared = None, False
+        elif self._is_shared and len(self._along) > 1:
+            self._entered = _Entered(source, entered, len(self._along) - 1)
+        return entered
 
     def __call__(self, module: nn.Module, source: Tensor, split: SplitBackward | None = None) -> Tensor:
         """Return one layer's outputs.
@@ -265,10 +300,18 @@ class ColumnForward:
         self._module, self._group = module, group
         self.siblings, self.gathers = siblings, gathers
 
-    @outside_of_graphs
     def __call__(self, source: Tensor) -> Tensor:
-        outputs = self.siblings(self._module, source, self.weight_gradients)
+        if torch.compiler.is_compiling() and self.weight_gradients is None:
+            weight, bias = _parameters(self._module)
+            factor = weight.t() if self.siblings.is_transposed else weight
+            outputs = nn.functional.linear(self.siblings.entered(source), factor, bias)
+        else:
+            outputs = self._eager(source)
         return outputs if self.gathers is None else gather_last(outputs, self.gathers, self._group)
+
+    @outside_of_graphs
+    def _eager(self, source: Tensor) -> Tensor:
+        return self.siblings(self._module, source, self.weight_gradients)
 
 
 class _Row(torch.autograd.Function):
@@ -338,10 +381,18 @@ class RowForward:
     def __init__(self, module: nn.Module, group: TensorGroup, splits: Sequence[int] | None = None) -> None:
         self._module, self._group, self.splits = module, group, splits
 
-    @outside_of_graphs
     def __call__(self, source: Tensor) -> Tensor:
         if self.splits is not None:
             source = scatter_last(source, self.splits, self._group)
+        if not torch.compiler.is_compiling() or self.weight_gradients is not None:
+            return self._eager(source)
+        weight, bias = _parameters(self._module)
+        partial = nn.functional.linear(source, weight.t() if is_transposed(self._module) else weight)
+        outputs = leave(partial, self._group)
+        return outputs if bias is None else outputs + bias.to(outputs.dtype)
+
+    @outside_of_graphs
+    def _eager(self, source: Tensor) -> Tensor:
         given: Sequence[Tensor | None] = _parameters(self._module)
         split = self.weight_gradients
         waiting = None if split is None else split.waiting(source, given)

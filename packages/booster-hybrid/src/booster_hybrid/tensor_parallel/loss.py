@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_hybrid.tensor_parallel.bounds import check_bounds
+from booster_hybrid.tensor_parallel.bounds import within_bounds
 from booster_hybrid.tensor_parallel.collectives import refuse_second_derivative
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_runtime import collectives
@@ -111,13 +111,12 @@ def vocabulary_cross_entropy(
         label_smoothing: Share of each label that is spread evenly over the vocabulary.
 
     Raises:
-        IndexError: If a label that counts is in nobody's part, on every rank; see `check_bounds`.
+        IndexError: If a label that counts is in nobody's part, on every rank; see `within_bounds`.
 
     Collective: the group.
     """
     is_counted = labels != ignore_index
-    known = labels.masked_fill(~is_counted, 0)
-    check_bounds(known, num_classes, "Target")
+    known = within_bounds(labels.masked_fill(~is_counted, 0), num_classes, "Target")
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, known, is_counted, first, group, label_smoothing, num_classes
     )

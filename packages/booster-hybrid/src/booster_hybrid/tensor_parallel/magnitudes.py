@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_hybrid.tensor_parallel.collectives import summed
+from booster_hybrid.tensor_parallel.whole_tensors import summed
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,92 @@
+"""``torch.compile`` of models whose layers are split: whole graphs, the sums of eager training, and its gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from compiler_warnings import ignore_compiler_warnings
+from model_parity import cases
+from model_zoo import get_model
+
+from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.tensor_parallel.apply import parallelize
+from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_testing import run_on_ranks
+
+NAMES = ("llama_tied", "gpt2_lm", "qwen2", "opt", "phi", "cohere", "glm", "bert_masked_lm", "vit", "t5_generation")
+DEFAULT = ("gpt2_lm", "t5_generation")
+
+
+class Counted:
+    """Counts the sums over ranks while it is entered."""
+
+    def __enter__(self):
+        self.number, self._sum = 0, TensorGroup.all_reduce
+
+        def counted(group, tensor):
+            self.number += group.size > 1
+            return self._sum(group, tensor)
+
+        TensorGroup.all_reduce = counted
+        return self
+
+    def __exit__(self, *_):
+        TensorGroup.all_reduce = self._sum
+
+
+def make(name, dtype):
+    zoo = get_model(f"transformers/{name}")
+    whole = zoo.seeded().to(dtype)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            if parameter.dim() == 1:  # biases begin with zeros, which don't show how often they are added
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    batch = zoo.whole(0, 1, 4)
+    return zoo, whole, {
+        key: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+        for key, value in batch.items()
+    }  # fmt: skip
+
+
+def split(whole):
+    model = copy.deepcopy(whole)
+    return model, parallelize(model, policy_for(whole), TensorGroup.of(None), parallel_output=False).splits
+
+
+def compare(name):
+    from torch._dynamo.utils import counters
+
+    ignore_compiler_warnings()
+    zoo, whole, batch = make(name, torch.float64)
+    (eager, _), (model, splits) = split(whole), split(whole)
+    with Counted() as asked:
+        zoo.loss_of(eager, batch).backward()
+    expected = zoo.loss_of(whole, batch)
+    expected.backward()
+    model.compile(backend="aot_eager")
+    for _ in range(2):  # layers that read another input than their siblings share nothing from the second time on
+        model.zero_grad()
+        counters.clear()
+        with Counted() as counted:
+            found = zoo.loss_of(model, batch)
+            found.backward()
+        assert not [reason for reason in counters["graph_break"] if "booster" in reason], name
+    assert counted.number <= asked.number, f"{name}: {counted.number} sums, {asked.number} in eager training"
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0, msg=name)  # some losses are taken in fp32
+    gradients = {key: parameter.grad for key, parameter in whole.named_parameters()}
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None)
+    for key, parameter in model.named_parameters():
+        gradient = gradients[key]
+        if gradient is None:
+            assert parameter.grad is None, f"{name}: {key}"
+            continue
+        part = splits[key].take(gradient) if key in splits else gradient
+        worst = float((parameter.grad - part).abs().max()) / scale
+        assert worst < 2e-6, f"{name}: {key} {worst}"
+
+
+@pytest.mark.parametrize("name", cases(NAMES, DEFAULT))
+def test_gradients_are_those_of_the_whole_model(name):
+    run_on_ranks(compare, 2, name, timeout_seconds=300)

@@ -1,0 +1,13 @@
+"""What torch's compiler warns of by itself, which tests that treat warnings as errors leave out."""
+
+from __future__ import annotations
+
+import warnings
+
+
+def ignore_compiler_warnings() -> None:
+    """Ignore the warnings of torch's own code, in this process."""
+    # When it is first imported, when it looks at a block's inputs, and when it traces a function of autograd.
+    warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
