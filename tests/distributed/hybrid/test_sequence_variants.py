@@ -272,3 +272,22 @@ def mixes():
 
 def test_layers_with_convolutions_over_positions_are_refused():
     expect_on_ranks(ConfigError, "layers of MistralForCausalLM have a 'Conv1d', which sees other positions", mixes, 2)
+
+
+def with_flex_attention(options):
+    """Train a model that asks for flex attention, which torch can't differentiate on the CPU."""
+    zoo = get_model("transformers/llama")
+    expected, model = zoo.seeded(), zoo.seeded()
+    model.set_attn_implementation("flex_attention")
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = zoo.whole(0, 1, 4)
+    zoo.loss_of(expected, batch).backward()
+    booster.backward(zoo.loss_of(model, batch), optimizer)
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(booster.full_gradient(model, name), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@SEQUENCES
+def test_a_model_that_asks_for_flex_attention_attends_across_ranks(options):
+    run_on_ranks(with_flex_attention, 2, options)
