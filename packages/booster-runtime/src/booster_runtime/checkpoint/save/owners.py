@@ -24,6 +24,7 @@ import torch.distributed as dist
 from booster_core.errors import CheckpointError
 from booster_core.state import box_numel, box_shape, full_box
 from booster_runtime.checkpoint.files.checksums import BlockHasher
+from booster_runtime.checkpoint.save.early_sync import EarlySync
 from booster_runtime.checkpoint.save.writer import create_file, offsets_in, synchronize_devices, write_at
 from booster_runtime.checkpoint.session import swap_bytes
 from booster_runtime.state.regions import as_bytes, intersect, regions_of, slices_of
@@ -401,6 +402,7 @@ class _Stream:
         create_file(path, file)
         self._offsets = offsets_in(path, file)
         self._descriptor = os.open(path, os.O_RDWR)
+        self._early = EarlySync()
         self._upload: WriteStream | None = None
         if open_upload is not None:
             path.unlink()
@@ -415,6 +417,7 @@ class _Stream:
         self._pass_over(offset)
         if self._upload is None:
             write_at(self._descriptor, values, offset)
+            self._early.note(self._descriptor, len(values))
         else:
             self._upload.write(values)
         if self._hasher is not None:
@@ -426,12 +429,14 @@ class _Stream:
         size = os.fstat(self._descriptor).st_size
         self._pass_over(size)
         if self._upload is None:
+            self._early.close()
             os.fsync(self._descriptor)
         self.abandon()
         return size, () if self._hasher is None else tuple(self._hasher.blocks)
 
     def abandon(self) -> None:
         """Close the file as it is."""
+        self._early.abandon()
         os.close(self._descriptor)
 
     def _pass_over(self, offset: int) -> None:

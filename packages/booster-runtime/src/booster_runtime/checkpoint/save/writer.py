@@ -24,6 +24,7 @@ from booster_runtime.checkpoint.files.safetensors_file import (
     METADATA,
     VALUES_PREFIX,
 )
+from booster_runtime.checkpoint.save.early_sync import EarlySync
 from booster_runtime.state.regions import as_bytes, is_contiguous, pack, regions_of, span_of
 
 if TYPE_CHECKING:
@@ -151,19 +152,22 @@ def write_directly(
     offsets: dict[int, dict[str, int]] = {}
     descriptors: dict[int, int] = {}
     try:
-        for ready in fill_buckets(fragments, the_buffer, copies_ready=False):
-            synchronize_devices()
-            for fragment in ready:
-                index = plan.homes[fragment.part][fragment.key]
-                path = plan.temporary(plan.files[index].name)
-                if index not in offsets:
-                    offsets[index] = offsets_in(path, plan.files[index])
-                if index not in descriptors:
-                    while len(descriptors) >= _MOST_OPEN:
-                        os.close(descriptors.pop(next(iter(descriptors))))
-                    descriptors[index] = os.open(path, os.O_WRONLY)
-                _write_fragment(path, descriptors[index], offsets[index][fragment.key], fragment)
-                progress(fragment.numel * fragment.dtype.itemsize)
+        with EarlySync() as early:
+            for ready in fill_buckets(fragments, the_buffer, copies_ready=False):
+                synchronize_devices()
+                for fragment in ready:
+                    index = plan.homes[fragment.part][fragment.key]
+                    path = plan.temporary(plan.files[index].name)
+                    if index not in offsets:
+                        offsets[index] = offsets_in(path, plan.files[index])
+                    if index not in descriptors:
+                        while len(descriptors) >= _MOST_OPEN:
+                            os.close(descriptors.pop(next(iter(descriptors))))
+                        descriptors[index] = os.open(path, os.O_WRONLY)
+                    _write_fragment(path, descriptors[index], offsets[index][fragment.key], fragment)
+                    num_bytes = fragment.numel * fragment.dtype.itemsize
+                    early.note(descriptors[index], num_bytes)
+                    progress(num_bytes)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
