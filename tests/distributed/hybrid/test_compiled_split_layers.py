@@ -9,7 +9,9 @@ import torch
 from compiler_warnings import ignore_compiler_warnings
 from model_parity import cases
 from model_zoo import get_model
+from torch import nn
 
+from booster_hybrid import ModuleRule, ShardingPolicy, Style
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.tensor_parallel.apply import parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
@@ -90,3 +92,44 @@ def compare(name):
 @pytest.mark.parametrize("name", cases(NAMES, DEFAULT))
 def test_gradients_are_those_of_the_whole_model(name):
     run_on_ranks(compare, 2, name, timeout_seconds=300)
+
+
+class Writing(nn.Module):
+    """Writes to what one of two siblings has read, before the other one reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.out = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = x * 1.0
+        first = self.first(x)
+        x.add_(1.0)
+        return self.out(first * self.second(x))
+
+
+WRITING = ShardingPolicy(
+    rules=(ModuleRule("first", Style.COLUMN), ModuleRule("second", Style.COLUMN), ModuleRule("out", Style.ROW))
+)
+
+
+def writes(autocasts):
+    ignore_compiler_warnings()
+    torch.manual_seed(0)
+    model = Writing()
+    for frozen in (model.first, model.second):  # else plain PyTorch refuses it, too
+        frozen.requires_grad_(False)
+    whole = copy.deepcopy(model)
+    parallelize(model, WRITING, TensorGroup.of(None), parallel_output=False)
+    model.compile(backend="aot_eager")
+    inputs = torch.randn(3, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        with torch.no_grad():
+            torch.testing.assert_close(model(inputs), whole(inputs), rtol=0.02 if autocasts else 1e-5, atol=0.02)
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            model(inputs.requires_grad_())
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_what_is_written_between_siblings_is_not_missed(autocasts):
+    run_on_ranks(writes, 2, autocasts, timeout_seconds=120)

@@ -154,8 +154,8 @@ class _Kept:
 class _Entered:
     """An input of siblings in a graph that is compiled, until all of them have read it."""
 
-    def __init__(self, source: Tensor, entered: Tensor, num_left: int) -> None:
-        self.source, self.entered, self.num_left = source, entered, num_left
+    def __init__(self, source: Tensor, entered: Tensor, num_left: int, *, has_grad: bool) -> None:
+        self.source, self.entered, self.num_left, self.has_grad = source, entered, num_left, has_grad
 
 
 class ColumnSiblings:
@@ -193,20 +193,21 @@ class ColumnSiblings:
 
         Collective: the group, in backward.
         """
-        known = self._entered
-        if known is not None and known.source is source:
+        known, has_grad = self._entered, torch.is_grad_enabled()
+        if known is not None and known.source is source and known.has_grad == has_grad:
             known.num_left -= 1
             if known.num_left == 0:
                 self._entered = None
             return known.entered
         if self.group.size == 1:
             return source
-        dtype = _autocast_dtype(source.device.type)  # so that the gradient is summed in this format
-        entered = traced.enter(source if dtype is None else source.to(dtype), self.group)
+        # A view, in whatever format autocast has: of a source that is written to before a sibling reads it, torch
+        # refuses to use it, where a copy would keep what was there before.
+        entered = traced.enter(source, self.group)
         if known is not None:  # they read several inputs: nothing may be left when the graph ends
             self._entered, self._is_shared = None, False
         elif self._is_shared and len(self._along) > 1:
-            self._entered = _Entered(source, entered, len(self._along) - 1)
+            self._entered = _Entered(source, entered, len(self._along) - 1, has_grad=has_grad)
         return entered
 
     def __call__(self, module: nn.Module, source: Tensor, split: SplitBackward | None = None) -> Tensor:
