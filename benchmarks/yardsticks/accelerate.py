@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +21,12 @@ def make_step(model: torch.nn.Module, batch: Any, precision: str | None) -> Call
 
     Collective: every rank.
     """
+    # By these it finds out that there are ranks, though the process group is there already.
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    os.environ.update(found)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision or "no")
+    assert accelerator.num_processes == dist.get_world_size(), "or each rank would train alone"
     wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
 
     def step() -> None:
