@@ -73,14 +73,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         refuse_second_derivative()
-        return own_part(gradient, ctx.sizes, ctx.group), None, None
+        return own_part(gradient, ctx.sizes, ctx.group.rank), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
-        return own_part(tensor, sizes, group)
+        return own_part(tensor, sizes, group.rank)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -82,26 +82,27 @@ class _Leave(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    # Given no objects, which the compiler of torch 2.10 does not pass on.
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sizes: list[int], group: TensorGroup) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        whole: Tensor = _gather_last(tensor, sizes, group.name)
+    def forward(ctx: Any, tensor: Tensor, sizes: list[int], rank: int, name: str) -> Tensor:
+        ctx.sizes, ctx.rank = sizes, rank
+        whole: Tensor = _gather_last(tensor, sizes, name)
         return whole
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return own_part(gradient, ctx.sizes, ctx.group), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return own_part(gradient, ctx.sizes, ctx.rank), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sizes: list[int], group: TensorGroup) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return own_part(tensor, sizes, group)
+    def forward(ctx: Any, tensor: Tensor, sizes: list[int], rank: int, name: str) -> Tensor:
+        ctx.sizes, ctx.name = sizes, name
+        return own_part(tensor, sizes, rank)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_last(gradient, ctx.sizes, ctx.group.name), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather_last(gradient, ctx.sizes, ctx.name), None, None, None
 
 
 def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -127,7 +128,7 @@ def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Ten
 
     Collective: the group.
     """
-    result: Tensor = _Gather.apply(tensor, list(sizes), group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Gather.apply(tensor, list(sizes), group.rank, group.name)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -136,5 +137,5 @@ def scatter_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Te
 
     Collective: the group, in backward.
     """
-    result: Tensor = _Scatter.apply(tensor, list(sizes), group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Scatter.apply(tensor, list(sizes), group.rank, group.name)  # type: ignore[no-untyped-call]
     return result

@@ -66,10 +66,10 @@ def not_a_view(tensor: Tensor) -> Tensor:
     return fresh
 
 
-def own_part(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
-    """Return this rank's part of the last dimension.
+def own_part(tensor: Tensor, sizes: Sequence[int], rank: int) -> Tensor:
+    """Return a rank's part of the last dimension, in memory of its own where it is not all of it.
 
     Collective: none.
     """
-    start = sum(sizes[: group.rank])
-    return tensor[..., start : start + sizes[group.rank]].contiguous()
+    start = sum(sizes[:rank])
+    return tensor[..., start : start + sizes[rank]].contiguous()
