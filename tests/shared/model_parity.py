@@ -154,3 +154,20 @@ def _distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float
 def cases(names: Iterable[str], default: Iterable[str]) -> list[Any]:
     """Return the cases of a table; those that are not run by default are marked as slow."""
     return [pytest.param(name, marks=[] if name in default else [pytest.mark.slow]) for name in names]
+
+
+def assert_parts_of_gradients(model: nn.Module, splits: Mapping[str, Any], whole: nn.Module, name: str) -> None:
+    """Check that a model's gradients in fp64, of which some are parts, are those of the whole model."""
+    gradients = {key: parameter.grad for key, parameter in whole.named_parameters()}
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None)
+    for key, parameter in model.named_parameters():
+        gradient = gradients[key]
+        if gradient is None:
+            assert parameter.grad is None, f"{name}: {key}"
+            continue
+        part = splits[key].take(gradient) if key in splits else gradient
+        assert parameter.grad is not None, f"{name}: {key}"
+        assert parameter.grad.shape == part.shape, f"{name}: {key}"
+        # transformers takes softmaxes, norms and losses in fp32 whatever the model's format.
+        worst = float((parameter.grad - part).abs().max()) / scale
+        assert worst < 2e-6, f"{name}: {key} {worst}"

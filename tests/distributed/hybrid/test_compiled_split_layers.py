@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from compiler_warnings import ignore_compiler_warnings
-from model_parity import cases
+from model_parity import assert_parts_of_gradients, cases
 from model_zoo import get_model
 from torch import nn
 
@@ -77,16 +77,7 @@ def compare(name):
         assert not [reason for reason in counters["graph_break"] if "booster" in reason], name
     assert counted.number <= asked.number, f"{name}: {counted.number} sums, {asked.number} in eager training"
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0, msg=name)  # some losses are taken in fp32
-    gradients = {key: parameter.grad for key, parameter in whole.named_parameters()}
-    scale = max(float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None)
-    for key, parameter in model.named_parameters():
-        gradient = gradients[key]
-        if gradient is None:
-            assert parameter.grad is None, f"{name}: {key}"
-            continue
-        part = splits[key].take(gradient) if key in splits else gradient
-        worst = float((parameter.grad - part).abs().max()) / scale
-        assert worst < 2e-6, f"{name}: {key} {worst}"
+    assert_parts_of_gradients(model, splits, whole, name)
 
 
 @pytest.mark.parametrize("name", cases(NAMES, DEFAULT))

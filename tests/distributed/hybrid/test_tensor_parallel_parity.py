@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from model_parity import cases
+from model_parity import assert_parts_of_gradients, cases
 from model_zoo import get_model
 
 from booster_core.errors import ConfigError
@@ -97,18 +97,7 @@ def compare(names):
         expected.backward()
         found.backward()
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0, msg=name)  # some losses are taken in fp32
-        gradients = {key: parameter.grad for key, parameter in whole.named_parameters()}
-        scale = max(float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None)
-        for key, parameter in model.named_parameters():
-            gradient = gradients[key]
-            if gradient is None:
-                assert parameter.grad is None, f"{name}: {key}"
-                continue
-            part = split.splits[key].take(gradient) if key in split.splits else gradient
-            assert parameter.grad.shape == part.shape, f"{name}: {key}"
-            # transformers takes softmaxes, norms and losses in fp32 whatever the model's format.
-            worst = float((parameter.grad - part).abs().max()) / scale
-            assert worst < 2e-6, f"{name}: {key} {worst}"
+        assert_parts_of_gradients(model, split.splits, whole, name)
 
 
 @pytest.mark.parametrize("name", cases(SPLIT, DEFAULT))
