@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from booster_runtime.checkpoint.save import early_sync
-from booster_runtime.checkpoint.save.early_sync import EarlySync
+from booster_runtime.checkpoint.save import writer
+from booster_runtime.checkpoint.save.writer import EarlySync
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def synced(monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
 
     fails = set()
-    monkeypatch.setattr(early_sync, "_to_disk", to_disk)
-    monkeypatch.setattr(early_sync, "_EVERY_BYTES", 10)
+    monkeypatch.setattr(writer, "_to_disk", to_disk)
+    monkeypatch.setattr(writer, "_SYNC_BYTES", 10)
     return done, fails
 
 

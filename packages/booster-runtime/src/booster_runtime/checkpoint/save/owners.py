@@ -24,8 +24,7 @@ import torch.distributed as dist
 from booster_core.errors import CheckpointError
 from booster_core.state import box_numel, box_shape, full_box
 from booster_runtime.checkpoint.files.checksums import BlockHasher
-from booster_runtime.checkpoint.save.early_sync import EarlySync
-from booster_runtime.checkpoint.save.writer import create_file, offsets_in, synchronize_devices, write_at
+from booster_runtime.checkpoint.save.writer import EarlySync, create_file, offsets_in, synchronize_devices, write_at
 from booster_runtime.checkpoint.session import swap_bytes
 from booster_runtime.state.regions import as_bytes, intersect, regions_of, slices_of
 

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import struct
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,13 @@ from booster_runtime.checkpoint.files.safetensors_file import (
     METADATA,
     VALUES_PREFIX,
 )
-from booster_runtime.checkpoint.save.early_sync import EarlySync
 from booster_runtime.state.regions import as_bytes, is_contiguous, pack, regions_of, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from typing_extensions import Self
 
     from booster_core.state import Box
     from booster_runtime.checkpoint.files.layout import PlannedFile, SavePlan, TensorSpec
@@ -38,6 +40,9 @@ _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB per call."""
 _MOST_OPEN = 32
 """How many files are open at a time, however many a save writes."""
+_SYNC_BYTES = 32 << 20
+"""How much of a file is written before it is sent to disk while more is written, which leaves less for the end."""
+_to_disk = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 _ALIGNMENT = 64
 """Of copies, in bytes: a copy to memory that is aligned to its elements only takes a quarter longer."""
 
@@ -172,6 +177,75 @@ def write_directly(
         for descriptor in descriptors.values():
             os.close(descriptor)
     return [plan.temporary(plan.files[index].name) for index in offsets]
+
+
+class EarlySync:
+    """A thread that puts a file on disk each time that some more was written to it.
+
+    The system tells of a failed write to disk once, to whoever waits for it first: `close` raises what it told here.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "checkpoint early sync")
+        self._running: Future[None] | None = None
+        self._descriptor, self._num_bytes = -1, 0
+
+    def note(self, descriptor: int, num_bytes: int) -> None:
+        """Take note of a write.
+
+        Args:
+            descriptor: Of the file, open.
+            num_bytes: How much was written.
+
+        Raises:
+            OSError: If what was written before could not be put on disk.
+
+        Collective: none.
+        """
+        if descriptor != self._descriptor:
+            self._descriptor, self._num_bytes = descriptor, 0
+        self._num_bytes += num_bytes
+        if self._num_bytes < _SYNC_BYTES or (self._running is not None and not self._running.done()):
+            return
+        self._settle()
+        self._num_bytes = 0
+        self._running = self._pool.submit(_sync, os.dup(descriptor))  # the writer may close its own meanwhile
+
+    def close(self) -> None:
+        """Wait for what is under way.
+
+        Raises:
+            OSError: As `note` does.
+
+        Collective: none.
+        """
+        self._pool.shutdown()
+        self._settle()
+
+    def abandon(self) -> None:
+        """Wait for what is under way, whatever comes of it.
+
+        Collective: none.
+        """
+        self._pool.shutdown()
+
+    def _settle(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.abandon() if kind is not None else self.close()
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        _to_disk(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_files(paths: Iterable[Path]) -> None:
