@@ -102,8 +102,8 @@ def _norm(tensors: list[Tensor], norm_type: float) -> Tensor:
         if _TINY < float(total) < math.inf:
             return total
     parts = torch._foreach_norm(tensors, norm_type, torch.float64)  # noqa: SLF001 - what torch clips by
-    total: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
-    return total
+    exact: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+    return exact
 
 
 def _norm_of_rows(tensors: list[Tensor]) -> Tensor:
