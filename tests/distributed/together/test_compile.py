@@ -3,10 +3,10 @@
 import functools
 import shutil
 import sys
-import warnings
 
 import pytest
 import torch
+from compiler_warnings import ignore_compiler_warnings
 
 from booster_core import Booster, enable_activation_checkpointing
 from booster_core.plugin.single import SingleDevicePlugin
@@ -52,9 +52,7 @@ def compile_before(model, how, backend):
 
 
 def train(plugin_class, options, how, backend):
-    # What torch's compiler warns of by itself: when it is first imported, and when it looks at a block's inputs.
-    warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    ignore_compiler_warnings()
     torch.manual_seed(0)
     num_layers = 2
     if backend == "inductor":

@@ -17,6 +17,8 @@ _SEED = "any seeds will do, and without dropout nothing is drawn"
 _PLENTY = "numbers of blocks stay apart by less, too"
 _ITSELF = "the largest or smallest of a number and itself is that number"
 
+_NO_ROWS = "tensor.dtype == torch.float64 or not tensor.is_contiguous()"
+_EXACT_AS_WELL = "a norm about there is that of fp64 either way, but for its last digits"
 EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
     "zero/partition": {
         ("assign_owners", "loads = [(0, rank) for rank in range(world_size)]", "0 -> 1"): _ONLY_DIFFERENCES,
@@ -156,5 +158,39 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "pair = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), total.isnan().to(total.dtype)])",
             "0.0 -> 1.0",
         ): "with a NaN the result is NaN, whatever the magnitude",
+        (
+            "global_norm",
+            "if device is None:",
+            "device is None -> device is not None",
+        ): "nowhere in particular is the CPU",
+        ("", "_TINY = 1e-15", "1e-15 -> 2e-15"): _EXACT_AS_WELL,
+        (
+            "_norm",
+            "if _TINY < float(total) < math.inf:",
+            "_TINY < float(total) < math.inf -> _TINY <= float(total) < math.inf",
+        ): _EXACT_AS_WELL,
+        (
+            "_norm",
+            'if norm_type == 2.0 and tensors[0].device.type == "cpu":',
+            "norm_type == 2.0 and tensors[0].device.type == 'cpu' -> norm_type == 2.0",
+        ): "the sum over rows is as exact elsewhere, only slower",
+        (
+            "_norm",
+            'if norm_type == 2.0 and tensors[0].device.type == "cpu":',
+            "0 -> -1",
+        ): "they are all on one device",
+        (
+            "_norm_of_rows",
+            "if not num_whole or tensor.dtype == torch.float64 or not tensor.is_contiguous():",
+            f"not num_whole or {_NO_ROWS.replace('not tensor', '(not tensor')}) -> {_NO_ROWS}",
+        ): "no rows add nothing, and the rest is all of it",
+        **{
+            (
+                "_norm_of_rows",
+                "rows = torch.linalg.vector_norm(flat[:num_whole].view(-1, _ROW), dim=-1, dtype=torch.float32)",
+                change,
+            ): "each element is counted once, whichever dimension is summed first"
+            for change in ("1 -> 2 (#2)", "1 -> 0 (#2)")
+        },
     },
 }

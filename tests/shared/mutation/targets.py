@@ -102,7 +102,7 @@ TARGETS = {
     # norms, sums over ranks and clipping
     "core/norm": Target(
         "booster_core.gradients.norm",
-        ("core/test_gradients.py",),
+        ("core/test_gradients.py", "core/test_global_norm.py"),
     ),
     "core/clip": Target(
         "booster_core.gradients.clip",
@@ -122,9 +122,13 @@ TARGETS = {
         "booster_hybrid.sequence_parallel.ring_attention",
         ("hybrid/test_ring_attention.py",),
     ),
+    "hybrid/ring_travel": Target(
+        "booster_hybrid.sequence_parallel.ring",
+        ("hybrid/test_ring_attention.py",),
+    ),
     # the loss scale
     "core/loss_scaler": Target(
         "booster_core.precision.loss_scaler",
-        ("core/test_loss_scaler.py",),
+        ("core/test_loss_scaler.py", "core/test_global_norm.py"),
     ),
 }
