@@ -17,6 +17,8 @@ _SEED = "any seeds will do, and without dropout nothing is drawn"
 _PLENTY = "numbers of blocks stay apart by less, too"
 _ITSELF = "the largest or smallest of a number and itself is that number"
 
+_OWN_COPY = "a rank may attend to a copy of its own keys as well"
+_ONLY_ONE = "the first of one is the last"
 _NO_ROWS = "tensor.dtype == torch.float64 or not tensor.is_contiguous()"
 _EXACT_AS_WELL = "a norm about there is that of fp64 either way, but for its last digits"
 EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
@@ -75,6 +77,20 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
         **{
             ("ring_attention", "seed = int(torch.randint(2**62, ())) if dropout else 0", change): _SEED
             for change in ("2 ** 62 -> 2 * 62", "62 -> 61", "0 -> 1", "0 -> -1")
+        },
+    },
+    "hybrid/ring_travel": {
+        ("visits", "return", "return -> pass"): "what was visited is not visited again",
+        ("_round", "if ring.size == 1:", "1 -> 0"): _OWN_COPY,
+        ("_round", "if step == 0:", "0 -> -1"): _OWN_COPY,
+        ("_round", "yield ranks[0], key, value", "0 -> -1"): _ONLY_ONE,
+        **{
+            ("_round", line, "0 -> -1"): _ONLY_ONE
+            for line in (
+                "pending = _pass_on(held[0], _numel(key, value, layout.lengths[following]), ring)",
+                "yield sender, *_unpacked(held[0], key, value, layout.lengths[sender])",
+                "held[0] = pending[1]",
+            )
         },
     },
     "core/shard": {
@@ -146,6 +162,11 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "return not bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())",
             "0 -> -1",
         ): "the norms may be put together on the device of any of them",
+        (
+            "any_nonfinite",
+            'if all(tensor.device.type == "cpu" and tensor.is_floating_point() for tensor in present):',
+            "tensor.device.type == 'cpu' and tensor.is_floating_point() -> tensor.is_floating_point()",
+        ): "the smallest and the largest tell the same elsewhere, only slower",
     },
     "core/norm": {
         (

@@ -193,6 +193,27 @@ def test_parts_put_together_are_attention_over_the_whole(case):
         torch.testing.assert_close(sum(gradients[4]), whole[4].grad)
 
 
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (2, 2), (2, 3)])
+def test_keys_and_gradients_are_sent_once_less_than_there_are_ranks(monkeypatch, sizes):
+    num_ranks, exchange, calls = math.prod(sizes), collectives.all_to_all, []
+
+    def counted(*args):
+        calls.append(args)
+        return exchange(*args)
+
+    monkeypatch.setattr(collectives, "all_to_all", counted)
+    layout = SequenceLayout(8, num_ranks)
+
+    def attend(group):
+        inputs = [torch.randn(1, 1, layout.lengths[group.rank], SIZE, requires_grad=True) for _ in range(3)]
+        place, rings = TensorGroup(group, group.rank, group.size), rings_of(group, *sizes) if sizes[1:] else None
+        ring_attention(*inputs, Visibility(None, is_causal=False), layout, place, rings=rings).sum().backward()
+
+    on_threads(num_ranks, attend)
+    # Keys in both passes, and the gradients of keys.
+    assert len(calls) == 3 * (num_ranks - 1) * num_ranks
+
+
 @pytest.mark.parametrize("options", [{"dropout": 0.5}, {"softcap": 1.0}, {"bias": False}, {"bias": True}, {}], ids=str)
 def test_scores_are_computed_in_tiles_and_explicitly_only_where_no_kernel_does(monkeypatch, options):
     length, tile, calls = 8, 2, []
