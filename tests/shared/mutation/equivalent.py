@@ -84,6 +84,19 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
         ("_round", "if ring.size == 1:", "1 -> 0"): _OWN_COPY,
         ("_round", "if step == 0:", "0 -> -1"): _OWN_COPY,
         ("_round", "yield ranks[0], key, value", "0 -> -1"): _ONLY_ONE,
+        ("_ranks", "for each in reversed(within):", "reversed(within) -> list(within)"): _ONLY_ONE,
+        (
+            "_ranks",
+            "place, stride = place + each.rank * stride, stride * each.size",
+            "each.rank * stride -> each.rank // stride",
+        ): "one ring is within another, whose stride is 1",
+        **{
+            ("_pass_on", line, "1 -> 2"): "a bound beyond the last belongs to nobody"
+            for line in (
+                "sent = [0 if rank <= after else flat.numel() for rank in range(ring.size + 1)]",
+                "received = [0 if rank <= before else numel for rank in range(ring.size + 1)]",
+            )
+        },
         **{
             ("_round", line, "0 -> -1"): _ONLY_ONE
             for line in (
