@@ -9,7 +9,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import torch
 
 from booster_core.errors import ConfigError, LaunchError
 from booster_core.ranks import current_world
+from booster_runtime.local_ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,9 +55,7 @@ def notebook_launch(function: Callable[..., Any], num_processes: int, *args: Any
     """
     _check(function, num_processes)
     context = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     readers: dict[Connection, int] = {}
     ranks = []
     has_ended = context.Event()

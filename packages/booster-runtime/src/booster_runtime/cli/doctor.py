@@ -6,7 +6,6 @@ Each process runs `booster_runtime.cli._doctor_rank`; this module starts them, e
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+
+from booster_runtime.local_ports import free_port
 
 WORLD_SIZE = 2
 
@@ -72,7 +73,7 @@ def run_checks(backend: str, timeout_seconds: float, folder: str | None = None) 
     with tempfile.TemporaryDirectory(dir=folder, prefix="booster-doctor-") as shared:
         home = Path(shared)
         processes = []
-        port = _free_port()
+        port = free_port()
         for rank in range(WORLD_SIZE):
             arguments = [str(rank), str(WORLD_SIZE), backend, str(home), str(port)]
             with (home / f"out-{rank}").open("wb") as out, (home / f"err-{rank}").open("wb") as err:
@@ -99,12 +100,6 @@ def run_checks(backend: str, timeout_seconds: float, folder: str | None = None) 
 
 
 _SEVERITY = ("ok", "slow", "missing", "FAIL")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _usable_backends() -> list[str]:
