@@ -5,6 +5,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError, RankFailedError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.world import current_world
@@ -95,6 +96,16 @@ def _priority(executor):
     with c.priority_execution(executor):
         start = time.monotonic()
         if c.rank == executor:
+            time.sleep(0.3)
+        end = time.monotonic()
+    return start, end
+
+
+def _main_process_first():
+    booster = Booster()
+    with booster.main_process_first():
+        start = time.monotonic()
+        if dist.get_rank() == 0:
             time.sleep(0.3)
         end = time.monotonic()
     return start, end
@@ -225,6 +236,11 @@ def test_objects_are_exchanged():
 def test_one_rank_goes_first(executor):
     times = run_on_ranks(_priority, 3, executor)
     assert all(start >= times[executor][1] for rank, (start, _) in enumerate(times) if rank != executor)
+
+
+def test_the_main_process_goes_first():
+    first, *others = run_on_ranks(_main_process_first, 3)
+    assert all(start >= first[1] for start, _ in others)
 
 
 def test_a_failure_of_the_first_rank_reaches_those_that_wait():

@@ -421,6 +421,15 @@ class Booster(Batches, Remedies):
         """
         self.context.coordinator.print_on_master(*values)
 
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Return a context whose body the master rank runs first, and the others once it is through there.
+
+        For work that one rank does for all, such as preparing data. What the body raises there is raised everywhere.
+
+        Collective: every rank of the world.
+        """
+        return self.context.coordinator.priority_execution()
+
     def profile(self, folder: str | Path, *, wait: int = 1, warmup: int = 1, active: int = 3) -> Any:
         """Return a context in which torch's profiler records optimizer steps, with the parts of each as named ranges.
 

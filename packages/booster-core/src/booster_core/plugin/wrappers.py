@@ -100,23 +100,13 @@ class ModelWrapper(nn.Module):
         """Load a state into the user's model as this rank holds it; see `Booster.load_model` for files."""
         return unwrap_model(self).load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def named_parameters(
-        self,
-        prefix: str = "",
-        recurse: bool = True,  # noqa: FBT001, FBT002 - torch's signature
-        remove_duplicate: bool = True,  # noqa: FBT001, FBT002
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that this rank holds under their names in the user's model, as `state_dict` does."""
-        return unwrap_model(self).named_parameters(prefix, recurse, remove_duplicate)
+        return unwrap_model(self).named_parameters(*args, **kwargs)
 
-    def named_buffers(
-        self,
-        prefix: str = "",
-        recurse: bool = True,  # noqa: FBT001, FBT002 - torch's signature
-        remove_duplicate: bool = True,  # noqa: FBT001, FBT002
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers under their names in the user's model."""
-        return unwrap_model(self).named_buffers(prefix, recurse, remove_duplicate)
+        return unwrap_model(self).named_buffers(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
