@@ -1,8 +1,9 @@
 """A simulated accelerator for tests: device type ``"simulated"``, compiled from the C++ files here by the test run.
 
-Its memory is counted and can be limited, its streams order work, and its collectives follow NCCL's rules; see
-``device.cpp``, ``order.h`` and ``collectives.cpp``. It registers as torch's private-use backend until the process ends,
-so tests use it in rank workers, which the fixture ``simulated_device`` ends afterwards:
+Its memory is counted and can be limited, its streams order work, a timeline tells how long a device would take, and
+its collectives follow NCCL's rules; see ``device.cpp``, ``order.h``, ``timeline.h`` and ``collectives.cpp``. It
+registers as torch's private-use backend until the process ends, so tests use it in rank workers, which the fixture
+``simulated_device`` ends afterwards:
 
     def on_rank(): model.to("simulated"); ...
     def test_it(simulated_device): run_on_devices(on_rank, 2, simulated_device)
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import types
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from sysconfig import get_path
@@ -183,6 +185,39 @@ def bytes_moved() -> tuple[int, int]:
 
     ops: Any = torch.ops.simulated_device
     return ops.bytes_to_device(), ops.bytes_to_host()
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the device does per second: operations of matrix products, bytes of its memory, and of each link."""
+
+    flops: float
+    memory_bytes: float
+    link_bytes: float
+
+
+def start_timeline(rates: Rates) -> None:
+    """Tell from now on when a device of these rates would begin and end each work; see ``timeline.h``."""
+    import torch
+
+    ops: Any = torch.ops.simulated_device
+    ops.start_timeline(rates.flops, rates.memory_bytes, rates.link_bytes)
+
+
+def host_works(seconds: float) -> None:
+    """Let the host compute for so long, during which it starts nothing."""
+    import torch
+
+    ops: Any = torch.ops.simulated_device
+    ops.host_works(seconds)
+
+
+def times() -> tuple[float, float]:
+    """Return when the last work since `start_timeline` ends, and how long copies from and to the host take in all."""
+    import torch
+
+    ops: Any = torch.ops.simulated_device
+    return ops.times()
 
 
 def cpu_view(tensor: Tensor) -> Tensor:

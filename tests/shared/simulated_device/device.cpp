@@ -293,11 +293,28 @@ void note_access(const c10::IValue& value, const c10::Argument& argument, const 
   }
 }
 
+// What a kernel computes and touches, of its arguments; results are about as large.
+Work work_of(const c10::FunctionSchema& schema, const Stack& stack, size_t first) {
+  Work work;
+  std::vector<Tensor> matrices;
+  for (auto i = first; i < stack.size(); ++i) {
+    if (!stack[i].isTensor() || !stack[i].toTensor().defined()) continue;
+    const auto& tensor = stack[i].toTensor();
+    work.bytes += static_cast<double>(tensor.nbytes());
+    if (tensor.dim() >= 2 && !schema.arguments()[i - first].is_out()) matrices.push_back(tensor);
+  }
+  if (schema.name().find("mm") != std::string::npos && matrices.size() >= 2) {
+    const auto& left = matrices[matrices.size() - 2];
+    work.flops = 2.0 * static_cast<double>(left.numel()) * static_cast<double>(matrices.back().size(-1));
+  }
+  return work;
+}
+
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   Translation translation;
   const auto first = stack->size() - schema.arguments().size();
-  order().begin(current_stream());
+  order().begin(current_stream(), work_of(schema, *stack, first));
   for (auto i = first; i < stack->size(); ++i) note_access((*stack)[i], schema.arguments()[i - first], schema.name());
   for (auto i = first; i < stack->size(); ++i) (*stack)[i] = translation.to_host((*stack)[i]);
   // Indices may be on the host, as on CUDA; other mixed devices are a user error.
@@ -322,10 +339,11 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   accounts().count_copy(from, to);
   if (from.numel() == 0) return to;
   const auto stream = current_stream();
-  const auto time = order().begin(stream);
+  const bool is_upward = from.is_cpu(), is_downward = to.is_cpu();
+  const auto kind = is_upward ? Work::kUpward : is_downward ? Work::kDownward : Work::kKernel;
+  const auto time = order().begin(stream, {0, static_cast<double>(from.nbytes()), kind});
   access(from, stream, /*is_write=*/false, "a copy");
   access(to, stream, /*is_write=*/true, "a copy");
-  const bool is_upward = from.is_cpu(), is_downward = to.is_cpu();
   if (is_upward && non_blocking && is_pinned(from)) {
     pending_copies().settle(block_of(to));
     auto options = to.options().device(kHost).pinned_memory(false);
@@ -486,6 +504,10 @@ TORCH_LIBRARY(simulated_device, m) {
   m.def("set_limit(int num_bytes) -> ()", [](int64_t num_bytes) { accounts().set_limit(num_bytes); });
   m.def("bytes_to_device() -> int", []() -> int64_t { return accounts().to_device(); });
   m.def("bytes_to_host() -> int", []() -> int64_t { return accounts().to_host(); });
+  m.def("start_timeline(float flops, float memory_bytes, float link_bytes) -> ()",
+        [](double flops, double memory, double link) { order().start_timeline({flops, memory, link}); });
+  m.def("host_works(float seconds) -> ()", [](double seconds) { order().host_works(seconds); });
+  m.def("times() -> (float, float)", []() -> std::tuple<double, double> { return order().times(); });
   m.def("cpu_view(Tensor(a) tensor) -> Tensor(a)");
 }
 TORCH_LIBRARY_IMPL(simulated_device, PrivateUse1, m) { m.impl("cpu_view", &cpu_view); }

@@ -6,9 +6,7 @@
 // torch's CUDA sanitizer.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
-#include <cstdint>
 #include <map>
 #include <mutex>
 #include <set>
@@ -16,10 +14,9 @@
 #include <string>
 #include <vector>
 
-namespace simulated {
+#include "timeline.h"
 
-using StreamId = int64_t;
-using Clock = std::map<StreamId, int64_t>;  // the last work of each stream that comes before
+namespace simulated {
 
 inline void join(Clock& clock, const Clock& other) {
   for (const auto& [stream, time] : other) {
@@ -70,10 +67,11 @@ class Order {
   }
 
   // Start work on a stream: it comes after all earlier work of the stream, and what the host has waited for.
-  int64_t begin(StreamId stream) {
+  int64_t begin(StreamId stream, const Work& work = {}) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     auto& clock = clocks_[stream];
     join(clock, host_);
+    timeline_.run(stream, work);
     return ++clock[stream];
   }
   void access(History& history, int64_t first, int64_t last, StreamId stream, bool is_write, const char* name) {
@@ -127,14 +125,31 @@ class Order {
   void wait(StreamId stream, const Clock& clock) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     join(clocks_[stream], clock);
+    timeline_.wait(stream, clock);
   }
   void host_waits(const Clock& clock) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     join(host_, clock);
+    timeline_.host_waits(clock);
   }
   void host_waits_for_all() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    for (const auto& [stream, clock] : clocks_) join(host_, clock);
+    for (const auto& [stream, clock] : clocks_) {
+      join(host_, clock);
+      timeline_.host_waits(clock);
+    }
+  }
+  void start_timeline(const Rates& rates) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    timeline_ = Timeline(rates, clocks_);
+  }
+  void host_works(double seconds) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    timeline_.host_works(seconds);
+  }
+  std::pair<double, double> times() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    return {timeline_.end(), timeline_.copying()};
   }
   bool host_knows(StreamId stream, int64_t time) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -167,6 +182,7 @@ class Order {
   Clock host_;
   StreamId last_stream_ = 0, last_communicator_ = kFirstCommunicator;
   std::map<StreamId, Ghosts> ghosts_;  // by the stream that may get the memory
+  Timeline timeline_;
 };
 
 Order& order();             // never destroyed
