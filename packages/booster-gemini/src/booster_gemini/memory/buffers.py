@@ -14,6 +14,8 @@ from booster_zero.engine import is_free
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from booster_runtime.memory import Lane
+
 
 class Buffers:
     """Memory of a device or of the host.
@@ -22,18 +24,23 @@ class Buffers:
         device: Whose memory it is.
         budget_bytes: What may be taken at once; ``None`` for no limit.
         pins: Allocate page-locked memory, from which an accelerator copies by itself.
+        lane: What fills a device's buffers. Memory that is given back is used again in this lane, after what the lane
+            has been told to wait for, so that nothing else waits for those who leave.
 
     Attributes:
         used_bytes: What blocks and reservations take now.
         peak_bytes: The most that was taken at once.
     """
 
-    def __init__(self, device: torch.device, budget_bytes: int | None = None, *, pins: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, budget_bytes: int | None = None, *, pins: bool = False, lane: Lane | None = None
+    ) -> None:
         self.device = device
         self.budget_bytes = budget_bytes
         self.used_bytes = self.peak_bytes = 0
         self._wanted_bytes = self._step_bytes = 0
         self._pins = pins
+        self._lane = lane
         self._idle: list[Tensor] = []
 
     def has(self, num_bytes: int) -> bool:
@@ -55,7 +62,8 @@ class Buffers:
         """Return a buffer with arbitrary values: 1-D uint8, of whole sectors of a disk on the host."""
         self.count(num_bytes)
         if self.device.type != "cpu":
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            with contextlib.nullcontext() if self._lane is None else self._lane.inside():
+                return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         length = aligned(num_bytes)
         for position, buffer in enumerate(self._idle):
             if buffer.numel() == length and is_free(buffer):

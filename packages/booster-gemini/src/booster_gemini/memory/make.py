@@ -9,6 +9,7 @@ import torch
 from booster_core.errors import ConfigError, PluginError
 from booster_gemini.memory.buffers import Buffers
 from booster_gemini.memory.disk import DiskStore
+from booster_gemini.memory.ferry import Ferry
 from booster_gemini.memory.record_file import MemoryRecord
 from booster_gemini.memory.tiered import TieredHome
 from booster_gemini.placement.auto import AutoPlacement
@@ -126,7 +127,8 @@ def _make(config: GeminiConfig, context: BoostContext) -> Home:
         raise ConfigError(msg)
     policy = _policy(config, context)
     pins = config.pin_memory and device.type != "cpu"
-    rooms = [Buffers(device, budget)]
+    ferry = None if device.type == "cpu" else Ferry(device)
+    rooms = [Buffers(device, budget, lane=None if ferry is None else ferry.up)]
     if device.type != "cpu":
         host_budget = config.host_budget_bytes
         if config.offload_dir is not None and host_budget is None:
@@ -137,7 +139,7 @@ def _make(config: GeminiConfig, context: BoostContext) -> Home:
         facts: dict[str, Any] = {"budget_bytes": budget, "policy": config.placement_policy}
         record = MemoryRecord(config.memory_record, context.coordinator.rank, facts, device)
     store = None if config.offload_dir is None else DiskStore(config.offload_dir)
-    return TieredHome(rooms, store, policy, record)
+    return TieredHome(rooms, store, policy, record, ferry)
 
 
 def _policy(config: GeminiConfig, context: BoostContext) -> PlacementPolicy:

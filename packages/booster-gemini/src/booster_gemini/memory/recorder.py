@@ -87,7 +87,12 @@ class StepRecorder:
         return [Moves(evict=moves.evict) for moves in self._plan[self._position :]]
 
     def end_step(
-        self, sizes: Mapping[Key, int], resident: frozenset[Key], away: frozenset[Key], budget_bytes: int | None
+        self,
+        sizes: Mapping[Key, int],
+        resident: frozenset[Key],
+        away: frozenset[Key],
+        budget_bytes: int | None,
+        staying: frozenset[Key] = frozenset(),
     ) -> Moves:
         """Make a plan for the next step, which is expected to be as this one was, and return what it begins with.
 
@@ -96,6 +101,7 @@ class StepRecorder:
             resident: Those that are there now.
             away: Those that have values in another memory.
             budget_bytes: What they and reserved memory may take.
+            staying: Those that are there for good; see `Request`.
 
         Raises:
             BudgetError: If the budget can't hold what was in use at once.
@@ -113,15 +119,16 @@ class StepRecorder:
             for index, event in enumerate(events):
                 if event.kind is Kind.USE:
                     self._uses[event.key].append(index)
-        state = (resident, away)
+        state = (resident, away, staying)
         if state not in self._plans:
             if len(self._plans) > _WINDOW:
                 self._plans.clear()
             self._plan = ()  # also where no other is found
             budget = None if budget_bytes is None else [budget_bytes] * len(events)
-            self._plans[state] = self._policy.plan(
-                Request(events=events, sizes=sizes, resident=resident, away=away, budget_bytes=budget)
+            asked = Request(
+                events=events, sizes=sizes, resident=resident, away=away, budget_bytes=budget, staying=staying
             )
+            self._plans[state] = self._policy.plan(asked)
         first, *rest = self._plans[state] or (Moves(),)
         self._plan = [Moves(), *rest]
         self._position = 0

@@ -7,11 +7,12 @@ training thread; the disk's threads touch nothing but buffers.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from booster_core.errors import OffloadError
+from booster_gemini.memory.block import Block
 from booster_gemini.memory.buffers import give_back_freed
 from booster_gemini.memory.recorder import StepRecorder
 from booster_gemini.placement.policy import Event, Kind
@@ -19,13 +20,14 @@ from booster_runtime.collectives import Pending
 from booster_zero.engine import Home, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
     from torch import Tensor
 
     from booster_gemini.memory.buffers import Buffers
-    from booster_gemini.memory.disk import DiskStore, Transfer
+    from booster_gemini.memory.disk import DiskStore
+    from booster_gemini.memory.ferry import Ferry
     from booster_gemini.memory.record_file import MemoryRecord
     from booster_gemini.placement.policy import Moves, PlacementPolicy
     from booster_zero.engine import Key
@@ -35,51 +37,12 @@ _MOST_LEAVING = 4
 """Blocks that are being written out at once where no budget says how much memory they may go on taking."""
 
 
-@dataclass(eq=False)
-class _Block:
-    """One block.
-
-    Attributes:
-        room: The memory where it is used.
-        buffer: Its bytes, where they are in a memory; still there while they are being written out.
-        place: The memory that the buffer is in.
-        offset: Its region on the disk, once it has one.
-        is_saved: Whether the lower memory (host buffer or region) holds the present values.
-        below: Its bytes on the host, for a block that is used on the device.
-        coming: The read that fills the buffer.
-        going: The write that empties it.
-        has_values: Whether there are any.
-        users: How many uses are going on.
-    """
-
-    key: Key
-    numel: int
-    dtype: torch.dtype
-    num_bytes: int
-    room: Buffers
-    rebind: Callable[[Tensor | None], None]
-    buffer: Tensor | None = None
-    offset: int | None = None
-    below: Tensor | None = None
-    is_saved: bool = False
-    coming: Transfer | None = None
-    going: Transfer | None = None
-    has_values: bool = True
-    users: int = 0
-    is_bound: bool = False
-    last_use: int = field(default=0)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the values are where they are used, or are on their way there."""
-        return self.buffer is not None and self.going is None
-
-
 class TieredHome(Home):
     """Keeps blocks in several memories.
 
     Args:
         rooms: The device's memory (the host's, where the host computes), and the host's beneath it, if there is one.
+        ferry: Copies between these two.
         store: The disk, if it is used.
         policy: Decides what is where.
         record: Where to write what happens, for pictures.
@@ -97,16 +60,19 @@ class TieredHome(Home):
         store: DiskStore | None,
         policy: PlacementPolicy,
         record: MemoryRecord | None = None,
+        ferry: Ferry | None = None,
     ) -> None:
         super().__init__()
         self.rooms = rooms
         self.store = store
         self._policy = policy
         self._record = record
-        self._blocks: dict[Key, _Block] = {}
+        self._blocks: dict[Key, Block] = {}
         self._recorder = StepRecorder(policy)
         self._clock = 0
         self._wanted: deque[Key] = deque()
+        self._ferry = ferry
+        self._landing: list[tuple[int, Tensor, torch.Event | None]] = []
 
     # ---- blocks
 
@@ -114,15 +80,15 @@ class TieredHome(Home):
         """Take over a block; see `Home.add`. Where the disk is full it stays in memory, see `problem`."""
         assert key not in self._blocks, "a key names one block"
         num_bytes = flat.numel() * flat.element_size()
-        block = _Block(key, flat.numel(), flat.dtype, num_bytes, self._room_for(key, num_bytes), rebind)
+        block = Block(key, flat.numel(), flat.dtype, num_bytes, self._room_for(key, num_bytes), rebind)
         self._blocks[key] = block
         if self._may_leave(block):
             self._allocate(block)  # a full disk shows now, when nothing has moved there
         self._make_room(block.room, num_bytes)
         block.buffer = block.room.take(num_bytes)
-        self._flat(block).copy_(flat)
-        block.is_bound = True
-        rebind(self._flat(block))
+        self._fill(block, None)
+        self._arrive(block)
+        block.flat.copy_(flat)
         self._advance(Event(Kind.USE, key))
         self._advance(Event(Kind.RELEASE, key))
         self._leave_if_it_may_not_stay(block)
@@ -137,7 +103,7 @@ class TieredHome(Home):
             return self.rooms[1]
         return self.rooms[0]
 
-    def _may_leave(self, block: _Block) -> bool:
+    def _may_leave(self, block: Block) -> bool:
         """Return whether a block may ever go to the disk."""
         if self.store is None:
             return False
@@ -166,7 +132,7 @@ class TieredHome(Home):
     def _places(self) -> dict[Key, tuple[str, int]]:
         """Return where each block is, or that it is on its way, and its size."""
         lower = self.rooms[-1].device.type if len(self.rooms) > 1 else "disk"
-        return {key: (_place(block, lower), block.num_bytes) for key, block in self._blocks.items()}
+        return {key: (block.place(lower), block.num_bytes) for key, block in self._blocks.items()}
 
     def drop(self, key: Key) -> None:
         """Forget a block altogether; what of it is in memory stays with those who have views of it."""
@@ -195,14 +161,16 @@ class TieredHome(Home):
             raise
         return Pending(finish=lambda: self._arrive(block))
 
-    def _arrive(self, block: _Block) -> None:
+    def _arrive(self, block: Block) -> None:
         """Wait for a block that is in use, and show where it is."""
         if block.coming is not None:
-            coming, block.coming = block.coming, None
-            coming.wait()
+            self._finish_coming(block)
+        if block.ready is not None:
+            ready, block.ready = block.ready, None
+            ready.wait()
         if not block.is_bound:
             block.is_bound = True
-            block.rebind(self._flat(block))
+            block.rebind(block.flat)
 
     def release(self, key: Key, *, changed: bool) -> None:
         """End a use; see `Home.release`."""
@@ -214,13 +182,24 @@ class TieredHome(Home):
         self._advance(Event(Kind.RELEASE, key))
         self._leave_if_it_may_not_stay(block)
 
-    def _leave_if_it_may_not_stay(self, block: _Block) -> None:
+    def _leave_if_it_may_not_stay(self, block: Block) -> None:
         if not block.users and block.is_here and not self._recorder.has_plan and block.room is self.rooms[0]:
             self._bring_wanted()
             if not self._policy.may_stay(block.key, self.sizes()):
                 self._send_away(block)
         elif not block.users and block.is_here and block.room is not self.rooms[0] and not block.room.has(0):
             self._send_away(block)  # the host beneath a device follows no plan: what does not fit goes on to the disk
+
+    @contextlib.contextmanager
+    def lifting(self, key: Key) -> Iterator[None]:
+        """Run copies from the host into a block beside what is computed; see `Home.lifting`."""
+        block = self._blocks[key]
+        if self._ferry is None or not self._is_on_device(block):
+            yield
+            return
+        with self._ferry.up.entered():
+            yield
+            block.ready = self._ferry.up.mark()
 
     def forget(self, key: Key) -> None:
         """Give up a block's values; see `Home.forget`."""
@@ -257,8 +236,10 @@ class TieredHome(Home):
         mine = {key: block.num_bytes for key, block in self._blocks.items() if block.room is room}
         here = frozenset(key for key in mine if self._blocks[key].is_here)
         away = frozenset(key for key in mine if key not in here and self._blocks[key].has_values)
+        has_chosen = len(self.rooms) > 1  # see `_room_for`
+        staying = frozenset(key for key in mine if has_chosen and key[1] is Role.OPTIM)
         self._wanted.clear()
-        self._start_moves([self._recorder.end_step(mine, here, away, room.budget_bytes)])
+        self._start_moves([self._recorder.end_step(mine, here, away, room.budget_bytes, staying)])
         for each in self.rooms:
             each.end_step()
         if room.device.type == "cpu" and self.store is not None and not self._recorder.is_settled:
@@ -270,6 +251,8 @@ class TieredHome(Home):
 
     def close(self) -> None:
         """Give everything back."""
+        if self._ferry is not None:
+            self._ferry.synchronize()
         for block in self._blocks.values():
             for transfer in (block.coming, block.going):
                 if transfer is not None:
@@ -322,27 +305,42 @@ class TieredHome(Home):
         block = self._blocks.get(key)
         return block is not None and block.room is self.rooms[0]
 
-    def _bring(self, block: _Block) -> None:
+    def _bring(self, block: Block) -> None:
         """Start bringing a block to where it is used."""
+        if block.going is not None:
+            self._take_back(block)
         self._make_room(block.room, block.num_bytes)
         block.buffer = block.room.take(block.num_bytes)
-        if not block.has_values:
-            return
-        if block.below is not None:
-            block.buffer.copy_(block.below[: block.num_bytes], non_blocking=True)
-            return
-        if block.offset is None:
+        if not block.has_values or block.below is not None or block.offset is None:
+            self._fill(block, block.below if block.has_values else None)
             return
         assert self.store is not None, "a region is on a disk"
-        if block.room.device.type == "cpu":
+        if not self._is_on_device(block):
             block.coming = self.store.read(block.offset, block.buffer)
         else:
-            staged = self.rooms[-1].take(block.num_bytes)
-            self.store.read(block.offset, staged).wait()
-            block.buffer.copy_(staged[: block.num_bytes])
-            self.rooms[-1].give(staged, block.num_bytes)
+            block.staged = self.rooms[-1].take(block.num_bytes)
+            block.coming = self.store.read(block.offset, block.staged)
 
-    def _send_away(self, block: _Block) -> None:
+    def _is_on_device(self, block: Block) -> bool:
+        return self._ferry is not None and block.room is self.rooms[0]
+
+    def _fill(self, block: Block, source: Tensor | None) -> None:
+        """Start copying what the host has of a block to the device, if it is used there, and if there is anything."""
+        if self._ferry is not None and self._is_on_device(block):
+            assert block.buffer is not None, "taken before it is filled"
+            block.ready = self._ferry.bring(block.buffer, None if source is None else source[: block.num_bytes])
+
+    def _finish_coming(self, block: Block) -> None:
+        """Wait for what is read from the disk; what is used on a device is copied there then."""
+        assert block.coming is not None, "asked for one that is being read"
+        coming, block.coming = block.coming, None
+        coming.wait()
+        if block.staged is not None:
+            staged, block.staged = block.staged, None
+            self._fill(block, staged)
+            self._landing.append((block.num_bytes, staged, block.ready))
+
+    def _send_away(self, block: Block) -> None:
         """Start moving a block that is not in use to the next memory."""
         assert block.buffer is not None, "only what is here can leave"
         lower = self.rooms[1] if len(self.rooms) > 1 and block.room is self.rooms[0] else None
@@ -357,40 +355,50 @@ class TieredHome(Home):
         if lower is not None and (self.store is None or block.below is not None or lower.has(block.num_bytes)):
             if block.below is None:
                 block.below = lower.take(block.num_bytes)
-            block.below[: block.num_bytes].copy_(block.buffer)
+            self._send_down(block, block.below)
             block.is_saved = True
-            self._drop(block)
             return
         assert self.store is not None, "the last memory is a disk"
         offset = self._allocate(block) if block.offset is None else block.offset
         if offset is None:
             return
-        if block.room.device.type == "cpu":
+        if not self._is_on_device(block):
             block.going = self.store.write(offset, block.buffer)
             return
-        staged = self.rooms[-1].take(block.num_bytes)
-        staged[: block.num_bytes].copy_(block.buffer)
-        block.going = self.store.write(offset, staged)
-        self._finish_leaving(block)
-        self.rooms[-1].give(staged, block.num_bytes)
+        self._bound_leaving(_MOST_LEAVING - 1)
+        block.staged = self.rooms[-1].take(block.num_bytes)
+        sent = self._send_down(block, block.staged)
+        block.going = self.store.write(offset, block.staged, after=None if sent is None else sent.synchronize)
 
-    def _take_back(self, block: _Block) -> None:
+    def _send_down(self, block: Block, target: Tensor) -> torch.Event | None:
+        """Start copying a block from the device, whose buffer others may have from then on."""
+        assert self._ferry is not None, "only what is on a device goes down"
+        assert block.buffer is not None, "only what is here can leave"
+        sent = self._ferry.send(target[: block.num_bytes], block.buffer, block.ready)
+        self._drop(block)
+        return sent
+
+    def _take_back(self, block: Block) -> None:
         """Let a block's buffer be used again, although it was leaving, once it has been written out."""
         assert block.going is not None, "asked for one that leaves"
         going, block.going = block.going, None
+        staged, block.staged = block.staged, None
         try:
             going.wait()
-        except OffloadError as error:  # the buffer stays: nothing is lost
+        except OffloadError as error:  # the buffer stays, or the copy on the host: nothing is lost
             self._problem = self._problem or error
-        else:
-            block.is_saved = True
+            block.below, block.is_saved = staged, staged is not None
+            return
+        block.is_saved = True
+        if staged is not None:
+            self.rooms[-1].give(staged, block.num_bytes)
 
-    def _finish_leaving(self, block: _Block) -> None:
+    def _finish_leaving(self, block: Block) -> None:
         self._take_back(block)
         if block.is_saved:
             self._drop(block)
 
-    def _allocate(self, block: _Block) -> int | None:
+    def _allocate(self, block: Block) -> int | None:
         """Take room for a block on the disk, and return where; ``None`` where there is none."""
         assert self.store is not None, "asked for room on a disk"
         try:
@@ -406,10 +414,18 @@ class TieredHome(Home):
             self._finish_leaving(block)
 
     def _collect(self) -> None:
-        """Take the memory of blocks that have left."""
+        """Take the memory of blocks that have left, and go on with those that have come half of the way."""
         for block in self._blocks.values():
             if block.going is not None and block.going.is_done:
                 self._finish_leaving(block)
+            if block.staged is not None and block.coming is not None and block.coming.is_done:
+                self._finish_coming(block)
+        landing, self._landing = self._landing, []
+        for num_bytes, staged, ready in landing:
+            if ready is None or ready.query():
+                self.rooms[-1].give(staged, num_bytes)
+            else:
+                self._landing.append((num_bytes, staged, ready))
 
     def _make_room(self, room: Buffers, num_bytes: int) -> None:
         """Send blocks away until so many bytes are left; where nothing can go, the budget is exceeded for now.
@@ -422,14 +438,14 @@ class TieredHome(Home):
         for block in list(self._blocks.values()):
             if room.has(num_bytes):
                 return
-            if block.going is not None and block.room is room:
+            if block.room is room and block.going is not None and block.buffer is not None:
                 self._finish_leaving(block)
         idle = [b for b in self._blocks.values() if b.room is room and b.is_here and not b.users and b.coming is None]
         for block in sorted(idle, key=self._recorder.soonness(lambda block: block.last_use)):
             if room.has(num_bytes):
                 return
             self._send_away(block)
-            if block.going is not None:
+            if block.going is not None and block.buffer is not None:
                 self._finish_leaving(block)
         early = [b for b in self._blocks.values() if b.room is room and b.coming is not None and not b.users]
         for block in sorted(early, key=self._recorder.soonness(lambda block: block.last_use)):
@@ -437,15 +453,18 @@ class TieredHome(Home):
                 return
             self._turn_back(block)
 
-    def _turn_back(self, block: _Block) -> None:
+    def _turn_back(self, block: Block) -> None:
         """Give up a read that was begun early; the disk still has the values."""
         assert block.coming is not None, "asked for one that is being read"
         coming, block.coming = block.coming, None
         coming.abandon()
+        staged, block.staged = block.staged, None
+        if staged is not None:
+            self.rooms[-1].give(staged, block.num_bytes)
         self._unbind(block)
         self._drop(block)
 
-    def _empty(self, block: _Block) -> None:
+    def _empty(self, block: Block) -> None:
         """Give up a block's buffers."""
         for transfer in (block.coming, block.going):
             if transfer is not None:
@@ -454,34 +473,21 @@ class TieredHome(Home):
         if block.buffer is not None:
             self._unbind(block)
             self._drop(block)
-        if block.below is not None:
-            self.rooms[-1].give(block.below, block.num_bytes)
-            block.below = None
+        beneath = [buffer for buffer in (block.below, block.staged) if buffer is not None]
+        if beneath and self._ferry is not None:
+            self._ferry.synchronize()  # the host's memory may be lent to others at once
+        for buffer in beneath:
+            self.rooms[-1].give(buffer, block.num_bytes)
+        block.below = block.staged = None
 
-    def _unbind(self, block: _Block) -> None:
+    def _unbind(self, block: Block) -> None:
         if block.is_bound:
             block.is_bound = False
             block.rebind(None)
 
-    @staticmethod
-    def _drop(block: _Block) -> None:
-        buffer, block.buffer = block.buffer, None
+    def _drop(self, block: Block) -> None:
+        buffer, block.buffer, block.ready = block.buffer, None, None
         if buffer is not None:
+            if self._ferry is not None and self._is_on_device(block):
+                self._ferry.leave(buffer)
             block.room.give(buffer, block.num_bytes)
-
-    @staticmethod
-    def _flat(block: _Block) -> Tensor:
-        assert block.buffer is not None, "only what is here can be seen"
-        return block.buffer[: block.num_bytes].view(block.dtype)
-
-
-def _place(block: _Block, lower: str) -> str:
-    if block.going is not None:
-        return "leaving"
-    if block.coming is not None and not block.coming.is_done:
-        return "coming"
-    if block.buffer is not None:
-        return block.room.device.type
-    if not block.has_values:
-        return "nowhere"
-    return lower if block.below is not None else "disk"

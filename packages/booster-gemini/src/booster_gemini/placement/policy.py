@@ -64,6 +64,8 @@ class Request:
         resident: The blocks that are in the compute memory when the step begins.
         away: The blocks that have values in another memory.
         budget_bytes: What blocks and reserved memory may take together at each event; ``None`` for no limit.
+        staying: The blocks that `PlacementPolicy.may_stay` has let stay for good, as an optimizer's state that is
+            stepped on where it is; a budget may move them all the same.
     """
 
     events: Sequence[Event]
@@ -71,6 +73,7 @@ class Request:
     resident: frozenset[Key]
     away: frozenset[Key] = frozenset()
     budget_bytes: Sequence[int] | None = None
+    staying: frozenset[Key] = frozenset()
 
 
 @dataclass(frozen=True)

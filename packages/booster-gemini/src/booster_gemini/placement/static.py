@@ -38,7 +38,7 @@ class StaticPlacement(PlacementPolicy):
 
     def plan(self, request: Request) -> Sequence[Moves]:
         """Return moves that bring a block some uses ahead of its own, and send it away when that ends."""
-        away = self._away(request.sizes)
+        away = self._away(request.sizes) - request.staying
         evict: dict[int, list[Key]] = defaultdict(list)
         load: dict[int, list[Key]] = defaultdict(list)
         uses = [index for index, event in enumerate(request.events) if event.kind is Kind.USE]

@@ -396,7 +396,11 @@ class Bucket(Shard):
         self.make_gradient()
         self._fetch(Role.GRAD).wait()
         pending = self._start_sum(gradients, scratch, is_first=is_first)
-        return Pending([pending], lambda: self._release(Role.GRAD, changed=True)) if self.home.moves else pending
+        return Pending([pending], self._end_reduction) if self.home.moves else pending
+
+    def _end_reduction(self) -> None:
+        self.start_early_descent()
+        self._release(Role.GRAD, changed=True)
 
     @functools.cached_property
     def _outgoing(self) -> Outgoing:

@@ -7,6 +7,7 @@ done so; in between, such a home may have it in another memory, or on a disk.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from booster_runtime.memory import zeros_in_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -122,6 +124,14 @@ class Home:
             key: The block.
             changed: Whether it has been written to.
         """
+
+    def lifting(self, key: Key) -> AbstractContextManager[None]:
+        """Return a context for copies from the host into a block that is in use.
+
+        They may be underway when it ends: the block's next use waits for them.
+        """
+        del key
+        return contextlib.nullcontext()
 
     def forget(self, key: Key) -> None:
         """Discard a block's values: the next use begins without."""

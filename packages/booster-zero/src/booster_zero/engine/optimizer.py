@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from booster_zero.engine.shard import Format
 
 
+_AHEAD = 2
+"""Buckets whose gradients and values come to the host while one is stepped there."""
+
+
 class ZeroOptimizer(OptimizerWrapper):
     """Steps the user's optimizer on this rank's part of every parameter, and shares the results.
 
@@ -406,15 +410,19 @@ class ZeroOptimizer(OptimizerWrapper):
             return result
         groups = [list(group["params"]) for group in self.param_groups]
         has_stepped = False
-        for bucket in buckets:
-            with bucket.stepping():
-                own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
-                if own:
-                    has_stepped = True
-                    with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
-                        result = self.optim.step()
-                    self._offload_state([bucket])
-                published[bucket] = bucket.publish()
+        with contextlib.ExitStack() as started:
+            for position, bucket in enumerate(buckets, start=1):
+                for following in buckets[position : position + _AHEAD]:
+                    following.start_descent()
+                    started.callback(following.end_descent)
+                with bucket.stepping():
+                    own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
+                    if own:
+                        has_stepped = True
+                        with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
+                            result = self.optim.step()
+                        self._offload_state([bucket])
+                    published[bucket] = bucket.publish()
         if not has_stepped:  # schedulers count steps, also where this rank has nothing to update
             with only(self.optim, [[] for _ in groups]):
                 result = self.optim.step()

@@ -23,7 +23,9 @@ from torch import nn
 
 from booster_runtime.collectives import Pending
 from booster_runtime.sharding import ParameterPiece, is_cut
+from booster_zero.engine.descent import Descent, EarlyGradient, lift
 from booster_zero.engine.home import Role, zeros_in_memory
+from booster_zero.engine.views import aligned, assign, placeholder, view_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from booster_zero.engine.home import Home
     from booster_zero.engine.partition import BucketPlan
 
-_ALIGNMENT_BYTES = 64
 _BLOCK_NUMEL = 1 << 20
 """Values are compared in blocks of this many elements, which need little memory."""
 _numbers = itertools.count()
@@ -133,6 +134,10 @@ class Shard:
         self._packed: list[tuple[int, str, Tensor]] = []
         self._views: list[tuple[Tensor, int]] = []  # the optimizer's tensors, and where each begins in its block
         self._optim: Tensor | None = None
+        self._steps_below = False  # the optimizer's state is on the host, the values on the device
+        self._early: EarlyGradient | None = None
+        self._descends_early = True
+        self._descent: Descent | None = None
         self._files: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def _cut(self) -> Iterator[BucketPiece]:
@@ -189,12 +194,14 @@ class Shard:
         self.gradient = None
         self._rebind_own(None)
         if self.format.has_copy:
-            self._point(_placeholder(self.values))
+            self._point(placeholder(self.values))
 
     def _fetch(self, role: Role) -> Pending:
         if role not in self._uses:
             return Pending()
         self._uses[role] += 1
+        if role is Role.GRAD and self._early is not None:
+            self._early.precede()
         return self.home.fetch((self._number, role))
 
     def _release(self, role: Role, *, changed: bool) -> None:
@@ -218,7 +225,10 @@ class Shard:
 
     def round_values(self) -> None:
         """Bring the slice in the working format up to date with what the optimizer updated. Both are in use."""
-        if self.format.has_copy:
+        if self.format.has_copy and self._steps_below:
+            with self.home.lifting((self._number, Role.PARAM)):
+                lift(self.own, self.values)
+        elif self.format.has_copy:
             self.own.copy_(self.values)
 
     def take_working_values(self) -> None:
@@ -235,7 +245,7 @@ class Shard:
             values.copy_(torch.where(is_stale, own.to(values.dtype), values))
 
     def _rebind_own(self, flat: Tensor | None) -> None:
-        self.own = _placeholder(self.own) if flat is None else flat
+        self.own = placeholder(self.own) if flat is None else flat
         if not self.format.has_copy:
             self._point(self.own)
 
@@ -243,7 +253,7 @@ class Shard:
         """Let the optimizer's pieces be views of values in other memory."""
         self.values = values
         for piece in self.pieces:
-            _assign(piece.values, self.slice_of(values, piece))
+            assign(piece.values, self.slice_of(values, piece))
 
     # ---- gradient
 
@@ -260,6 +270,7 @@ class Shard:
         """Forget the gradient. Its memory is kept: asking for it again in each step takes longer than a sum."""
         if Role.GRAD in self._uses and self.has_gradient:
             self.home.forget((self._number, Role.GRAD))
+        self._end_early()
         self.has_gradient = False
         for piece in self.pieces:
             piece.values.grad = None
@@ -296,10 +307,10 @@ class Shard:
 
     def _gradients_beside_values(self) -> list[tuple[BucketPiece, Tensor]]:
         """Return what `used_pieces` does, on the device of the pieces' values."""
-        if self.gradient is None or self.gradient.device == self.values.device:
+        if self._descent is None:
             return self.used_pieces()
-        whole = self.gradient.to(self.values.device)
-        return self._used_among([self.slice_of(whole, piece) for piece in self.pieces])
+        below = self._descent.gradient
+        return [] if below is None else self._used_among([self.slice_of(below, piece) for piece in self.pieces])
 
     def used_gradients(self) -> list[Tensor]:
         """Return the gradients of pieces whose parameters were used. The block is in use."""
@@ -308,7 +319,7 @@ class Shard:
     def _rebind_gradient(self, flat: Tensor | None) -> None:
         assert self.gradient is not None, "a block that is kept has been made"
         self._gradients = None
-        self.gradient = _placeholder(self.gradient) if flat is None else flat
+        self.gradient = placeholder(self.gradient) if flat is None else flat
 
     # ---- optimizer state
 
@@ -330,20 +341,53 @@ class Shard:
                 for piece, before in zip(self.pieces, shown, strict=True):
                     piece.values.grad = before
 
+    def start_descent(self) -> None:
+        """Start copying to the host what the optimizer needs there, if it steps there: `stepping` goes on from it."""
+        if self._steps_below and self._descent is None:
+            early = self._end_early()
+            if early is not None and not early.is_of(self.gradient):
+                early, self._descends_early = None, False  # as a script that clips does in each step
+            self._descent = Descent(self, early)
+
+    def _end_early(self) -> EarlyGradient | None:
+        early, self._early = self._early, None
+        if early is not None:
+            early.precede()
+        return early
+
+    def start_early_descent(self) -> None:
+        """Start copying a gradient to the host that has just been reduced, unless that was in vain before."""
+        if self._steps_below and self._descends_early and self.ranks.replica_group is None:  # else it is averaged later
+            self._early = EarlyGradient(self.make_gradient())
+
+    def end_descent(self) -> None:
+        """Give up what `start_descent` has started."""
+        descent, self._descent = self._descent, None
+        if descent is not None:
+            descent.end()
+
     @contextlib.contextmanager
     def _beside_state(self) -> Iterator[None]:
         """Have the pieces' values where the optimizer's state is. All blocks are in use."""
-        own = self.own
-        where = own.device if self._optim is None else self._optim.device
-        if self.format.has_copy or where == own.device:
+        if not self._steps_below:
+            self.end_descent()
             yield
             return
-        self._point(own.to(where))
+        self.start_descent()
+        descent = self._descent
+        assert descent is not None, "started above"
+        descent.wait()
+        own, below = self.own, descent.values
+        if below is not None:
+            self._point(below)
         try:
             yield
         finally:
-            own.copy_(self.values)
-            self._point(own)
+            if below is not None:
+                with self.home.lifting((self._number, Role.PARAM)):
+                    lift(own, below)
+                self._point(own)
+            self.end_descent()
 
     def _bring_whole_state(self) -> None:
         """Move state that is not elementwise, and so in no block, to where the optimizer steps this time."""
@@ -407,13 +451,13 @@ class Shard:
             return
         kept = [self.values] if self.format.has_copy else []
         tensors = [*kept, *(value for _, _, value in entries)]
-        starts = list(itertools.accumulate((_aligned(tensor) for tensor in tensors), initial=0))
+        starts = list(itertools.accumulate((aligned(tensor) for tensor in tensors), initial=0))
         if not starts[-1]:
             return
         device = tensors[0].device
         block = zeros_in_memory(starts[-1], torch.uint8, device, device)
         for tensor, start in zip(tensors, starts, strict=False):
-            _view(block, tensor, start).copy_(tensor)
+            view_in(block, tensor, start).copy_(tensor)
         uses = 0
         if Role.OPTIM in self._uses:
             for _ in range(self._uses[Role.OPTIM]):
@@ -428,35 +472,13 @@ class Shard:
 
     def _rebind_optim(self, flat: Tensor | None) -> None:
         self._optim = flat
+        if flat is not None:
+            self._steps_below = self.home.moves and flat.device != self.own.device
         if self.format.has_copy:
-            self._point(_placeholder(self.values) if flat is None else _view(flat, self.values, 0))
+            self._point(placeholder(self.values) if flat is None else view_in(flat, self.values, 0))
         for tensor, start in self._views:
-            _assign(tensor, _placeholder(tensor) if flat is None else _view(flat, tensor, start))
+            assign(tensor, placeholder(tensor) if flat is None else view_in(flat, tensor, start))
 
 
 def _is_elementwise(piece: BucketPiece, key: str, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_cut(key, value, piece.values.shape)
-
-
-def _assign(tensor: Tensor, values: Tensor) -> None:
-    """Let a tensor object have other memory, also of another device, to which ``.data`` can't always go."""
-    if tensor.device.type == values.device.type:
-        tensor.data = values
-        return
-    other = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
-
-
-def _aligned(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _view(block: Tensor, like: Tensor, start: int) -> Tensor:
-    end = start + like.numel() * like.element_size()
-    return block[start:end].view(like.dtype).view(like.shape)
-
-
-def _placeholder(like: Tensor) -> Any:
-    """Return a tensor of the same shape, format and device that takes one element of memory."""
-    filler = float("nan") if like.is_floating_point() else 0
-    return torch.full((1,), filler, dtype=like.dtype, device=like.device).expand(like.shape)

@@ -1,0 +1,82 @@
+"""What a home knows of one block: where its bytes are, and on which way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor
+
+    from booster_gemini.memory.buffers import Buffers
+    from booster_gemini.memory.disk import Transfer
+    from booster_zero.engine import Key
+
+
+@dataclass(eq=False)
+class Block:
+    """One block, and on which of its ways it is.
+
+    Attributes:
+        room: The memory where it is used.
+        buffer: Its bytes, where they are in a memory; still there while they are being written out.
+        place: The memory that the buffer is in.
+        offset: Its region on the disk, once it has one.
+        is_saved: Whether the lower memory (host buffer or region) holds the present values.
+        below: Its bytes on the host, for a block that is used on the device.
+        staged: The same on their way between the device and the disk.
+        coming: The read that fills the buffer, or the bytes on the host that it is copied from.
+        going: The write that empties it.
+        ready: The event after which the device's buffer can be used.
+        has_values: Whether there are any.
+        users: How many uses are going on.
+    """
+
+    key: Key
+    numel: int
+    dtype: torch.dtype
+    num_bytes: int
+    room: Buffers
+    rebind: Callable[[Tensor | None], None]
+    buffer: Tensor | None = None
+    offset: int | None = None
+    below: Tensor | None = None
+    staged: Tensor | None = None
+    is_saved: bool = False
+    coming: Transfer | None = None
+    going: Transfer | None = None
+    ready: torch.Event | None = None
+    has_values: bool = True
+    users: int = 0
+    is_bound: bool = False
+    last_use: int = field(default=0)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the values are where they are used, or are on their way there."""
+        return self.buffer is not None and self.going is None
+
+    @property
+    def flat(self) -> Tensor:
+        """The values where they are used, in their format."""
+        assert self.buffer is not None, "only what is here can be seen"
+        return self.buffer[: self.num_bytes].view(self.dtype)
+
+    def place(self, lower: str) -> str:
+        """Return where the values are, for pictures.
+
+        Args:
+            lower: The memory beneath that of the room.
+        """
+        if self.going is not None:
+            return "leaving"
+        if self.coming is not None and not self.coming.is_done:
+            return "coming"
+        if self.buffer is not None:
+            return self.room.device.type
+        if not self.has_values:
+            return "nowhere"
+        return lower if self.below is not None else "disk"

@@ -1,0 +1,78 @@
+"""Copies between a device and its host, beside what the device computes: one stream for each direction.
+
+Buffers of the device are allocated in the stream that fills them. So memory that one block leaves is filled for the
+next as soon as it has been copied away, and what is computed waits for neither, but for the arrival of what it uses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_runtime.memory import Lane
+from booster_zero.engine import is_free
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Ferry:
+    """Copies blocks up to a device and down to its host. The host waits for none of it.
+
+    Args:
+        device: The device.
+
+    Attributes:
+        up: Fills the device's buffers, which are allocated in it.
+        down: Empties them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.up = Lane(device)
+        self.down = Lane(device)
+
+    def bring(self, target: Tensor, source: Tensor | None) -> torch.Event | None:
+        """Start filling a buffer of the device.
+
+        Args:
+            target: The buffer, allocated in ``up``.
+            source: What is copied into it, which stays as it is until then; ``None`` for nothing.
+
+        Returns:
+            An event after which the buffer can be read and written; whoever does so lets his stream wait for it.
+        """
+        if source is not None:
+            with self.up.inside():
+                target.copy_(source, non_blocking=True)
+        return self.up.mark()
+
+    def send(self, target: Tensor, source: Tensor, ready: torch.Event | None) -> torch.Event | None:
+        """Start copying a buffer of the device to the host, after what has been computed so far.
+
+        Args:
+            target: Memory of the host.
+            source: The buffer. Its memory is filled again only after the copy.
+            ready: What `bring` returned for it, if nobody has waited for it.
+
+        Returns:
+            An event after which the host can read the copy.
+        """
+        self.down.wait(ready)
+        with self.down.entered():
+            target.copy_(source, non_blocking=True)
+            sent = self.down.mark()
+        self.up.wait(sent)
+        return sent
+
+    def leave(self, buffer: Tensor) -> None:
+        """Let a buffer be freed, of which everything that has been started so far may read."""
+        self.up.follow()
+        if not is_free(buffer):  # others have views of it, and free it later than this
+            buffer.record_stream(torch.accelerator.current_stream(self._device))
+
+    def synchronize(self) -> None:
+        """Return once nothing is copied any more."""
+        self.up.synchronize()
+        self.down.synchronize()

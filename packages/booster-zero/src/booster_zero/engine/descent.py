@@ -1,0 +1,99 @@
+"""A shard's gradient and values on their way to the host, where its optimizer's state is stepped, and back."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_runtime.memory import Lane
+from booster_zero.engine.home import Role
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from booster_zero.engine.shard import Shard
+
+
+class EarlyGradient:
+    """A copy of a gradient on the host, started as soon as it has been reduced, while backward goes on.
+
+    Args:
+        gradient: On the device; in use.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        lane = Lane(gradient.device)
+        with lane.entered():
+            self.copy = _sent(gradient)
+            self.arrived = lane.mark()
+        lane.uses(gradient)
+        self._gradient, self._version = gradient, gradient._version  # noqa: SLF001 - as autograd does
+
+    def precede(self) -> None:
+        """Let what is computed from now on, which may write to the gradient, come after the copy."""
+        if self.arrived is not None:
+            self.arrived.wait()
+
+    def is_of(self, gradient: Tensor | None) -> bool:
+        """Return whether this is a gradient as it is now: nobody has clipped it, say, or moved it elsewhere."""
+        return gradient is self._gradient and gradient._version == self._version  # noqa: SLF001
+
+
+class Descent:
+    """Copies to the host, started when made; several may be underway while another shard is stepped.
+
+    Args:
+        shard: Its gradient and, where the optimizer updates them themselves, its values are copied, and stay in use
+            until `end`.
+        early: The copy of the gradient, if that has been started.
+
+    Attributes:
+        gradient: The copy; ``None`` where there is no gradient.
+        values: The copy; ``None`` where the optimizer has masters of its own.
+    """
+
+    def __init__(self, shard: Shard, early: EarlyGradient | None) -> None:
+        self._use = contextlib.ExitStack()
+        self._use.enter_context(shard.in_use(Role.PARAM, Role.GRAD, changes=False))
+        lane = Lane(shard.format.device)
+        self._early = early
+        with lane.entered():
+            self.gradient = _sent(shard.gradient) if early is None and shard.has_gradient else None
+            self.values = None if shard.format.has_copy else _sent(shard.own)
+            self._arrived = lane.mark()
+        if early is not None:
+            self.gradient = early.copy
+
+    def wait(self) -> None:
+        """Return once the host can read the copies."""
+        for arrived in (self._arrived, None if self._early is None else self._early.arrived):
+            if arrived is not None:
+                arrived.synchronize()
+
+    def end(self) -> None:
+        """Give up the shard's values and gradient."""
+        self.wait()  # nothing reads them any more
+        self._use.close()
+
+
+def lift(target: Tensor, source: Tensor) -> None:
+    """Copy values of the host to a device, in the device's format, while the host goes on.
+
+    Args:
+        target: On the device.
+        source: On the host; it may be changed at once if it is of another format, or else not page-locked.
+    """
+    if source.dtype != target.dtype:
+        source = _beneath(target).copy_(source)
+    target.copy_(source, non_blocking=True)
+
+
+def _sent(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _beneath(tensor).copy_(tensor, non_blocking=True)
+
+
+def _beneath(tensor: Tensor) -> Tensor:
+    """Return memory of the host for a copy of a device's tensor, which the device copies to by itself."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

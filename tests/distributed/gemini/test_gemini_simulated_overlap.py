@@ -1,0 +1,135 @@
+"""Chunks move between a device and its host while the device computes, by the simulated device's timeline."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import simulated_device as sim
+import torch
+from simulated_device import Rates, run_on_devices
+from torch import nn
+
+from booster_core import Booster
+from booster_gemini import GeminiPlugin
+
+WIDTH, DEPTH, BATCH = 64, 16, 512
+LAYER_BYTES = WIDTH * WIDTH * 4
+LAYER_FLOPS = 2 * BATCH * WIDTH * WIDTH
+# A layer's forward takes twice as long as a copy of its parameters, as with 2,048 tokens on an accelerator of 100
+# TFLOP/s behind a link of 50 GB/s, and the host's memory is a tenth of the device's.
+RATES = Rates(flops=LAYER_FLOPS / 2.0, memory_bytes=100.0 * LAYER_BYTES, link_bytes=1.0 * LAYER_BYTES)
+HOST_BYTES_PER_SECOND = RATES.memory_bytes / 10
+BYTES_OF_ADAM = 7 * 4
+"""What a step of Adam reads and writes of each element: value, gradient and two moments."""
+
+
+class HostAdamW(torch.optim.AdamW):
+    """Takes the host's time for what is stepped there."""
+
+    def step(self, closure=None):
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        numel = sum(p.numel() for p in stepped if p.device.type == "cpu")
+        sim.host_works(BYTES_OF_ADAM * numel / HOST_BYTES_PER_SECOND)
+        return super().step(closure)
+
+
+def timed(options, rates):
+    """Return how long two steps and their copies take, how long the second one's passes do, and the device's peak."""
+    before = torch.simulated.memory_allocated()
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    booster = Booster("simulated", plugin=GeminiPlugin(min_chunk_bytes=LAYER_BYTES, **options))
+    model, optimizer, *_ = booster.boost(net, HostAdamW(net.parameters(), lr=0.01))
+    x = torch.randn(BATCH, WIDTH).to(booster.device)
+
+    marks = []
+
+    def step():
+        marks.append(sim.times())
+        booster.backward(model(x).square().mean(), optimizer)
+        marks.append(sim.times())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.simulated.reset_peak_memory_stats()
+    torch.simulated.synchronize()
+    sim.start_timeline(rates)
+    marks.clear()
+    step()
+    step()
+    torch.simulated.synchronize()
+    _, _, begin, end = marks
+    passes = end[0] - begin[0], end[1] - begin[1]
+    peak = torch.simulated.max_memory_allocated() - before
+    times = sim.times()
+    if model.manager.home.moves:
+        model.manager.home.close()
+    return times, passes, peak
+
+
+def share_hidden(options, simulated_device, *, whole_step):
+    """Return the share of the time of copies in which something is computed: what an endless link would not save."""
+    (real,) = run_on_devices(timed, 1, simulated_device, options, RATES)
+    (endless,) = run_on_devices(timed, 1, simulated_device, options, replace(RATES, link_bytes=math.inf))
+    (seconds, copying), (least, _) = (each[0 if whole_step else 1] for each in (real, endless))
+    assert copying >= DEPTH / 2, "something is moved"
+    return 1 - (seconds - least) / copying
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload_param_frac": 1.0},
+        {"offload_param_frac": 0.5},
+        {"offload_optim_frac": 1.0},
+        {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
+        {"placement_policy": "auto", "memory_budget_bytes": 3 * DEPTH * LAYER_BYTES},
+    ],
+    ids=["parameters", "half of the parameters", "state", "all", "auto"],
+)
+def test_copies_are_hidden_behind_forward_and_backward(options, simulated_device):
+    """Parameters come and gradients leave beside what is computed."""
+    assert share_hidden(options, simulated_device, whole_step=False) >= 0.8
+
+
+def test_copies_of_a_whole_step_are_hidden_under_a_budget(simulated_device):
+    """Also those that the optimizer waits for, most of which nothing but the host's own steps can hide."""
+    options = {"placement_policy": "auto", "memory_budget_bytes": 3 * DEPTH * LAYER_BYTES}
+    assert share_hidden(options, simulated_device, whole_step=True) >= 0.8
+
+
+def test_a_budget_is_kept(simulated_device):
+    """What the device holds beyond its state, where all of it is there, is taken for activations."""
+    budget, state = 24 * LAYER_BYTES, 4 * DEPTH * LAYER_BYTES
+    ((*_, whole),) = run_on_devices(timed, 1, simulated_device, {}, RATES)
+    options = {"placement_policy": "auto", "memory_budget_bytes": budget}
+    ((*_, peak),) = run_on_devices(timed, 1, simulated_device, options, RATES)
+    assert peak <= 1.1 * (budget + whole - state)
+
+
+def trained(options, *, clips):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+    booster = Booster("simulated", plugin=GeminiPlugin(min_chunk_bytes=LAYER_BYTES, **options))
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    for number in range(4):
+        for _ in range(2):  # the second changes gradients that are on their way to the host
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).to(booster.device)
+            booster.backward(model(x).square().mean(), optimizer)
+        if clips[number]:
+            optimizer.clip_grad_by_norm(0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
+    if model.manager.home.moves:
+        model.manager.home.close()
+    return state
+
+
+@pytest.mark.parametrize("clips", [(False,) * 4, (True,) * 4, (False, False, True, False)])
+def test_the_optimizer_sees_gradients_that_were_changed_on_their_way(clips, simulated_device):
+    (expected,) = run_on_devices(trained, 1, simulated_device, {}, clips=clips)
+    (found,) = run_on_devices(trained, 1, simulated_device, {"offload_optim_frac": 1.0}, clips=clips)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
