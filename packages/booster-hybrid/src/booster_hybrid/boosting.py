@@ -13,6 +13,7 @@ from booster_core.state import named_modules
 from booster_hybrid.axes import make_axes
 from booster_hybrid.expert_parallel.apply import ExpertsModule, SpreadExperts, find_experts, spread_experts
 from booster_hybrid.expert_parallel.check import check_experts
+from booster_hybrid.inner_model import inner_model
 from booster_hybrid.local_model import LocalModel
 from booster_hybrid.mesh import OF_RINGS, with_experts
 from booster_hybrid.pipeline.engine import PipelineEngine
@@ -29,7 +30,7 @@ from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.check import check_policy
 from booster_hybrid.policy.experts import expert_rules
 from booster_hybrid.policy.from_transformers import layer_lists
-from booster_hybrid.policy.registry import inner_model, known_layers, policy_for, policy_to_check
+from booster_hybrid.policy.registry import known_layers, policy_for, policy_to_check
 from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup

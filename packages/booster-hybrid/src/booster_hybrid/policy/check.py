@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_core.state import compiled_module, named_modules, without_adapters
+from booster_core.state import named_modules
+from booster_hybrid.inner_model import inner_model
 from booster_hybrid.policy.check_gradients import NoGradientError, differing_gradient
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
@@ -75,7 +76,7 @@ def check_policy(
 
     Collective: none.
     """
-    inner = without_adapters(compiled_module(model) or model)
+    inner = inner_model(model)
     is_host = device.type == "cpu"
     kept = torch.random.fork_rng([] if is_host else [device], device_type="cuda" if is_host else device.type)
     with kept, torch.no_grad():
