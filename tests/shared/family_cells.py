@@ -9,8 +9,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from family_models import batch_of, build, check_tiny, has_experts
+from family_models import SAMPLES, batch_of, build, check_tiny, has_experts
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 from zoo_results import Cell
 from zoo_training import CellError, first_line, quiet
 
@@ -50,15 +51,16 @@ _REFUSAL = ConfigError.__name__
 
 
 class _Watched(HybridParallelPlugin):
-    """The plugin, which notes whether it has come through `boost`."""
+    """The plugin, which is given a data loader at `boost`, and notes whether it has come through."""
 
     is_boosted = False
+    dataloader: DataLoader[Any] | None = None
 
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
         """Configure as usual."""
-        boosted = super().configure(objects, context)
+        boosted = super().configure(objects._replace(dataloader=self.dataloader), context)
         self.is_boosted = True
-        return boosted
+        return boosted._replace(dataloader=objects.dataloader)
 
 
 def measure_plain(name: str) -> Cell:
@@ -157,6 +159,9 @@ def _verified(name: str, column: str, dtype: torch.dtype) -> Verification:
         return model, torch.optim.AdamW(trained, lr=1e-3, eps=1e-2, weight_decay=0.0)
 
     plugin = _Watched(**options)
+    if "sp_size" in options:
+        rows = [{key: value[row] for key, value in batch.items()} for row in range(SAMPLES)]
+        plugin.dataloader = DataLoader(rows, batch_size=SAMPLES)
     with _phase(lambda: "training" if plugin.is_boosted else "boost"):
         return verify(make, plugin, batch, steps=_STEPS, tolerance=_DOUBLE if is_double else None)
 

@@ -41,7 +41,8 @@ writes this page.
 
 Columns: `tp` is `tp_size=2`; `pp` is `pp_size=2` with two microbatches; `split_gather` is
 `sequence_parallelism_mode="split_gather"` with `tp_size=2`; `ulysses` and `ring` are `"all_to_all"` and `"ring_attn"`
-with `sp_size=2`; `ep` is `ep_size=2`, for mixtures of experts. Models are split by the policy in the last column:
+with `sp_size=2`; `ep` is `ep_size=2`, for mixtures of experts. `boost` is given a batch, as `example_batch` under `pp`
+and by a data loader under `ulysses` and `ring`. Models are split by the policy in the last column:
 transformers' plan, ours, or none; a family without one is refused unless you [write a policy](sharding-policies.md).
 """
 

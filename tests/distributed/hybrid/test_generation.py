@@ -241,16 +241,119 @@ def test_encoders_are_not_called_alone_under_a_pipeline():
     run_on_ranks(calls_an_encoder, 2)
 
 
-def other_options(arguments):
-    model = boosted({"pp_size": 2})
+def other_options(options, arguments):
+    model = boosted(options)
     own = {**GREEDY, **arguments[torch.distributed.get_rank()]}
-    with pytest.raises(ConfigError, match=r"were given different options .*rank 0: .*; rank 1: "):
+    with pytest.raises(ConfigError) as caught:
         model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **own)
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", [({}, {"max_new_tokens": 9}), ({}, {"use_cache": True})], ids=["length", "cache"])
-def test_other_options_in_a_replica_are_refused_on_every_rank(arguments):
-    run_on_ranks(other_options, 2, arguments)
+@pytest.mark.parametrize("name", ["pp2", "ring"])
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (({}, {"max_new_tokens": 9}), "`max_new_tokens` is 6 on rank(s) 0, 9 on rank(s) 1."),
+        (({}, {"use_cache": True}), "`use_cache` is"),
+        (({}, {"bad_words_ids": [[3]]}), "`bad_words_ids` is None on rank(s) 0, [[3]] on rank(s) 1."),
+    ],
+    ids=["length", "cache", "words"],
+)
+def test_other_options_in_a_replica_are_refused_on_every_rank(name, arguments, named):
+    for message in run_on_ranks(other_options, 2, SETTINGS[name][1], arguments):
+        assert "were given different options: " in message
+        assert named in message
+
+
+def other_objects(options, kind):
+    from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsProcessor
+
+    rank = torch.distributed.get_rank()
+    model = boosted(options)
+    arguments = {**GREEDY, "attention_mask": torch.ones_like(PROMPT)}
+    if kind == "passed":
+        arguments["generation_config"] = GenerationConfig(max_new_tokens=6, num_beams=1 + rank)
+    elif kind == "model's":
+        model.unwrap().generation_config.eos_token_id = 1 + rank
+    elif kind == "positional":
+        config = GenerationConfig(max_new_tokens=6, repetition_penalty=1.0 + rank)
+        with pytest.raises(ConfigError) as caught:
+            model.generate(PROMPT, config, attention_mask=torch.ones_like(PROMPT))
+        return str(caught.value)
+    elif kind == "processors":
+        processor = MinLengthLogitsProcessor(9 + rank, eos_token_id=1)
+        arguments["logits_processor"] = LogitsProcessorList([processor])
+    with pytest.raises(ConfigError) as caught:
+        model.generate(PROMPT, **arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("passed", "`num_beams` is 1 on rank(s) 0, 2 on rank(s) 1."),
+        ("model's", "`eos_token_id` is 1 on rank(s) 0, 2 on rank(s) 1."),
+        ("positional", "`repetition_penalty` is 1.0 on rank(s) 0, 2.0 on rank(s) 1."),
+        ("processors", "`logits_processor` is "),
+    ],
+)
+@pytest.mark.parametrize("name", ["pp2", "ulysses"])
+def test_other_objects_in_a_replica_are_refused_on_every_rank(name, kind, named):
+    for message in run_on_ranks(other_objects, 2, SETTINGS[name][1], kind):
+        assert "were given different options: " in message
+        assert named in message
+
+
+def same_objects():
+    """What is made apart on each rank, and what shows the tokens of one, is no difference."""
+    from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsProcessor, TextStreamer
+
+    class Shown(TextStreamer):
+        def __init__(self):
+            self.count = 0
+
+        def put(self, value):
+            self.count += 1
+
+        def end(self):
+            pass
+
+    model = boosted({"pp_size": 2})
+    model.unwrap().generation_config.max_new_tokens = 3 + torch.distributed.get_rank()  # an argument takes its place
+    streamer = Shown() if torch.distributed.get_rank() == 0 else None
+    processors = LogitsProcessorList([MinLengthLogitsProcessor(9, eos_token_id=torch.tensor([1]))])
+    mask = torch.ones_like(PROMPT[:1])
+    own = {"max_new_tokens": 6, "pad_token_id": 0, "logits_processor": processors, "streamer": streamer}
+    model.generate(PROMPT[:1], attention_mask=mask, **own)
+    config = GenerationConfig(max_new_tokens=4, pad_token_id=0)
+    return streamer and streamer.count, model.generate(PROMPT[:1], config, attention_mask=mask).shape[1]
+
+
+def test_what_each_rank_made_for_itself_is_the_same_option():
+    (count, length), (_, other) = run_on_ranks(same_objects, 2)
+    assert count == 1 + 6  # the prompt, and each token
+    assert length == other == PROMPT.shape[1] + 4
+
+
+def other_counts():
+    torch.manual_seed(0)
+    model = boosted({"pp_size": 2, "example_batch": (PROMPT, 2.0)}, Bigram())
+    with pytest.raises(ConfigError, match=r"`count` is 5 on rank\(s\) 0, 6 on rank\(s\) 1"):
+        model.generate(PROMPT, 5 + torch.distributed.get_rank())
+
+
+def test_other_arguments_of_a_loop_of_the_users_own_are_refused():
+    run_on_ranks(other_counts, 2)
+
+
+def ended_by_a_clock(arguments):
+    model = boosted({"pp_size": 2})
+    with pytest.raises(ConfigError, match="`max_time` ends the loop by a clock"):
+        model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY, **arguments)
+
+
+def test_no_clock_ends_the_loop():
+    run_on_ranks(ended_by_a_clock, 2, {"max_time": 100.0})
 
 
 def fails_in_a_stage():

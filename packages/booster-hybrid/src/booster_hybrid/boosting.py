@@ -13,6 +13,7 @@ from booster_core.state import named_modules
 from booster_hybrid.axes import make_axes
 from booster_hybrid.expert_parallel.apply import ExpertsModule, SpreadExperts, find_experts, spread_experts
 from booster_hybrid.expert_parallel.check import check_experts
+from booster_hybrid.inner_model import inner_model
 from booster_hybrid.local_model import LocalModel
 from booster_hybrid.mesh import OF_RINGS, with_experts
 from booster_hybrid.pipeline.engine import PipelineEngine
@@ -29,7 +30,8 @@ from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.check import check_policy
 from booster_hybrid.policy.experts import expert_rules
 from booster_hybrid.policy.from_transformers import layer_lists
-from booster_hybrid.policy.registry import inner_model, known_layers, policy_for, policy_to_check
+from booster_hybrid.policy.registry import known_layers, policy_for, policy_to_check
+from booster_hybrid.sequence_parallel.dry_run import check_layers
 from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
@@ -254,6 +256,19 @@ class HybridSetup:
         self._entries_seen = seen
         return None if trace is None else StagePlan.of(model, trace, crossings, idle, config)
 
+    def check_sequences(self) -> None:
+        """Check that sequences can be split between the layers, as far as a batch of the data loader shows it.
+
+        Raises:
+            ConfigError: If not.
+
+        Collective: every rank of the world.
+        """
+        mode, example = self._config.sequence.mode, self._options.example_batch
+        if mode not in (None, "split_gather"):
+            model, lists, loader = inner_model(self._model), self._lists_to_split(), self._objects.dataloader
+            check_layers(model, lists, mode, self._sequence_group, self._context, loader, example)
+
     def split_layers(self) -> TensorParallelModel:
         """Spread experts over their ranks, split the layers over the tensor parallel ranks, and sequences over theirs.
 
@@ -439,10 +454,7 @@ class HybridSetup:
         from booster_hybrid.sequence_parallel.apply import split_sequences
         from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
-        model = inner_model(self._model)
-        known = known_layers(self._model, self._options.custom_policy, self._context.hooks)
-        whole = () if known is None else known.whole_sequences
-        lists = [name for name in self._lists if name not in whole]
+        model, lists = inner_model(self._model), self._lists_to_split()
         mode = str(self._config.sequence.mode)
         if mode == "split_gather":
             split_between_blocks(model, lists, self._tensor_group, self._axes[()].group, split)
@@ -457,6 +469,10 @@ class HybridSetup:
             parallel_output=self._options.parallel_output,
             has_stages=self._config.pipeline.size > 1,
         )
+
+    def _lists_to_split(self) -> list[str]:
+        known = known_layers(self._model, self._options.custom_policy, self._context.hooks)
+        return [name for name in self._lists if known is None or name not in known.whole_sequences]
 
     @property
     def _rings(self) -> list[TensorGroup] | None:

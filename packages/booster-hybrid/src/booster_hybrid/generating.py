@@ -23,6 +23,7 @@ from booster_core.errors import ConfigError
 from booster_core.ranks import naming_missing_ranks
 from booster_hybrid.random_streams import restore_random, shared_random
 from booster_hybrid.same_batch import check_same_batch
+from booster_hybrid.same_options import check_same_options
 from booster_runtime import collectives
 from booster_runtime.sharding import generating_model
 
@@ -88,16 +89,17 @@ def _generate(
         may_keep: Whether each rank can keep keys and values between tokens.
 
     Raises:
-        ConfigError: If ranks of a replica were given different prompts or options, if keys and values are asked for
-            of which no rank has all, or if the encoder of a model that is cut into stages would run by itself.
+        ConfigError: If ranks of a replica were given different prompts or options, if a clock ends the loop, if keys
+            and values are asked for of which no rank has all, or if the encoder of a model that is cut into stages
+            would run by itself.
 
     Collective: the ranks that work on one batch together; with ``zero_stage=3`` or experts that are spread, those whose
     parameters or tokens they exchange, which take as many forwards as the longest of them.
     """
+    inner = generating_model(model.unwrap())
     with naming_missing_ranks("generate", model.replica.ranks):
         check_same_batch((args, kwargs), model.replica.group, list(model.replica.ranks))
-        _check_same_options(kwargs, model.replica)
-    inner = generating_model(model.unwrap())
+        check_same_options(method, args, kwargs, inner, model.replica)
     if inner is not None:
         if not may_keep:
             _leave_out_cache(kwargs)
@@ -115,16 +117,6 @@ def _generate(
         if model.engine is not None:
             stack.enter_context(_forwards_of_all_stages(model, inner or model.unwrap(), device))
         return method(*args, **kwargs)
-
-
-def _check_same_options(kwargs: Mapping[str, Any], replica: Axis) -> None:
-    """Raise on all ranks of a replica if they have different options: some would wait for more tokens than others."""
-    own = {name: value for name, value in sorted(kwargs.items()) if isinstance(value, (bool, int, float, str))}
-    found = dict(zip(replica.ranks, collectives.all_gather_object(own, replica.group), strict=True))
-    if any(options != own for options in found.values()):
-        shown = "; ".join(f"rank {rank}: {options}" for rank, options in found.items())
-        msg = f"Ranks that generate one text together were given different options ({shown}). Pass the same on each."
-        raise ConfigError(msg)
 
 
 def _leave_out_cache(kwargs: dict[str, Any]) -> None:

@@ -243,6 +243,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         self._unchecked_layers = setup.check(is_lazy=recording is not None)
         recording = recording or setup.take_from_host()
         plan = setup.plan_stages()
+        setup.check_sequences()
         local = setup.local_model(setup.split_layers(), plan)
         cut = None if plan is None else setup.cut(plan)
         copies = {} if cut is None else cut.copies

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.state import compiled_module, without_adapters
 from booster_hybrid.expert_parallel.forward import EveryTokenForward, ExpertsForward
+from booster_hybrid.inner_model import inner_model
 from booster_hybrid.policy.base import matches
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.split import Split
@@ -73,7 +73,7 @@ def find_experts(model: nn.Module, rules: Sequence[ExpertRule], size: int) -> li
 
     Collective: none.
     """
-    model = without_adapters(compiled_module(model) or model)
+    model = inner_model(model)
     names = ModuleNames(model)
     base = getattr(model, "base_model_prefix", "")
     found: dict[int, ExpertsModule] = {}
@@ -104,7 +104,7 @@ def spread_experts(model: nn.Module, experts: Sequence[ExpertsModule], group: Te
 
     Collective: none.
     """
-    names_of = ModuleNames(without_adapters(compiled_module(model) or model)).names_of
+    names_of = ModuleNames(inner_model(model)).names_of
     result = SpreadExperts()
     for each in experts:
         share = each.num_experts // group.size

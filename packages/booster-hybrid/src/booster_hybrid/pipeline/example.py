@@ -32,11 +32,9 @@ def example_batch(model: nn.Module, dataloader: DataLoader[Any] | None, given: A
 
     Collective: none.
     """
-    if given is not None:
-        return given
-    dataset = None if dataloader is None else dataloader.dataset
-    if dataloader is not None and not isinstance(dataset, IterableDataset) and len(dataset):  # type: ignore[arg-type]
-        return _collated(dataloader, _SAMPLES)
+    batch = batch_at_hand(dataloader, given)
+    if batch is not None:
+        return batch
     dummy = getattr(model, "dummy_inputs", None)
     if dummy is not None and getattr(model, "main_input_name", "input_ids") in dummy:
         return dummy
@@ -48,6 +46,21 @@ def example_batch(model: nn.Module, dataloader: DataLoader[Any] | None, given: A
         "loader to `boost`, or `HybridParallelPlugin(example_batch=...)`."
     )
     raise ConfigError(msg)
+
+
+def batch_at_hand(dataloader: DataLoader[Any] | None, given: Any = None) -> Any:
+    """Return a batch like those that a model will train on; ``None`` where there is none.
+
+    Args:
+        dataloader: As for `example_batch`.
+        given: A batch that the user has given for this, which wins.
+
+    Collective: none.
+    """
+    dataset = None if dataloader is None else dataloader.dataset
+    if given is not None or dataloader is None or isinstance(dataset, IterableDataset) or not len(dataset):  # type: ignore[arg-type]
+        return given
+    return _collated(dataloader, _SAMPLES)
 
 
 def check_entries(dataloader: DataLoader[Any] | None) -> list[dict[str, int]]:

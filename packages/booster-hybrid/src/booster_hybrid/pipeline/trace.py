@@ -321,7 +321,7 @@ def run_dry(
         for narrow in (False, True):
             try:
                 with FakeTensorMode(allow_non_fake_inputs=True) as mode, quiet_fakes(), draws:
-                    make = functools.partial(_fake, mode, narrow=narrow)
+                    make = functools.partial(fake_of, mode, narrow=narrow)
                     run(make, pytree.tree_map_only(torch.Tensor, make, batch))
             except ConfigError:
                 raise
@@ -355,8 +355,16 @@ def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) or hides_tensors(leaf) for leaf in pytree.tree_leaves(value))
 
 
-def _fake(mode: FakeTensorMode, tensor: torch.Tensor, *, narrow: bool) -> torch.Tensor:
-    """Return a fake tensor like another one; contiguous where that only stands in for one without values."""
+def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, *, narrow: bool) -> torch.Tensor:
+    """Return a fake tensor like another one; contiguous where that only stands in for one without values.
+
+    Args:
+        mode: Makes it.
+        tensor: The other one.
+        narrow: Whether floating tensors become bf16.
+
+    Collective: none.
+    """
     dtype = torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype
     if is_repeated(tensor):
         return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)

@@ -20,8 +20,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_core.state import compiled_module, named_modules, without_adapters
+from booster_core.state import named_modules
+from booster_hybrid.inner_model import inner_model
 from booster_hybrid.policy.check_gradients import NoGradientError, differing_gradient
+from booster_hybrid.random_weights import random_weights
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.rehearsal import RehearsedRank, rehearse
@@ -75,7 +77,7 @@ def check_policy(
 
     Collective: none.
     """
-    inner = without_adapters(compiled_module(model) or model)
+    inner = inner_model(model)
     is_host = device.type == "cpu"
     kept = torch.random.fork_rng([] if is_host else [device], device_type="cuda" if is_host else device.type)
     with kept, torch.no_grad():
@@ -137,22 +139,15 @@ class _Values:
 
     @classmethod
     def of(cls, layer: nn.Module, device: torch.device) -> _Values:
-        generator = torch.Generator(device).manual_seed(_SEED)
-        parameters = {}
         for name, parameter in layer.named_parameters():
             if not parameter.is_floating_point():
                 msg = f"its parameter '{name}' is of {parameter.dtype}"
                 raise _UncheckableError(msg)
-            values = torch.empty(parameter.shape, device=device)
-            if parameter.dim() < 2:
-                values.uniform_(0.5, 1.5, generator=generator)  # norms keep their scale
-            else:
-                values.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
-            parameters[name] = values
         for name, buffer in layer.named_buffers():
             if is_repeated(buffer):
                 msg = f"its buffer '{name}' has no values yet"
                 raise _UncheckableError(msg)
+        parameters = random_weights(layer, device, _SEED)
         return cls(parameters, {name: buffer.to(device) for name, buffer in layer.named_buffers()})
 
 

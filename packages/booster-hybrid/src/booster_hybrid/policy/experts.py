@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from booster_core.state import compiled_module, without_adapters
+from booster_hybrid.inner_model import inner_model
 from booster_hybrid.policy.base import ExpertRule
 from booster_hybrid.policy.registry import given_policy
 
@@ -32,7 +32,7 @@ def expert_rules(model: nn.Module, custom_policy: ShardingPolicy | None = None, 
     given = given_policy(model, custom_policy, hooks)
     if given is not None and given.experts:
         return list(given.experts)
-    model = without_adapters(compiled_module(model) or model)
+    model = inner_model(model)
     config: Any = getattr(model, "config", None)
     plan = getattr(model, "_ep_plan", None) or getattr(config, "base_model_ep_plan", None) or {}
     parameters: dict[str, list[str]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.state import compiled_module, without_adapters
+from booster_hybrid.inner_model import inner_model
 from booster_hybrid.policy.base import WHOLE_SEQUENCES, ModuleRule, ShardingPolicy
 from booster_hybrid.policy.from_transformers import read_plan, vocabulary_rules
 
@@ -67,11 +67,6 @@ def given_policy(
         return custom_policy
     found = hooks.sharding_policy(model_class=type(inner_model(model)))
     return found if isinstance(found, ShardingPolicy) else None
-
-
-def inner_model(model: nn.Module) -> nn.Module:
-    """Return the model inside of its compiler and adapters, whose class has a policy and whose lists it names."""
-    return without_adapters(compiled_module(model) or model)
 
 
 def known_layers(

@@ -62,6 +62,33 @@ def split_sequences(
     Collective: none.
     """
     model = compiled_module(model) or model
+    stacks = split_layers(model, lists, mode, group, rings=rings, tensor_size=tensor_size, has_stages=has_stages)
+    if parallel_output and has_causal_loss(model):
+        LogitsOfPositions(model, stacks[-1][0].layout, group)
+    model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
+    model.register_forward_pre_hook(_refuse_router_losses, with_kwargs=True)
+
+
+def split_layers(
+    model: nn.Module,
+    lists: Sequence[str],
+    mode: str,
+    group: TensorGroup,
+    *,
+    rings: Sequence[TensorGroup] | None = None,
+    tensor_size: int = 1,
+    has_stages: bool = False,
+) -> list[tuple[Stack, list[nn.Module]]]:
+    """Let the layers alone work on this rank's positions, in place; see `split_sequences`.
+
+    Returns:
+        The layers of each list, with what they share.
+
+    Raises:
+        ConfigError: If the model can't be split so.
+
+    Collective: none.
+    """
     name = type(model).__name__
     stacks = [(Stack(mode, group, name, rings), layers) for layers in lists_of_layers(model, lists, mode)]
     for stack, layers in stacks:
@@ -74,10 +101,6 @@ def split_sequences(
     if mode == "all_to_all":
         _check_heads(model, [layer for _, layers in stacks for layer in layers], group.size, tensor_size)
     _install_attention(model, stacks)
-    if parallel_output and has_causal_loss(model):
-        LogitsOfPositions(model, stacks[-1][0].layout, group)
-    model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
-    model.register_forward_pre_hook(_refuse_router_losses, with_kwargs=True)
     for stack, layers in stacks:
         for index, layer in enumerate(layers):
             split_relative_biases(layer, stack)
@@ -85,6 +108,7 @@ def split_sequences(
             hooks = LayerHooks(stack, layer, is_first=index == 0, is_last=is_last)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after, always_call=True)
+    return stacks
 
 
 def has_causal_loss(model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -39,10 +39,11 @@ class SdpaProbe:
     Args:
         layer: The layer.
         stack: What the layers share.
+        values: What the layer computes with in the place of its own floating tensors, by name; ``None`` for these.
     """
 
-    def __init__(self, layer: nn.Module, stack: Stack) -> None:
-        self._layer, self._stack = layer, stack
+    def __init__(self, layer: nn.Module, stack: Stack, values: Mapping[str, Tensor] | None = None) -> None:
+        self._layer, self._stack, self._values = layer, stack, values
         self._is_done = False
 
     def __call__(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], length: int) -> None:
@@ -55,7 +56,7 @@ class SdpaProbe:
             length: Number of positions of the whole sequences.
 
         Raises:
-            ConfigError: If the results differ, on every rank.
+            ConfigError: If the results differ, or the layer does not attend to other ranks' positions, on every rank.
 
         Collective: the group, until a sequence was long enough.
         """
@@ -76,10 +77,13 @@ class SdpaProbe:
             shortened = pytree.tree_map_only(torch.Tensor, lambda each: _short(each, length, short), (args, kwargs))
             whole = self._run(states, weights, shortened, None)
             stack.enter(short)
+            stack.num_attentions = 0
             try:
                 found = self._run(states, weights, shortened, short)
             except CheckpointError:  # what is computed again in backward attended otherwise
                 found = [torch.full_like(each, math.nan) for each in self._parts(whole, short)]
+            except ConfigError:  # a `ValueError` that tells the reason
+                raise
             except (RuntimeError, ValueError, IndexError) as error:
                 msg = (
                     f"A '{type(self._layer).__name__}' of {stack.model_name} fails on a part of a sequence, so "
@@ -87,7 +91,8 @@ class SdpaProbe:
                     "own; use 'split_gather' with `tp_size`, or leave sequences whole."
                 )
                 raise ConfigError(msg) from error
-        stack.length, stack.key_length, stack.num_attentions = before
+        length, key_length, num_attentions = before
+        stack.length, stack.key_length = length, key_length
         worst = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for ours, theirs, truth in zip(found, self._parts(whole, short), whole, strict=True):
             if not ours.numel():  # fewer positions than ranks
@@ -104,6 +109,8 @@ class SdpaProbe:
                 "the layer as an argument, of shape (positions, ...) or (batch, positions, ...)."
             )
             raise ConfigError(msg)
+        stack.check_attention(self._layer)
+        stack.num_attentions = num_attentions
 
     def _parts(self, whole: list[Tensor], length: int) -> list[Tensor]:
         return [self._stack.layout(length).take(each, 1, self._stack.group.rank) for each in whole]
@@ -117,7 +124,8 @@ class SdpaProbe:
             states, weights = layout.take(states, 1, rank), layout.take(weights, 1, rank)
             args, kwargs = stack.cut((args, kwargs), split)
         states = states.clone().requires_grad_()
-        wide = {f"layer.{name}": each.detach().double() for name, each in _floating(self._layer)}
+        own = dict(_floating(self._layer)) if self._values is None else self._values
+        wide = {f"layer.{name}": each.detach().double() for name, each in own.items()}
         with _WithoutDropout(), torch.autocast(states.device.type, enabled=False):
             stack.is_alone = split is None
             try:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from booster_hybrid.tensor_parallel.group import TensorGroup
 
+HIDDEN_STATES = "hidden_states"
+"""What layers call their own hidden states, where these are not the first positional argument."""
 OTHER_STATES = ("encoder_hidden_states", "key_value_states")
 """What layers and attention call the hidden states of another sequence, by transformers' conventions."""
 
@@ -52,6 +54,7 @@ class Stack:
         is_plain: Whether the layers attend by torch's function, and know nothing of transformers' conventions.
         is_probing: Whether a layer is checked, which gets what it is given as it is.
         is_alone: Whether a layer that is checked attends to what it has itself.
+        is_dry: Whether layers run on fake tensors, for which attention is checked and not computed.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Stack:
     ) -> None:
         self.mode, self.group, self.model_name = mode, group, model_name
         self.rings = (group,) if rings is None else tuple(rings)
-        self.is_plain = self.is_probing = self.is_alone = False
+        self.is_plain = self.is_probing = self.is_alone = self.is_dry = False
         self.length, self.key_length = 0, 0
         self.num_attentions = 0
         self.stream = SequenceStream(group.rank)
@@ -112,6 +115,23 @@ class Stack:
                 f"{self.model_name} was given sequences of {length} position(s), which can't be split over "
                 f"{self.group.size} ranks (`sequence_parallelism_mode={self.mode!r}`). Pad them to {self.group.size} "
                 "positions and mask the padding, or use a smaller `sp_size`."
+            )
+            raise ConfigError(msg)
+
+    def check_attention(self, layer: nn.Module) -> None:
+        """Check that a layer which has run called an attention that sees the other ranks' positions.
+
+        Raises:
+            ConfigError: If not.
+
+        Collective: none.
+        """
+        if not self.num_attentions:
+            msg = (
+                f"'{type(layer).__name__}' of {self.model_name} does not call its attention through transformers' "
+                "attention interface, nor `torch.nn.functional.scaled_dot_product_attention`, so "
+                f"`sequence_parallelism_mode={self.mode!r}` would let each part of a "
+                "sequence see itself only. Use 'split_gather' with `tp_size`, or a model that does."
             )
             raise ConfigError(msg)
 
@@ -204,7 +224,7 @@ class LayerHooks:
             return args, kwargs
         names = dict(enumerate(self._names))
         named = {names.get(index, f"/{index}"): value for index, value in enumerate(args)}
-        first = next(iter(named)) if args else "hidden_states"
+        first = next(iter(named)) if args else HIDDEN_STATES
         named.update(kwargs)
         hidden = named.pop(first)
         if self._is_first:
@@ -224,7 +244,7 @@ class LayerHooks:
                 named[name] = stack.cut(value, stack.length)
         named[first] = layout.take(hidden, 1, rank) if self._is_first else hidden
         stack.num_attentions = 0
-        if module.training:
+        if module.training and not stack.is_dry:
             stack.stream.enter(hidden.device)
         args = tuple(named.pop(names.get(index, f"/{index}")) for index in range(len(args)))
         return args, named
@@ -241,14 +261,8 @@ class LayerHooks:
         check_layer_output(module, output)
         first = output[0] if isinstance(output, tuple) else output
         is_passed_through = bool(args) and first is args[0]  # a layer of another stage of a pipeline
-        if not stack.num_attentions and not is_passed_through:
-            msg = (
-                f"'{type(module).__name__}' of {stack.model_name} does not call its attention through transformers' "
-                "attention interface, nor `torch.nn.functional.scaled_dot_product_attention`, so "
-                f" `sequence_parallelism_mode={stack.mode!r}` would let each part of a "
-                "sequence see itself only. Use 'split_gather' with `tp_size`, or a model that does."
-            )
-            raise ConfigError(msg)
+        if not is_passed_through:
+            stack.check_attention(module)
         stack.in_backward_of(first)
         if not self._is_last:
             return output

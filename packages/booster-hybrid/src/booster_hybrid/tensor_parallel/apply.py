@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.state import compiled_module, without_adapters
+from booster_hybrid.inner_model import inner_model
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.random_streams import TensorStreams, draws
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
@@ -78,7 +78,7 @@ def parallelize(
 
     Collective: none.
     """
-    model = without_adapters(compiled_module(model) or model)  # whose names are the user's
+    model = inner_model(model)  # whose names are the user's
     return _Applier(model, policy, group, parallel_output=parallel_output).run()
 
 

@@ -1,0 +1,238 @@
+"""What a batch of the data loader shows of split sequences is refused at `boost`; nothing else is changed by that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from compiler_warnings import ignore_compiler_warnings
+from family_models import batch_of, build
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from booster_core import Booster, LazyInitContext
+from booster_core.errors import ConfigError
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.policy.base import ShardingPolicy
+from booster_testing import run_on_ranks
+from booster_testing.models import tiny_llama
+
+HIDDEN, HEADS = 16, 4
+MODES = ("all_to_all", "ring_attn")
+
+
+class Layer(nn.Module):
+    """Attention by torch's function, or by code of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden, shown=None):
+        batch, length, _ = hidden.shape
+        query, key, value = self.qkv(hidden).view(batch, length, 3 * HEADS, -1).transpose(1, 2).chunk(3, 1)
+        if self.kind == "own scores":
+            found = (query @ key.transpose(-1, -2)).softmax(-1) @ value
+        elif self.kind == "none":
+            found = value
+        else:
+            mask = None if shown is None else shown[:, None, None, :].expand(-1, -1, length, -1)
+            found = nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
+        return hidden + self.out(found.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, *kinds):
+        super().__init__()
+        self.table = nn.Embedding(32, HIDDEN)
+        self.blocks = nn.ModuleList(Layer(kind) for kind in kinds)
+        self.dropout, self.norm = nn.Dropout(0.1), nn.BatchNorm1d(HIDDEN)
+        self.calls = 0
+
+    def forward(self, tokens):
+        self.calls += 1
+        hidden = self.dropout(self.norm(self.table(tokens).transpose(1, 2)).transpose(1, 2))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def plain(*kinds):
+    torch.manual_seed(0)
+    return Model(*kinds)
+
+
+def boosted(model, mode, loader, **options):
+    policy = ShardingPolicy(layers=("blocks",)) if isinstance(model, Model) else None
+    plugin = HybridParallelPlugin(sp_size=2, sequence_parallelism_mode=mode, custom_policy=policy, **options)
+    booster = Booster("cpu", plugin=plugin)
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
+    return booster, model, optimizer
+
+
+def loader_of(length, samples=4):
+    return DataLoader([torch.arange(row, row + length) % 32 for row in range(samples)], batch_size=samples)
+
+
+def refused(make, loader, first_batch):
+    """Return what `boost` raises with a loader, and what the first step raises without one, in both modes."""
+    found = []
+    for mode in MODES:
+        with pytest.raises(ConfigError) as at_boost:
+            boosted(make(), mode, loader)
+        _, model, _ = boosted(make(), mode, None)
+        with pytest.raises(ConfigError) as late:
+            model(first_batch) if isinstance(first_batch, torch.Tensor) else model(**first_batch)
+        found.append((str(at_boost.value), str(late.value)))
+    return found
+
+
+def refused_plain(kinds):
+    return refused(lambda: plain(*kinds), loader_of(16), torch.zeros(3, 16, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "reason"),
+    [
+        (("own scores",), "computes something else from parts of a sequence than from the whole"),
+        (("torch's", "own scores"), "computes something else from parts of a sequence than from the whole"),
+        (("torch's", "none"), "does not call its attention through"),
+    ],
+)
+def test_plain_layers_that_can_not_be_split_are_refused_at_boost_as_in_the_first_step(kinds, reason):
+    for found in run_on_ranks(refused_plain, 2, kinds):
+        for at_boost, late in found:
+            assert reason in at_boost
+            assert at_boost == late
+
+
+def refused_family(name):
+    batch = batch_of(name)
+    rows = [{key: value[row] for key, value in batch.items()} for row in range(4)]
+    first = {key: value[:2] for key, value in batch.items()}  # the check takes two samples, and names shapes
+    return refused(lambda: build(name), DataLoader(rows, batch_size=4), first)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("doge", "computes with its attention mask itself"),
+        ("blt", "attends from 8 positions of this rank to 34 others"),
+        ("minimax", "does not call its attention through"),
+        ("gpt_neo", "can't be given a part of a sequence"),
+        ("mvp", "fails on a part of a sequence"),
+    ],
+)
+def test_families_that_can_not_be_split_are_refused_at_boost_as_in_the_first_step(name, reason):
+    for found in run_on_ranks(refused_family, 2, name):
+        for at_boost, late in found:
+            assert reason in at_boost
+            assert at_boost == late
+
+
+def lazy(kind):
+    with LazyInitContext():
+        model = plain(kind)
+        model.norm = nn.Identity()  # what layers are given might depend on a buffer, which has no values
+    return model
+
+
+def refused_lazily():
+    for mode in MODES:
+        with pytest.raises(ConfigError, match="computes something else from parts of a sequence"):
+            boosted(lazy("own scores"), mode, loader_of(16))
+        boosted(lazy("torch's"), mode, loader_of(16))
+
+
+def test_lazy_models_are_checked_with_random_weights():
+    run_on_ranks(refused_lazily, 2)
+
+
+def unchanged(mode):
+    """Nothing of the model, the generators or the loader is changed by the check."""
+    loader = loader_of(16)
+    torch.manual_seed(3)
+    before = plain("torch's", "torch's")
+    torch.manual_seed(7)
+    _, model, _ = boosted(plain("torch's", "torch's"), mode, None)
+    without = torch.get_rng_state()
+    torch.manual_seed(7)
+    _, model, _ = boosted(plain("torch's", "torch's"), mode, loader)
+    assert torch.equal(torch.get_rng_state(), without)
+    inside = model.unwrap()
+    assert inside.calls == 0
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(inside.state_dict()[name], tensor), name
+    assert all("forward" not in vars(each) for each in inside.modules() if not isinstance(each, Layer))
+    assert inside.training
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_check_leaves_model_and_generators_as_they_are(mode):
+    run_on_ranks(unchanged, 2, mode)
+
+
+class Drawn(Dataset):
+    """Samples whose lengths and values are each rank's own."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        rank = dist.get_rank()
+        return torch.full((11 + rank,), rank)
+
+
+class Failing(Drawn):
+    def __getitem__(self, index):
+        if dist.get_rank() == 1:
+            msg = "opened by the workers"
+            raise RuntimeError(msg)
+        return super().__getitem__(index)
+
+
+def boosts(mode):
+    for loader in (loader_of(1), loader_of(2, samples=2), DataLoader(Drawn()), DataLoader(Failing())):
+        boosted(plain("torch's"), mode, loader)
+        boosted(tiny_llama(num_hidden_layers=2), mode, loader)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_that_shows_nothing_is_no_reason(mode):
+    """Too short to split, as many samples as positions, other ones on each rank, or not to be read at boost."""
+    run_on_ranks(boosts, 2, mode)
+
+
+def compiled(mode):
+    ignore_compiler_warnings()
+    model = plain("own scores")
+    for layer in model.blocks:
+        layer.compile(backend="eager")
+    _, model, _ = boosted(model, mode, loader_of(16))
+    with pytest.raises(ConfigError, match="computes something else from parts of a sequence"):
+        model(torch.zeros(3, 16, dtype=torch.long))
+
+
+def test_compiled_layers_are_checked_in_the_first_step():
+    run_on_ranks(compiled, 2, "ring_attn", timeout_seconds=180.0)
+
+
+def compared(options):
+    """Train a model that was checked, as one process does, parameter by parameter."""
+    rows = [{"input_ids": torch.arange(row, row + 12), "labels": torch.arange(row, row + 12)} for row in range(4)]
+    whole = tiny_llama(num_hidden_layers=3).train()
+    model = tiny_llama(num_hidden_layers=3).train()
+    model.load_state_dict(whole.state_dict())
+    booster, model, optimizer = boosted(model, options.pop("mode"), DataLoader(rows, batch_size=4), **options)
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    whole(**batch).loss.backward()
+    booster.backward(model(**batch).loss, optimizer)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(booster.full_gradient(model, name), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("options", [{"mode": "all_to_all"}, {"mode": "ring_attn", "tp_size": 2, "zero_stage": 1}])
+def test_models_that_were_checked_train_as_one_process(options):
+    run_on_ranks(compared, 2 * options.get("tp_size", 1), options)
