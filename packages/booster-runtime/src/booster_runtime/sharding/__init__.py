@@ -39,7 +39,7 @@ from booster_runtime.sharding.layers import (
     parameters_by_unit,
     without_split_ties,
 )
-from booster_runtime.sharding.narrow import kept_as_they_are, normalisation_parameters, working_dtypes
+from booster_runtime.sharding.narrow import normalisation_parameters, working_dtypes
 from booster_runtime.sharding.ranks import RanksOfWorld, ShardingRanks, make_ranks, sharding_groups
 from booster_runtime.sharding.reductions import describe_reductions, note_compute, note_reductions
 from booster_runtime.sharding.renormalized import refuse_renormalized
@@ -70,7 +70,6 @@ __all__ = [
     "generate_together",
     "generating_model",
     "is_cut",
-    "kept_as_they_are",
     "layers_of",
     "local_of",
     "make_ranks",
