@@ -17,10 +17,10 @@ from booster_fsdp.formats import describe_formats, gathers_narrow, unit_format, 
 from booster_fsdp.outputs import return_no_views
 from booster_fsdp.units import Units
 from booster_fsdp.wrapping import choose_units, find_ignored, head_of
-from booster_runtime.adapted import frozen_base
 from booster_runtime.sharding import (
     ShardingRanks,
     check_distinct_memory,
+    frozen_base,
     make_ranks,
     normalisation_parameters,
     note_compute,
