@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 import torch
 import torch.distributed as dist
-from device_smoke import PLUGINS, Case, batch_of
+from device_smoke import PLUGINS, Case, batch_of, make_deep_model, part_of
 from simulated_device import NAME, run_on_devices
 
 from booster_core import Booster
@@ -35,29 +35,9 @@ FEW_BYTES = 1 << 19
 """For what offload brings to the device on its way: a sixth of the model."""
 
 
-def make_model(seed):
-    """Return a Llama with tied embeddings and a frozen layer, of 3 MiB, none of whose tensors is large."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 24, "num_attention_heads": 4}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(vocab_size=64, num_key_value_heads=2, use_cache=False, tie_word_embeddings=True, **sizes)
-        )
-    model.model.layers[0].requires_grad_(requires_grad=False)
-    model.register_buffer("scale", torch.full((3,), float(seed)))
-    return model
-
-
-def part_of(whole, shard):
-    part = whole[tuple(slice(*bounds) for bounds in shard.box)]
-    return part if shard.flat is None else part.flatten()[slice(*shard.flat)]
-
-
 def boost(case, precision):
     """Boost other values on each rank, compare with rank 0's, and return the peak and what is kept, in bytes."""
-    model = make_model(seed=dist.get_rank())
+    model = make_deep_model(seed=dist.get_rank())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     before = torch.simulated.memory_allocated()
     torch.simulated.reset_peak_memory_stats()
@@ -65,7 +45,7 @@ def boost(case, precision):
     booster = Booster(NAME, precision, getattr(import_module(module), name)(**case.options))
     model, *_ = booster.boost(model, torch.optim.AdamW(trained))
     peak, kept = torch.simulated.max_memory_allocated() - before, torch.simulated.memory_allocated() - before
-    expected = make_model(seed=0).state_dict()
+    expected = make_deep_model(seed=0).state_dict()
     adapter = booster.state_adapter(model)
     seen = set()
     for shard in (*adapter.model_shards(), *adapter.optimizer_shards()):
@@ -97,7 +77,7 @@ def test_boost_holds_what_this_rank_keeps_and_little_more(name, precision, simul
 
 def boost_with_state(plugin, options, make_optimizer):
     """Boost with an optimizer that has state; return the peak, what is kept, and how much the state is off."""
-    model = make_model(seed=0)
+    model = make_deep_model(seed=0)
     optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     for number, (parameter, state) in enumerate(optimizer.state.items()):
         state["sum"].copy_(torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape) + number)

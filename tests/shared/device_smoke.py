@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from booster_core.state import TensorShard
+
 STEPS = 5
 SAMPLES = 8
 _LENGTH = 12
@@ -79,6 +81,28 @@ def make_model() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return LlamaForCausalLM(config)
+
+
+def make_deep_model(seed: int) -> nn.Module:
+    """Return a Llama with tied embeddings and a frozen layer, of 3 MiB, none of whose tensors is large."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 24, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY, num_key_value_heads=2, use_cache=False, tie_word_embeddings=True, **sizes
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.model.layers[0].requires_grad_(requires_grad=False)
+    model.register_buffer("scale", torch.full((3,), float(seed)))
+    return model
+
+
+def part_of(whole: Tensor, shard: TensorShard) -> Tensor:
+    """Return what a shard holds of a whole tensor."""
+    part = whole[tuple(slice(*bounds) for bounds in shard.box)]
+    return part if shard.flat is None else part.flatten()[slice(*shard.flat)]
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:

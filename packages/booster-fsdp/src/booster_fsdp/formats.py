@@ -71,7 +71,7 @@ def gathers_narrow(config: FSDPConfig, policy: PrecisionPolicy) -> bool:
 
 
 def unit_format(
-    config: FSDPConfig, policy: PrecisionPolicy, dtype: torch.dtype | None, *, is_root: bool
+    config: FSDPConfig, policy: PrecisionPolicy, dtype: torch.dtype | None, *, is_root: bool, is_rounded: bool = True
 ) -> MixedPrecisionPolicy:
     """Return the dtypes of a unit.
 
@@ -80,11 +80,12 @@ def unit_format(
         policy: Precision of the run.
         dtype: The dtype of the unit's trained parameters; ``None`` if it has none.
         is_root: Whether the unit is the model itself.
+        is_rounded: Whether a narrow precision gathers it in its dtype; else each parameter is gathered in its own.
     """
     output = policy.output_dtype if is_root else None
     if config.mixed_precision is not None:
         return replace(config.mixed_precision, output_dtype=output)
-    gathered = policy.compute_dtype if policy.uses_autocast else None
+    gathered = policy.compute_dtype if policy.uses_autocast and is_rounded else None
     reduced: torch.dtype | None = policy.reduce_dtype
     is_wider = dtype is not None and policy.param_dtype is None and dtype.itemsize > policy.reduce_dtype.itemsize
     if is_wider or (gathered is None and reduced == dtype):
@@ -94,11 +95,14 @@ def unit_format(
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, output_dtype=output)
 
 
-def describe_formats(config: FSDPConfig, policy: PrecisionPolicy, kept: set[torch.dtype]) -> str:
+def describe_formats(
+    config: FSDPConfig, policy: PrecisionPolicy, kept: set[torch.dtype], *, has_unrounded: bool = False
+) -> str:
     """Return what `Booster.describe` says of the formats of forward, of parameters and of optimizer state."""
     how = "by autocast" if uses_autocast(config, policy) else "without autocast"
     compute = str(policy.compute_dtype).removeprefix("torch.")
     names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in kept))
     if not gathers_narrow(config, policy):
         return f"forward and backward in the dtype of the parameters, kept in {names}"
-    return f"forward and backward in {compute} {how}; parameters kept in {names} and gathered in {compute}"
+    gathered = f"{compute}, those in a unit with a frozen base as they are" if has_unrounded else compute
+    return f"forward and backward in {compute} {how}; parameters kept in {names} and gathered in {gathered}"

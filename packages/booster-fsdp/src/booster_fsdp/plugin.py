@@ -178,7 +178,7 @@ class TorchFSDPPlugin(Plugin):
         methods = self._forward_methods(model)
         check_parameters(model)
         recording = None
-        if is_lazy(model) or shards_from_host(model, objects.optimizer, context.device, context.coordinator):
+        if is_lazy(model) or shards_from_host(model, context.device, context.coordinator):
             recording = hollow_model(model, objects.optimizer, context.device, context.precision)
         else:
             place_model(model, objects.optimizer, context.device, context.precision)
@@ -215,6 +215,8 @@ class TorchFSDPPlugin(Plugin):
                 precision=context.precision,
                 after_step=context.after_step,
             )
+            if recording is not None:
+                optimizer.views.move_state()
         else:
             settlement.settle_each_backward()
         wrapped.attach(optimizer)

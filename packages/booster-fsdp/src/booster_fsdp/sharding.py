@@ -20,7 +20,7 @@ from booster_fsdp.wrapping import choose_units, find_ignored, head_of
 from booster_runtime.sharding import (
     ShardingRanks,
     check_distinct_memory,
-    kept_as_they_are,
+    frozen_base,
     make_ranks,
     normalisation_parameters,
     note_compute,
@@ -166,6 +166,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: 
     """
     chosen = choose_units(model, config)
     whole, dtype_of = _replicated(model, chosen, config, policy)
+    unrounded = _unrounded(model, chosen, whole, config, policy)
     for parameter in model.parameters():
         if parameter not in whole and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -174,7 +175,10 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: 
         "offload_policy": _offload_policy(config, mesh.device_type),
         "shard_placement_fn": config.shard_placement_fn,
     }
-    formats = {name: unit_format(config, policy, dtype_of[name], is_root=not name) for name in (*reversed(chosen), "")}
+    formats = {
+        name: unit_format(config, policy, dtype_of[name], is_root=not name, is_rounded=name not in unrounded)
+        for name in (*reversed(chosen), "")
+    }
     asked, head = config.reshard_after_forward, head_of(model, chosen)
     # Backward needs the head and the outermost unit first; `None` lets torch keep the latter gathered.
     kept = {"": None, head: False} if asked is True else {"": asked and None}
@@ -184,7 +188,8 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: 
     if mesh.device_type == "cpu":
         for name in formats:
             use_runtime_collectives(cast("FSDPModule", modules[name]))
-    note_compute(model, describe_formats(config, policy, {dtype for dtype in dtype_of.values() if dtype is not None}))
+    kept_in = {dtype for dtype in dtype_of.values() if dtype is not None}
+    note_compute(model, describe_formats(config, policy, kept_in, has_unrounded=bool(unrounded)))
     is_summed_here = hasattr(model, "set_custom_reduce_scatter")
     sent = _sent_dtypes(formats, dtype_of, whole)
     note_reductions(model, sent, torch.device(mesh.device_type), by_backend=not is_summed_here, is_rounded=True)
@@ -200,14 +205,25 @@ def _replicated(
     whole = find_ignored(model, config)
     whole |= {parameter for parameter in model.parameters() if _is_kept_whole(parameter)}
     if gathers_narrow(config, policy):
-        # Without autocast, a frozen base in another dtype than its inputs would not run.
-        kept = kept_as_they_are(model) if uses_autocast(config, policy) else normalisation_parameters(model)
+        kept = normalisation_parameters(model)
         whole |= {parameter for parameter in model.parameters() if id(parameter) in kept}
     dtype_of = {}
     for name, parameters in parameters_by_unit(model, chosen).items():
         dtype_of[name], odd = _dtypes(parameter for parameter in parameters if parameter not in whole)
         whole |= odd
     return whole, dtype_of
+
+
+def _unrounded(
+    model: nn.Module, chosen: Sequence[str], whole: set[nn.Parameter], config: FSDPConfig, policy: PrecisionPolicy
+) -> set[str]:
+    """Return the units that gather a part of the frozen base of adapters, which is pretrained, and not rounded.
+
+    Without autocast the base is gathered in the dtype of its inputs, or it would not run.
+    """
+    base = frozen_base(model) if gathers_narrow(config, policy) and uses_autocast(config, policy) else set()
+    units = parameters_by_unit(model, chosen)
+    return {name for name, held in units.items() if any(id(each) in base and each not in whole for each in held)}
 
 
 def _shard(module: nn.Module, name: str, *, reshard: bool | int | None, **options: Any) -> None:

@@ -41,7 +41,7 @@ class Views:
         self._rows: dict[nn.Parameter, None] = {}
 
     def add_rows(self, parameter: nn.Parameter) -> None:
-        """Show this rank's rows of a parameter, and shard the state that it has.
+        """Show this rank's rows of a parameter, and bring its rows of the state that there is to their device.
 
         Collective: none.
         """
@@ -55,7 +55,9 @@ class Views:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and is_cut(key, value, parameter.shape):
                 dtype = rows.dtype if value.is_floating_point() else value.dtype
-                state[key] = sharded_like(value.to(device=rows.device, dtype=dtype), parameter)
+                # Cut where it lies: on the host there is room for all of it.
+                part = local_of(sharded_like(value, parameter))
+                state[key] = dtensor_of(part.to(device=rows.device, dtype=dtype), parameter)
 
     def add_whole(self, wholes: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
         """Show whole parameters, and keep the state of those alone.
@@ -70,6 +72,16 @@ class Views:
                 self.of[parameter] = whole
             elif parameter in self._optimizer.state:
                 del self._optimizer.state[parameter]
+
+    def move_state(self) -> None:
+        """Move state that is not cut to the devices and formats of the parameters, as `place_model` does.
+
+        It is small, or of a parameter that this rank steps whole. What `add_rows` has cut is there.
+
+        Collective: none.
+        """
+        if self._optimizer.state:
+            self._optimizer.load_state_dict(self._optimizer.state_dict())
 
     def point_at_rows(self) -> None:
         """Let the views of rows have the current memory of the rows and their gradients.

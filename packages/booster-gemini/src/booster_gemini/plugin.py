@@ -160,7 +160,7 @@ class GeminiPlugin(Plugin):
         # After what raises without communication: a rank that left would end groups that others still connect.
         ranks = self._ranks.get(gathers_apart=bool(leaves))
         # Chunks have formats of their own.
-        recording = place_or_hollow(model, objects.optimizer, context, cuts_state=True)
+        recording = place_or_hollow(model, objects.optimizer, context)
         hollow = {} if recording is None else recording.name_of
         lazy = {index for index, parameter in enumerate(model.parameters()) if id(parameter) in hollow}
         groups = [] if objects.optimizer is None else objects.optimizer.param_groups

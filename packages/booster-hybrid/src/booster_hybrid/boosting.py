@@ -145,7 +145,7 @@ class HybridSetup:
         """
         model, optimizer, context = self._model, self._objects.optimizer, self._context
         check_distinct_memory(model)
-        if not is_lazy(model) and shards_from_host(model, optimizer, context.device, context.coordinator):
+        if not is_lazy(model) and shards_from_host(model, context.device, context.coordinator):
             self._is_on_host = True
             return None
         return place_or_hollow(model, optimizer, context)

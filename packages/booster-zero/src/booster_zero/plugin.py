@@ -158,7 +158,7 @@ class LowLevelZeroPlugin(Plugin):
         check_distinct_memory(model)
         if context.coordinator.world_size > 1:
             refuse_renormalized(model)
-        recording = place_or_hollow(model, objects.optimizer, context, cuts_state=True)
+        recording = place_or_hollow(model, objects.optimizer, context)
         boosted = self.shard(objects, context, self._ranks.get(), home=home)
         if recording is not None:
             adapter = self.state_adapter(boosted.model, boosted.optimizer, context)

@@ -101,12 +101,7 @@ def materialize_objects(
 
 
 def hollow_objects(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    device: torch.device,
-    policy: PrecisionPolicy,
-    *,
-    cuts_state: bool = False,
+    model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy
 ) -> Recording | HostValues:
     """Take the values of a model's parameters out of it, and bring what is left to a device, with the first rank's.
 
@@ -114,17 +109,17 @@ def hollow_objects(
         model: A lazy model, or one for which `shards_from_host` holds; its lazy tensors, or its parameters, become
             tensors of the device with one element of memory each, which a strategy may give other memory by
             ``.data = ...``.
-        optimizer: Its optimizer, which keeps its hold on the parameters.
+        optimizer: Its optimizer, which keeps its hold on the parameters. State of a parameter's shape that is on the
+            host stays there, for `HostedOptimizer.adopt` to cut.
         device: Where the model will run.
         policy: Precision to bring to what has values; see `place_model`.
-        cuts_state: Leave optimizer state of a parameter's shape on the host, for a strategy that cuts it there.
 
     Returns:
         How the model's values are made, or where they are.
 
     Collective: every rank of the world, where the model has tensors with values.
     """
-    state = StateOnHost(optimizer if cuts_state else None)
+    state = StateOnHost(optimizer)
     state.take()
     recording = take_values(model, device)
     if optimizer is not None:
@@ -139,7 +134,7 @@ def hollow_objects(
 
 
 def place_or_hollow(
-    model: nn.Module, optimizer: Optimizer | None, context: BoostContext, *, cuts_state: bool = False
+    model: nn.Module, optimizer: Optimizer | None, context: BoostContext
 ) -> Recording | HostValues | None:
     """Bring a model to the run's device in its own formats, with the first rank's values on every rank.
 
@@ -147,10 +142,8 @@ def place_or_hollow(
 
     Args:
         model: The user's model.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer; see `hollow_objects` for what becomes of its state.
         context: Device and ranks.
-        cuts_state: Leave existing optimizer state of a parameter's shape on the host, for `HostedOptimizer.adopt` to
-            cut; else a model with such state moves whole.
 
     Returns:
         How those values are made, or where they are, see `hollow_objects`; ``None`` where the model has its values.
@@ -161,8 +154,8 @@ def place_or_hollow(
     Collective: every rank of the world.
     """
     unchanged = replace(context.precision, param_dtype=None)
-    if is_lazy(model) or shards_from_host(model, optimizer, context.device, context.coordinator, cuts_state=cuts_state):
-        return hollow_objects(model, optimizer, context.device, unchanged, cuts_state=cuts_state)
+    if is_lazy(model) or shards_from_host(model, context.device, context.coordinator):
+        return hollow_objects(model, optimizer, context.device, unchanged)
     place_model(model, optimizer, context.device, unchanged)
     agree_on_values(model)
     return None

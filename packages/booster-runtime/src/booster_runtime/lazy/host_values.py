@@ -32,24 +32,15 @@ _SENT_BYTES = 1 << 24
 """Most of a parameter that is on the device on its way to shards."""
 
 
-def shards_from_host(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    device: torch.device,
-    coordinator: DistCoordinator,
-    *,
-    cuts_state: bool = False,
-) -> bool:
+def shards_from_host(model: nn.Module, device: torch.device, coordinator: DistCoordinator) -> bool:
     """Return whether an eager model's parameters stay on the host until a device gets its shards of them.
 
     They do where that is possible on every rank.
 
     Args:
         model: The user's model.
-        optimizer: Its optimizer.
         device: Where the model will run.
         coordinator: The ranks.
-        cuts_state: Whether the strategy cuts optimizer state that is on the host, too; see `StateOnHost`.
 
     Raises:
         ConfigError: If ranks built different models.
@@ -58,9 +49,7 @@ def shards_from_host(
     """
     if device.type == "cpu":
         return False
-    # Elsewhere existing state moves with whole parameters.
-    has_state = optimizer is not None and bool(optimizer.state)
-    is_possible = (cuts_state or not has_state) and all(map(_is_plain, model.parameters()))
+    is_possible = all(map(_is_plain, model.parameters()))
     shapes = [f"'{name}' of {tuple(each.shape)} and {each.dtype}" for name, each in model.named_parameters()]
     digest = hashlib.sha256("\n".join(shapes).encode()).digest()
     every = coordinator.all_gather_object((is_possible, digest))
@@ -90,7 +79,9 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 
 class StateOnHost:
-    """Optimizer state that exists before `boost`, such as Adagrad's, kept on the host until this rank's part is cut.
+    """Optimizer state that exists before `boost`, kept on the host until this rank's part is cut.
+
+    There is some after training or loading before `boost`, and always for Adagrad.
 
     Args:
         optimizer: The user's optimizer, whose parameters are on the host.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from booster_runtime.adapted import frozen_base
 from booster_runtime.sharding.agreement import agree_on_values, send_first
 from booster_runtime.sharding.buffers import BufferWatch
 from booster_runtime.sharding.distinct import check_distinct_memory
@@ -39,7 +40,7 @@ from booster_runtime.sharding.layers import (
     parameters_by_unit,
     without_split_ties,
 )
-from booster_runtime.sharding.narrow import kept_as_they_are, normalisation_parameters, working_dtypes
+from booster_runtime.sharding.narrow import normalisation_parameters, working_dtypes
 from booster_runtime.sharding.ranks import RanksOfWorld, ShardingRanks, make_ranks, sharding_groups
 from booster_runtime.sharding.reductions import describe_reductions, note_compute, note_reductions
 from booster_runtime.sharding.renormalized import refuse_renormalized
@@ -67,10 +68,10 @@ __all__ = [
     "distinct_groups",
     "dtensor_of",
     "dtensor_shards",
+    "frozen_base",
     "generate_together",
     "generating_model",
     "is_cut",
-    "kept_as_they_are",
     "layers_of",
     "local_of",
     "make_ranks",

@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def kept_as_they_are(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that stay in their format under a narrow one.
-
-    The base that is frozen next to adapters is pretrained, and is not rounded. Batch normalisation computes its
-    statistics in fp32, and torch's CPU kernel needs its parameters in fp32 as well.
-    """
-    return normalisation_parameters(model) | frozen_base(model)
-
-
 def normalisation_parameters(model: nn.Module) -> set[int]:
     """Return the ids of the parameters of batch normalisation."""
     return {
@@ -37,11 +28,15 @@ def normalisation_parameters(model: nn.Module) -> set[int]:
 def working_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> Callable[[nn.Parameter], torch.dtype]:
     """Return a function from a parameter to the dtype that forward and backward use for it.
 
+    Under a narrow format, the base that is frozen next to adapters stays in its own: it is pretrained, and is not
+    rounded. So does batch normalisation, which computes its statistics in fp32, and whose kernel on the CPU needs its
+    parameters in fp32 as well.
+
     Args:
         model: The model, whole.
         param_dtype: The run's format of parameters; ``None`` leaves all as they are.
     """
-    kept = kept_as_they_are(model) if param_dtype in NARROW else set()
+    kept = normalisation_parameters(model) | frozen_base(model) if param_dtype in NARROW else set()
 
     def dtype_of(parameter: nn.Parameter) -> torch.dtype:
         is_left = param_dtype is None or not parameter.is_floating_point() or id(parameter) in kept
