@@ -65,6 +65,7 @@ class Bucket(Shard):
         whole: Those values; ``None`` where they are not here.
         state: What is here of them.
         pins: How many users there are that need them to stay.
+        awaits_average: Whether the gradient has been reduced since `start_average` averaged it over the replicas.
 
     Collective: none; values are taken from this rank's parameters.
     """
@@ -99,6 +100,7 @@ class Bucket(Shard):
         self._pending: Pending | None = None
         self._added: set[int] = set()
         self._is_averaged = False
+        self.awaits_average = False
         self._versions: list[int] = []
         taken = [piece for piece in self.pieces if valued is None or piece.index in valued]
         for piece in taken:
@@ -374,7 +376,7 @@ class Bucket(Shard):
     def drop_gradient(self) -> None:
         """Forget the gradient; see `Shard.drop_gradient`."""
         super().drop_gradient()
-        self._is_averaged = False
+        self._is_averaged = self.awaits_average = False
         self._added.clear()
 
     def start_reduction(self, gradients: Mapping[int, Tensor], scratch: Tensor) -> Pending:
@@ -391,12 +393,28 @@ class Bucket(Shard):
         """
         if self.adds_at_once:
             self._clear_rest()
-            return self._start_average() if self.averages_at_once else Pending()
+            return self._start_average_of_wholes() if self.averages_at_once else Pending()
         is_first = not self.has_gradient
+        self.awaits_average = self.ranks.replica_group is not None
         self.make_gradient()
         self._fetch(Role.GRAD).wait()
         pending = self._start_sum(gradients, scratch, is_first=is_first)
         return Pending([pending], lambda: self._release(Role.GRAD, changed=True)) if self.home.moves else pending
+
+    def start_average(self) -> Pending:
+        """Start averaging over the replicas what `start_reduction` has added up since they did; nothing where none has.
+
+        What they have averaged before is the same on each, and stays.
+
+        Collective: the shards' replicas, where ``awaits_average``; else none.
+        """
+        if not self.awaits_average:
+            return Pending()
+        self.awaits_average = False
+        self.make_gradient()
+        self._fetch(Role.GRAD).wait()
+        average = collectives.all_reduce(self.make_gradient(), dist.ReduceOp.AVG, self.ranks.replica_group)
+        return Pending([average], lambda: self._release(Role.GRAD, changed=True)) if self.home.moves else average
 
     @functools.cached_property
     def _outgoing(self) -> Outgoing:
@@ -434,8 +452,8 @@ class Bucket(Shard):
 
         return Pending(finish=add_up, keep=(source, staged))
 
-    def _start_average(self) -> Pending:
-        """Start averaging over the replicas what has been added up here, of earlier rounds as well."""
+    def _start_average_of_wholes(self) -> Pending:
+        """Start averaging over the replicas a gradient that is all here, of earlier rounds as well."""
         gradient = self.make_gradient()
         # What was averaged before would be rounded again in each further round.
         wire = gradient.dtype if self._is_averaged else self.format.wire

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,13 +28,13 @@ from booster_core.errors import GradientError
 from booster_core.precision import NARROW
 from booster_zero.engine.filling import Filling, Round
 from booster_zero.engine.stand_ins import ShardedGradient, StandIns, assigned_error, holds_values
+from booster_zero.engine.underway import Underway
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from torch import Tensor, nn
 
-    from booster_runtime.collectives import Pending
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.partition import Slot
 
@@ -60,6 +59,7 @@ class Reducer:
         repeated: Parameters whose gradients come several times in one backward, on any rank.
         unused_somewhere: Parameters that took no part in the first round on some rank.
         unused_anywhere: Parameters that took no part on any rank when that was last agreed on.
+        underway: The reductions that were started.
         waits_in_backward: Whether backward may wait for other ranks' buckets: not if it also sends them activations.
         dropped: Parameters whose gradients a script has dropped by ``parameter.grad = None``; whoever steps empties it.
     """
@@ -87,8 +87,7 @@ class Reducer:
         self._overlap = overlap
         self._place: dict[int, tuple[Bucket, Slot, nn.Parameter]] = {}
         self._round = Round()
-        self._underway: deque[tuple[Pending, Tensor]] = deque()
-        self._spare: dict[torch.dtype, list[Tensor]] = {}
+        self.underway = Underway(self.buckets)
         self._is_open = False
         self._is_guarded = False
         self._is_interrupted = False
@@ -113,7 +112,7 @@ class Reducer:
             for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
         }
         self._round = Round()  # what it says of former buckets would keep their memory
-        self._spare = {}
+        self.underway.set_buckets(self.buckets)
         self._stand_ins.forget_pieces()
         self._unhooked = {
             index: parameter for index, (_, _, parameter) in self._place.items() if index not in self._hooks
@@ -217,8 +216,7 @@ class Reducer:
         Collective: none; after a backward that raised, every rank of the shard group.
         """
         self._finish_interrupted()
-        while self._underway:
-            self._end_oldest()
+        self.underway.wait_until(0)
         self._is_open = self._has_local = False
         self._late.clear()
         self.used.clear()
@@ -314,8 +312,7 @@ class Reducer:
                 if slot.index in self._local or holds_values(parameter.grad):
                     self._take(bucket, filling, slot, parameter)
             self._start(bucket, filling)
-        while self._underway:
-            self._end_oldest()
+        self.underway.wait_until(0)
 
     # ---- gradients
 
@@ -448,24 +445,9 @@ class Reducer:
 
     def _start(self, bucket: Bucket, filling: Filling) -> None:
         gradients, filling.gradients, filling.is_started = filling.gradients, {}, True
-        scratch = self._borrow(bucket)
-        self._underway.append((bucket.start_reduction(gradients, scratch), scratch))
-        while self.waits_in_backward and len(self._underway) > (_MOST_IN_FLIGHT if self._overlap else 0):
-            self._end_oldest()
-
-    def _end_oldest(self) -> None:
-        pending, scratch = self._underway.popleft()
-        with torch.no_grad():
-            pending.wait()
-        self._spare.setdefault(scratch.dtype, []).append(scratch)
-
-    def _borrow(self, bucket: Bucket) -> Tensor:
-        """Return memory to receive into, long enough for any bucket; a few pieces serve all of them in turn."""
-        wire = bucket.format.wire
-        spare = self._spare.setdefault(wire, [])
-        if spare:
-            return spare.pop()
-        return torch.empty(max(each.scratch_numel for each in self.buckets if each.format.wire == wire), dtype=wire)
+        self.underway.start(bucket, gradients)
+        if self.waits_in_backward:
+            self.underway.wait_until(_MOST_IN_FLIGHT if self._overlap else 0)
 
 
 def _hook(reducer: weakref.ref[Reducer], index: int, parameter: nn.Parameter) -> Any:
