@@ -126,7 +126,7 @@ class Shard:
         self.pieces = list(self._cut())
         self.piece_of = {piece.index: piece for piece in self.pieces}
         self._used: Mapping[int, bool] = {}
-        self._gradients: list[Tensor] | None = None  # slices of the gradient, as long as it stays where it is
+        self._gradients: dict[int, Tensor] = {}  # slices of the gradient, as long as it stays where it is
         self._number = next(_numbers)
         self._uses: dict[Role, int] = {}  # of the blocks that a home may move
         self._states: dict[int, State] = {}
@@ -251,7 +251,7 @@ class Shard:
         """Return this rank's gradient to be written to; zeros where there was none."""
         if self.gradient is None:
             self.gradient = zeros_in_memory(self.numel, self.format.master, self.format.home, self.format.device)
-            self._gradients = None
+            self._gradients = {}
             self._add(Role.GRAD, self.gradient)
         self.has_gradient = True
         return self.gradient
@@ -286,20 +286,22 @@ class Shard:
         """Return the pieces whose parameters were used, and their gradients. The block is in use."""
         if self.gradient is None or not self.has_gradient:
             return []
-        if self._gradients is None:
-            self._gradients = [self.slice_of(self.gradient, piece) for piece in self.pieces]
-        return self._used_among(self._gradients)
+        used, gradients = self._used, self.gradients_by_parameter()
+        return [(piece, gradients[piece.index]) for piece in self.pieces if used.get(piece.index)]
 
-    def _used_among(self, gradients: Sequence[Tensor]) -> list[tuple[BucketPiece, Tensor]]:
-        used = self._used
-        return [each for each in zip(self.pieces, gradients, strict=True) if used.get(each[0].index)]
+    def gradients_by_parameter(self) -> dict[int, Tensor]:
+        """Return each piece's part of the gradient, in the shape of its values. The gradient is there, and in use."""
+        if not self._gradients:
+            assert self.gradient is not None, "asked for parts of a gradient that is not there"
+            self._gradients = {piece.index: self.slice_of(self.gradient, piece) for piece in self.pieces}
+        return self._gradients
 
     def _gradients_beside_values(self) -> list[tuple[BucketPiece, Tensor]]:
         """Return what `used_pieces` does, on the device of the pieces' values."""
         if self.gradient is None or self.gradient.device == self.values.device:
             return self.used_pieces()
         whole = self.gradient.to(self.values.device)
-        return self._used_among([self.slice_of(whole, piece) for piece in self.pieces])
+        return [(piece, self.slice_of(whole, piece)) for piece, _ in self.used_pieces()]
 
     def used_gradients(self) -> list[Tensor]:
         """Return the gradients of pieces whose parameters were used. The block is in use."""
@@ -307,7 +309,7 @@ class Shard:
 
     def _rebind_gradient(self, flat: Tensor | None) -> None:
         assert self.gradient is not None, "a block that is kept has been made"
-        self._gradients = None
+        self._gradients = {}
         self.gradient = _placeholder(self.gradient) if flat is None else flat
 
     # ---- optimizer state
@@ -320,15 +322,33 @@ class Shard:
                 stack.enter_context(self.in_use(changes=True))
                 stack.enter_context(self._beside_state())
                 self._bring_whole_state()
-            shown = [piece.values.grad for piece in self.pieces]
-            gradients = {piece.index: gradient for piece, gradient in self._gradients_beside_values()}
-            for piece in self.pieces:
-                piece.values.grad = gradients.get(piece.index)
+            shown = self.show_gradients()
             try:
                 yield
             finally:
-                for piece, before in zip(self.pieces, shown, strict=True):
-                    piece.values.grad = before
+                self.show_again(shown)
+
+    def show_gradients(self) -> list[Tensor | None]:
+        """Give the pieces their gradients, those that no rank used none, and return what to pass to `show_again`.
+
+        All that the optimizer steps on is in use.
+        """
+        pieces = self.pieces
+        shown = [piece.values.grad for piece in pieces]
+        found = self._gradients_beside_values()
+        if len(found) == len(pieces):
+            for piece, gradient in found:
+                piece.values.grad = gradient
+            return shown
+        gradients = {piece.index: gradient for piece, gradient in found}
+        for piece in pieces:
+            piece.values.grad = gradients.get(piece.index)
+        return shown
+
+    def show_again(self, shown: Sequence[Tensor | None]) -> None:
+        """Give the pieces what they had for gradients before `show_gradients`."""
+        for piece, before in zip(self.pieces, shown, strict=True):
+            piece.values.grad = before
 
     @contextlib.contextmanager
     def _beside_state(self) -> Iterator[None]:
@@ -432,6 +452,21 @@ class Shard:
             self._point(_placeholder(self.values) if flat is None else _view(flat, self.values, 0))
         for tensor, start in self._views:
             _assign(tensor, _placeholder(tensor) if flat is None else _view(flat, tensor, start))
+
+
+@contextlib.contextmanager
+def stepping_on(shards: Sequence[Shard]) -> Iterator[None]:
+    """Have the pieces of many shards ready for one step; see `Shard.stepping`."""
+    with contextlib.ExitStack() as stack:
+        for shard in shards:
+            if shard.home.moves:
+                stack.enter_context(shard.stepping())
+        shown = [(shard, shard.show_gradients()) for shard in shards if not shard.home.moves]
+        try:
+            yield
+        finally:
+            for shard, before in shown:
+                shard.show_again(before)
 
 
 def _is_elementwise(piece: BucketPiece, key: str, value: Any) -> bool:

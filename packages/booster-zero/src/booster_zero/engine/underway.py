@@ -51,20 +51,18 @@ class Underway:
         self._reducing.append((bucket, bucket.start_reduction(gradients, scratch), scratch))
 
     def wait_until(self, most: int) -> None:
-        """Wait for the oldest buckets until at most so many are being reduced, and as many averaged.
+        """Wait for the oldest buckets until at most so many are being reduced, and as many averaged; without gradients.
 
         Collective: the shards' replicas, where buckets are averaged.
         """
         while len(self._reducing) > most:
             bucket, pending, scratch = self._reducing.popleft()
-            with torch.no_grad():
-                pending.wait()
+            pending.wait()
             self._spare.setdefault(scratch.dtype, []).append(scratch)
             if self.averages and bucket.awaits_average:
                 self._averaging.append(bucket.start_average())
         while len(self._averaging) > most:
-            with torch.no_grad():
-                self._averaging.popleft().wait()
+            self._averaging.popleft().wait()
 
     def _borrow(self, bucket: Bucket) -> Tensor:
         """Return memory to receive into, long enough for any bucket; a few pieces serve all of them in turn."""
