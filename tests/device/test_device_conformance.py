@@ -43,11 +43,13 @@ class TestZero2InSmallBucketsOffloaded(OnDevice, PluginConformance):
 
 class TestGemini(OnDevice, PluginConformance):
     plugin_class = GeminiPlugin
+    reduces_under_no_sync = True
     options: ClassVar[Mapping[str, Any]] = {"min_chunk_bytes": 256, "max_prefetch": 2}
 
 
 class TestGeminiOffloaded(OnDevice, PluginConformance):
     plugin_class = GeminiPlugin
+    reduces_under_no_sync = True
     options: ClassVar[Mapping[str, Any]] = {
         "min_chunk_bytes": 1024,
         "offload_param_frac": 1.0,

@@ -10,12 +10,14 @@ from booster_testing.conformance import PluginConformance
 @arithmetic_by_default
 class TestInOneChunk(PluginConformance):
     plugin_class = GeminiPlugin
+    reduces_under_no_sync = True  # gradients are kept in shards only
     shares_calls = False
 
 
 class TestInTinyChunks(PluginConformance):
     plugin_class = GeminiPlugin
     options: ClassVar[Mapping[str, Any]] = {"min_chunk_bytes": 256, "max_prefetch": 2}
+    reduces_under_no_sync = True  # gradients are kept in shards only
 
 
 @arithmetic_by_default
@@ -27,6 +29,7 @@ class TestWholeParametersWithoutOverlap(PluginConformance):
         "min_chunk_bytes": 1024,
         "max_prefetch": 0,
     }
+    reduces_under_no_sync = True  # gradients are kept in shards only
     shares_calls = False
 
 

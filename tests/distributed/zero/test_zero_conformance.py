@@ -32,7 +32,6 @@ class TestWholeParametersWithoutOverlap(PluginConformance):
 class TestTwoReplicas(PluginConformance):
     plugin_class = LowLevelZeroPlugin
     options: ClassVar[Mapping[str, Any]] = {"stage": 2, "replica_size": 2, "bucket_bytes": 1024}
-    reduces_under_no_sync = True  # gradients are kept in shards only
     world_size = 4
     other_world_size = 2
     shares_calls = False

@@ -31,7 +31,7 @@ def test_a_bucket_that_waits_for_the_end_holds_up_those_after_it():
 
 def test_a_bucket_that_is_trained_only_now_comes_last():
     round_ = Round([("a", Filling(missing=0))])
-    assert round_.get("b") is None
+    assert round_.fillings.get("b") is None
     round_.add("b", Filling(missing=0))
     assert started(round_) == ["a", "b"]
 

@@ -23,11 +23,12 @@ from booster_runtime.sharding import (
     refuse_all_gradients,
     refuse_renormalized,
 )
-from booster_zero.engine import set_gradient
+from booster_zero.engine import keeping_shards, set_gradient
 from booster_zero.gathering import ChunkManager, ChunkStateAdapter, check_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import torch
@@ -219,6 +220,11 @@ class GeminiPlugin(Plugin):
         assert isinstance(model, GeminiModel), "Booster passes what `configure` returned"
         gemini = optimizer if isinstance(optimizer, GeminiOptimizer) else None
         return ChunkStateAdapter(model, gemini, context.coordinator)
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+        """Return a context in which gradients are reduced into chunks; the last backward averages over replicas."""
+        del model
+        return keeping_shards(optimizer)
 
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -32,6 +31,7 @@ from booster_runtime.sharding import (
     refuse_renormalized,
 )
 from booster_zero.config import ZeroConfig
+from booster_zero.engine.accumulation import keeping_gradients, keeping_shards
 from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.gathers import Gathers
 from booster_zero.engine.home import Home
@@ -45,7 +45,7 @@ from booster_zero.model import ZeroModel
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -243,11 +243,12 @@ class LowLevelZeroPlugin(Plugin):
         return ZeroStateAdapter(model, zero, context.coordinator)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
-        """Return a context in which stage 1 accumulates whole gradients here, in fp32; stage 2 reduces each."""
+        """Return a context in which stage 1 accumulates whole gradients here, in fp32.
+
+        From stage 2 on each is reduced into its shard, and the last backward averages over the replicas of shards.
+        """
         del model
-        if self.config.stage == 1 and isinstance(optimizer, ZeroOptimizer):
-            return _paused(optimizer)
-        return contextlib.nullcontext()
+        return keeping_gradients(optimizer) if self.config.stage == 1 else keeping_shards(optimizer)
 
     def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
@@ -285,12 +286,3 @@ class LowLevelZeroPlugin(Plugin):
             error = caught
         context.coordinator.raise_together(error, name="boost")
         return Home(folder)
-
-
-@contextlib.contextmanager
-def _paused(optimizer: ZeroOptimizer) -> Iterator[None]:
-    before, optimizer.reducer.is_paused = optimizer.reducer.is_paused, True
-    try:
-        yield
-    finally:
-        optimizer.reducer.is_paused = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from booster_zero.engine.accumulation import keeping_gradients, keeping_shards
 from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.described import only_describes
 from booster_zero.engine.gathers import Wholes
@@ -31,6 +32,8 @@ __all__ = [
     "ZeroStateAdapter",
     "default_bucket_bytes",
     "is_free",
+    "keeping_gradients",
+    "keeping_shards",
     "lengths_of_flat",
     "only_describes",
     "plan_flat",

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.home import Home
-    from booster_zero.engine.partition import BucketPlan, Slot
-    from booster_zero.engine.shard import BucketPiece, Format
+    from booster_zero.engine.partition import BucketPlan
+    from booster_zero.engine.pieces import BucketPiece
+    from booster_zero.engine.shard import Format
     from booster_zero.engine.whole import BufferPool
 
 
@@ -65,6 +66,7 @@ class Bucket(Shard):
         whole: Those values; ``None`` where they are not here.
         state: What is here of them.
         pins: How many users there are that need them to stay.
+        awaits_average: Whether the gradient has been reduced since `start_average` averaged it over the replicas.
 
     Collective: none; values are taken from this rank's parameters.
     """
@@ -99,7 +101,9 @@ class Bucket(Shard):
         self._pending: Pending | None = None
         self._added: set[int] = set()
         self._is_averaged = False
+        self.awaits_average = False
         self._versions: list[int] = []
+        self._offsets: list[int | None] | None = None  # of the parameters that take memory, in bytes
         taken = [piece for piece in self.pieces if valued is None or piece.index in valued]
         for piece in taken:
             part = piece.parameter.data.reshape(-1)[piece.start : piece.stop]
@@ -148,11 +152,12 @@ class Bucket(Shard):
         """
         assert self.whole is not None, "asked of what is always whole"
         start, itemsize = self.whole.data_ptr(), self.whole.element_size()
-        for slot, parameter in zip(self.plan.slots, self.parameters, strict=True):
-            if slot.numel and parameter.data_ptr() != start + slot.offset * itemsize:
-                raise _left(
-                    names[slot.index], "Copy values into it in place, for example with `parameter.copy_(values)`."
-                )
+        if self._offsets is None:
+            self._offsets = [slot.offset * itemsize if slot.numel else None for slot in self.plan.slots]
+        for position, (offset, parameter) in enumerate(zip(self._offsets, self.parameters, strict=True)):
+            if offset is not None and parameter.data_ptr() != start + offset:
+                name = names[self.plan.slots[position].index]
+                raise _left(name, "Copy values into it in place, for example with `parameter.copy_(values)`.")
         known = self._versions
         self.note_versions()
         if known != self._versions:
@@ -285,6 +290,8 @@ class Bucket(Shard):
         bounds, group = self.plan.bounds, self.ranks.shard_group
         if self.lane is None:
             self.round_values()
+            if self.ranks.shard_size == 1:
+                return Pending()
             return collectives.all_gather(self.whole, bounds, group)
         values = self.values
         if values.dtype != self.own.dtype:
@@ -321,9 +328,9 @@ class Bucket(Shard):
     @property
     def num_trained(self) -> int:
         """Number of parameters that are being trained."""
-        return sum(parameter.requires_grad for parameter in self.parameters)
+        return [parameter.requires_grad for parameter in self.parameters].count(True)
 
-    @property
+    @functools.cached_property
     def adds_at_once(self) -> bool:
         """Whether a gradient is added to this rank's as it comes: all of it is here at all times."""
         return self.keep is Keep.ALWAYS and self.ranks.shard_size == 1 and self.format.device == self.format.home
@@ -349,23 +356,29 @@ class Bucket(Shard):
         self._added.add(piece.index)
         return self.slice_of(self.make_gradient(), piece)
 
-    def add_gradient(self, slot: Slot, gradient: Tensor) -> None:
+    def add_gradient(self, index: int, gradient: Tensor) -> None:
         """Add a parameter's gradient to this rank's, which holds all of it.
 
         Args:
-            slot: The parameter's place.
-            gradient: Of any floating format and shape.
+            index: The parameter's number.
+            gradient: In the parameter's shape, of any floating format.
 
         Collective: none.
         """
-        target = self.make_gradient()[slot.offset : slot.offset + slot.numel]
-        scale = 1.0 / self.ranks.num_shares
-        sum_into(target, [gradient.reshape(-1)], scale=scale, accumulate=slot.index in self._added)
-        self._added.add(slot.index)
+        if not self.has_gradient:
+            self.make_gradient()
+        target, added, num_shares = self.gradients_by_parameter()[index], self._added, self.ranks.num_shares
+        if num_shares == 1 and index not in added:
+            target.copy_(gradient)
+        else:
+            sum_into(target, [gradient], scale=1.0 / num_shares, accumulate=index in added)
+        added.add(index)
 
     def _clear_rest(self) -> None:
         """Set the gradient of parameters that nothing was added for to zero: the memory is an earlier step's."""
         gradient = self.make_gradient()
+        if len(self._added) == len(self.plan.slots):
+            return
         for slot in self.plan.slots:
             if slot.index not in self._added:
                 gradient[slot.offset : slot.offset + slot.numel] = 0
@@ -374,7 +387,7 @@ class Bucket(Shard):
     def drop_gradient(self) -> None:
         """Forget the gradient; see `Shard.drop_gradient`."""
         super().drop_gradient()
-        self._is_averaged = False
+        self._is_averaged = self.awaits_average = False
         self._added.clear()
 
     def start_reduction(self, gradients: Mapping[int, Tensor], scratch: Tensor) -> Pending:
@@ -391,8 +404,9 @@ class Bucket(Shard):
         """
         if self.adds_at_once:
             self._clear_rest()
-            return self._start_average() if self.averages_at_once else Pending()
+            return self._start_average_of_wholes() if self.averages_at_once else Pending()
         is_first = not self.has_gradient
+        self.awaits_average = self.ranks.replica_group is not None
         self.make_gradient()
         self._fetch(Role.GRAD).wait()
         pending = self._start_sum(gradients, scratch, is_first=is_first)
@@ -401,6 +415,21 @@ class Bucket(Shard):
     def _end_reduction(self) -> None:
         self.start_early_descent()
         self._release(Role.GRAD, changed=True)
+
+    def start_average(self) -> Pending:
+        """Start averaging over the replicas what `start_reduction` has added up since they did; nothing where none has.
+
+        What they have averaged before is the same on each, and stays.
+
+        Collective: the shards' replicas, where ``awaits_average``; else none.
+        """
+        if not self.awaits_average:
+            return Pending()
+        self.awaits_average = False
+        self.make_gradient()
+        self._fetch(Role.GRAD).wait()
+        average = collectives.all_reduce(self.make_gradient(), dist.ReduceOp.AVG, self.ranks.replica_group)
+        return Pending([average], lambda: self._release(Role.GRAD, changed=True)) if self.home.moves else average
 
     @functools.cached_property
     def _outgoing(self) -> Outgoing:
@@ -438,8 +467,8 @@ class Bucket(Shard):
 
         return Pending(finish=add_up, keep=(source, staged))
 
-    def _start_average(self) -> Pending:
-        """Start averaging over the replicas what has been added up here, of earlier rounds as well."""
+    def _start_average_of_wholes(self) -> Pending:
+        """Start averaging over the replicas a gradient that is all here, of earlier rounds as well."""
         gradient = self.make_gradient()
         # What was averaged before would be rounded again in each further round.
         wire = gradient.dtype if self._is_averaged else self.format.wire

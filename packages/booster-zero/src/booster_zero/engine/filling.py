@@ -46,19 +46,18 @@ class Round:
 
     Args:
         fillings: Each bucket's.
+
+    Attributes:
+        fillings: The same by bucket; one that is not among them takes no part.
     """
 
     def __init__(self, fillings: Iterable[tuple[Bucket, Filling]] = ()) -> None:
-        self._fillings = dict(fillings)
-        self._waiting = deque(self._fillings.items())
-
-    def get(self, bucket: Bucket) -> Filling | None:
-        """Return a bucket's filling; ``None`` where it takes no part."""
-        return self._fillings.get(bucket)
+        self.fillings = dict(fillings)
+        self._waiting = deque(self.fillings.items())
 
     def add(self, bucket: Bucket, filling: Filling) -> None:
         """Let a bucket take part that has trained parameters only now; it comes last."""
-        self._fillings[bucket] = filling
+        self.fillings[bucket] = filling
         self._waiting.append((bucket, filling))
 
     def take_complete(self) -> Iterator[tuple[Bucket, Filling]]:

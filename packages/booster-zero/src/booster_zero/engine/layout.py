@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from booster_runtime import collectives
 from booster_runtime.sharding import State, is_cut
@@ -21,7 +19,8 @@ if TYPE_CHECKING:
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.partition import BucketPlan
-    from booster_zero.engine.shard import BucketPiece, Format
+    from booster_zero.engine.pieces import BucketPiece
+    from booster_zero.engine.shard import Format
 
 
 _COPIED_BYTES = 25 * 2**20
@@ -139,19 +138,12 @@ class Layout:
             bucket.note_used(used)
 
     def average_over_replicas(self) -> None:
-        """Average gradients over the replicas of shards, but for those that have been as they were reduced.
+        """Average gradients over the replicas of shards, but for those that have been since they were reduced.
 
         Collective: the shards' replicas.
         """
-        with contextlib.ExitStack() as stack:
-            pending = []
-            for bucket in self.buckets:
-                group = bucket.ranks.replica_group
-                if group is not None and bucket.has_gradient and not bucket.averages_at_once:
-                    stack.enter_context(bucket.in_use(changes=True))
-                    pending.append(collectives.all_reduce(bucket.make_gradient(), dist.ReduceOp.AVG, group))
-            for each in pending:
-                each.wait()
+        for pending in [bucket.start_average() for bucket in self.buckets]:
+            pending.wait()
 
     def whole_gradient(self, index: int, numel: int) -> Tensor:
         """Return a copy of a parameter's gradient, shape ``(numel,)``, from the ranks that hold its parts.
@@ -206,6 +198,7 @@ class Layout:
                 if bucket.has_gradient and bucket.gradient is not None:
                     for slot in bucket.plan.slots:
                         homes[slot.index].make_gradient()
+                        homes[slot.index].awaits_average |= bucket.awaits_average
                     self._move(
                         bucket,
                         bucket.gradient,

@@ -28,6 +28,7 @@ from booster_runtime.sharding import (
 )
 from booster_zero.engine.parts import only, steps_in_parts
 from booster_zero.engine.reducer import Reducer
+from booster_zero.engine.stepping import stepping_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -388,7 +389,7 @@ class ZeroOptimizer(OptimizerWrapper):
         self._changed_buffers = []
         for bucket in self.in_order_of_forward():
             if self.is_used(bucket) and bucket not in published:
-                with bucket.in_use(changes=True):
+                with bucket.in_use(changes=True) if bucket.home.moves else contextlib.nullcontext():
                     published[bucket] = bucket.publish()
         self.gathers.end_step(published)
         self.end_step()
@@ -402,9 +403,7 @@ class ZeroOptimizer(OptimizerWrapper):
         buckets = [bucket for bucket in self.in_order_of_forward() if self.is_used(bucket)]
         result = None
         if not self._steps_in_parts:
-            with contextlib.ExitStack() as stack:
-                for bucket in buckets:
-                    stack.enter_context(bucket.stepping())
+            with stepping_on(buckets):
                 result = self.optim.step()
                 self._offload_state(buckets)
             return result

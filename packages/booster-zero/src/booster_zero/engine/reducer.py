@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,17 +28,17 @@ from booster_core.errors import GradientError
 from booster_core.precision import NARROW
 from booster_zero.engine.filling import Filling, Round
 from booster_zero.engine.stand_ins import ShardedGradient, StandIns, assigned_error, holds_values
+from booster_zero.engine.underway import Underway
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Set as AbstractSet
 
     from torch import Tensor, nn
 
-    from booster_runtime.collectives import Pending
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.partition import Slot
 
-_NOTHING = contextlib.nullcontext()
 _MOST_IN_FLIGHT = 2
 """Buckets that are underway at once. Each keeps full gradients of its size alive."""
 
@@ -60,6 +59,7 @@ class Reducer:
         repeated: Parameters whose gradients come several times in one backward, on any rank.
         unused_somewhere: Parameters that took no part in the first round on some rank.
         unused_anywhere: Parameters that took no part on any rank when that was last agreed on.
+        underway: The reductions that were started.
         waits_in_backward: Whether backward may wait for other ranks' buckets: not if it also sends them activations.
         dropped: Parameters whose gradients a script has dropped by ``parameter.grad = None``; whoever steps empties it.
     """
@@ -87,8 +87,7 @@ class Reducer:
         self._overlap = overlap
         self._place: dict[int, tuple[Bucket, Slot, nn.Parameter]] = {}
         self._round = Round()
-        self._underway: deque[tuple[Pending, Tensor]] = deque()
-        self._spare: dict[torch.dtype, list[Tensor]] = {}
+        self.underway = Underway(self.buckets)
         self._is_open = False
         self._is_guarded = False
         self._is_interrupted = False
@@ -96,6 +95,7 @@ class Reducer:
         self._has_local = False
         self._local: dict[int, Tensor] = {}
         self._stand_ins = StandIns(names, self._zero_gradient)
+        self._with_pieces: set[int] = set()  # the parameters whose pieces were given stand-ins, if they are here
         self.dropped: set[int] = set()
         self._late: set[int] = set()
         self._hooks: dict[int, Any] = {}
@@ -113,8 +113,9 @@ class Reducer:
             for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
         }
         self._round = Round()  # what it says of former buckets would keep their memory
-        self._spare = {}
+        self.underway.set_buckets(self.buckets)
         self._stand_ins.forget_pieces()
+        self._with_pieces = set()
         self._unhooked = {
             index: parameter for index, (_, _, parameter) in self._place.items() if index not in self._hooks
         }
@@ -193,23 +194,29 @@ class Reducer:
         Collective: none.
         """
         for index, (_, _, parameter) in self._place.items():
-            if holds_values(parameter.grad):
+            gradient = parameter.grad
+            if type(gradient) is ShardedGradient and gradient.added is None:
+                continue  # most are; a call of `holds_values` for each takes longer
+            if holds_values(gradient):
                 raise assigned_error(self._names[index])
 
-    def show_used(self, indices: Collection[int]) -> None:
+    def show_used(self, indices: AbstractSet[int]) -> None:
         """Show that there are gradients of parameters which any rank has used.
 
         Collective: none.
         """
-        for index in indices:
-            if not self._stand_ins.is_shown(index):
-                self._stand_ins.show(index, self._place[index][2])
+        for index in self._stand_ins.not_shown(indices):
+            self._stand_ins.show(index, self._place[index][2])
         self._show_pieces(indices)
 
-    def _show_pieces(self, indices: Collection[int]) -> None:
+    def _show_pieces(self, indices: AbstractSet[int]) -> None:
+        missing = indices - self._with_pieces
+        if not missing:
+            return
+        self._with_pieces |= missing
         for bucket in self.buckets:
             if not bucket.home.moves:  # which has them only while the optimizer steps
-                self._stand_ins.show_pieces(piece for piece in bucket.pieces if piece.index in indices)
+                self._stand_ins.show_pieces([piece for piece in bucket.pieces if piece.index in missing])
 
     def clear(self) -> None:
         """Forget all gradients.
@@ -217,14 +224,15 @@ class Reducer:
         Collective: none; after a backward that raised, every rank of the shard group.
         """
         self._finish_interrupted()
-        while self._underway:
-            self._end_oldest()
+        with torch.no_grad():
+            self.underway.wait_until(0)
         self._is_open = self._has_local = False
         self._late.clear()
         self.used.clear()
         self._local.clear()
         self._round = Round()
         self._stand_ins.clear()
+        self._with_pieces = set()
         for bucket in self.buckets:
             bucket.drop_gradient()
             for parameter in bucket.parameters:
@@ -260,6 +268,7 @@ class Reducer:
         self.used.discard(index)
         self._place[index][0].zero_gradient_of(index)
         self._stand_ins.hide_piece(index)
+        self._with_pieces.discard(index)
         self.dropped.add(index)
 
     def _begin(self) -> None:
@@ -308,19 +317,19 @@ class Reducer:
             self._start_rest()
             self._is_open = False
 
+    @torch.no_grad()
     def _start_rest(self) -> None:
         for bucket, filling in self._round.take_rest():
             for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
                 if slot.index in self._local or holds_values(parameter.grad):
                     self._take(bucket, filling, slot, parameter)
             self._start(bucket, filling)
-        while self._underway:
-            self._end_oldest()
+        self.underway.wait_until(0)
 
     # ---- gradients
 
     def on_gradient(self, index: int, parameter: nn.Parameter) -> None:
-        """Take the gradient that backward has just accumulated in a parameter."""
+        """Take the gradient that backward has just accumulated in a parameter. Gradients are disabled."""
         bucket, slot, _ = self._place[index]
         if self.is_paused:
             self._has_local = True
@@ -331,7 +340,7 @@ class Reducer:
             return
         if not self._is_guarded and self._end_of_direct() is None:
             self._begin_direct(parameter)
-        filling = self._round.get(bucket)
+        filling = self._round.fillings.get(bucket)
         if filling is None:
             filling = Filling(len(bucket.parameters), bucket in self._buckets_of(self.repeated))
             self._round.add(bucket, filling)
@@ -352,7 +361,7 @@ class Reducer:
         if self._is_open:
             for index in indices:
                 bucket, _, parameter = self._place[index]
-                filling = self._round.get(bucket)
+                filling = self._round.fillings.get(bucket)
                 if filling is not None and parameter.requires_grad:
                     filling.leave_out(index)
             self._start_complete()
@@ -401,44 +410,42 @@ class Reducer:
 
     def _keep(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Add a gradient that is not reduced yet to those of earlier backward passes, in fp32 at least."""
-        with _without_graph():
-            gradient = self._gradient_of(slot, parameter)
-            assert gradient is not None, "asked for a gradient that is not there"
-            before = self._local.get(slot.index)
-            self._local[slot.index] = gradient if before is None else _sum(before, gradient)
+        gradient = self._gradient_of(slot, parameter)
+        assert gradient is not None, "asked for a gradient that is not there"
+        before = self._local.get(slot.index)
+        self._local[slot.index] = gradient if before is None else _sum(before, gradient)
 
     def _take(self, bucket: Bucket, filling: Filling, slot: Slot, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, without a copy where it has the format that travels."""
         filling.taken.add(slot.index)
+        gradient = self._gradient_of(slot, parameter)
         if bucket.adds_at_once:
-            self._add(bucket, slot, parameter)
-            return
-        with _without_graph():
-            gradient = self._gradient_of(slot, parameter)
-            kept = self._local.pop(slot.index, None) if self._local else None
-            if kept is not None:
-                gradient = kept if gradient is None else _sum(kept, gradient)
             assert gradient is not None, "asked for a gradient that is not there"
-            flat = gradient.to(bucket.format.wire).reshape(-1)
-            before = filling.gradients.get(slot.index)
-            filling.gradients[slot.index] = flat if before is None else before + flat
+            bucket.add_gradient(slot.index, gradient)
+            return
+        kept = self._local.pop(slot.index, None) if self._local else None
+        if kept is not None:
+            gradient = kept if gradient is None else _sum(kept, gradient)
+        assert gradient is not None, "asked for a gradient that is not there"
+        flat = gradient.to(bucket.format.wire).reshape(-1)
+        before = filling.gradients.get(slot.index)
+        filling.gradients[slot.index] = flat if before is None else before + flat
 
     def _add(self, bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> None:
         """Add a parameter's gradient to the bucket's."""
-        with _without_graph():
-            gradient = self._gradient_of(slot, parameter)
-            assert gradient is not None, "asked for a gradient that is not there"
-            bucket.add_gradient(slot, gradient)
+        gradient = self._gradient_of(slot, parameter)
+        assert gradient is not None, "asked for a gradient that is not there"
+        bucket.add_gradient(slot.index, gradient)
 
     def _gradient_of(self, slot: Slot, parameter: nn.Parameter) -> Tensor | None:
         """Return what backward has accumulated in a parameter, and show its stand-in instead."""
         gradient = parameter.grad
         if type(gradient) is ShardedGradient:  # in a backward that a script called itself
             gradient = gradient.take_added()
-        elif self._stand_ins.is_shown(slot.index):
+            self._stand_ins.show(slot.index, parameter)
+        elif self._stand_ins.show(slot.index, parameter):
             self._drop(slot.index)  # a script did, before this backward
         self.used.add(slot.index)
-        self._stand_ins.show(slot.index, parameter)
         return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
     def _start_complete(self) -> None:
@@ -448,38 +455,23 @@ class Reducer:
 
     def _start(self, bucket: Bucket, filling: Filling) -> None:
         gradients, filling.gradients, filling.is_started = filling.gradients, {}, True
-        scratch = self._borrow(bucket)
-        self._underway.append((bucket.start_reduction(gradients, scratch), scratch))
-        while self.waits_in_backward and len(self._underway) > (_MOST_IN_FLIGHT if self._overlap else 0):
-            self._end_oldest()
-
-    def _end_oldest(self) -> None:
-        pending, scratch = self._underway.popleft()
-        with torch.no_grad():
-            pending.wait()
-        self._spare.setdefault(scratch.dtype, []).append(scratch)
-
-    def _borrow(self, bucket: Bucket) -> Tensor:
-        """Return memory to receive into, long enough for any bucket; a few pieces serve all of them in turn."""
-        wire = bucket.format.wire
-        spare = self._spare.setdefault(wire, [])
-        if spare:
-            return spare.pop()
-        return torch.empty(max(each.scratch_numel for each in self.buckets if each.format.wire == wire), dtype=wire)
+        self.underway.start(bucket, gradients)
+        if self.waits_in_backward:
+            self.underway.wait_until(_MOST_IN_FLIGHT if self._overlap else 0)
 
 
 def _hook(reducer: weakref.ref[Reducer], index: int, parameter: nn.Parameter) -> Any:
     def take(parameter: nn.Parameter) -> None:
         owner = reducer()
-        if owner is not None:
+        if owner is None:
+            return
+        if not torch.is_grad_enabled():  # which is quicker to ask than to change
+            owner.on_gradient(index, parameter)
+            return
+        with torch.no_grad():  # backward with ``create_graph=True``
             owner.on_gradient(index, parameter)
 
     return parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-
-
-def _without_graph() -> Any:
-    """Record nothing inside; backward mostly runs hooks that way, and asking is quicker than to enter it again."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def _sum(kept: Tensor, gradient: Tensor) -> Tensor:

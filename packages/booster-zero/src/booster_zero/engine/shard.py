@@ -16,15 +16,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from booster_runtime.collectives import Pending
-from booster_runtime.sharding import ParameterPiece, is_cut
 from booster_zero.engine.descent import Descent, EarlyGradient, lift
 from booster_zero.engine.home import Role, zeros_in_memory
+from booster_zero.engine.pieces import BucketPiece, is_elementwise
 from booster_zero.engine.views import aligned, assign, placeholder, view_in
 
 if TYPE_CHECKING:
@@ -74,17 +74,6 @@ class Format:
         return self.working != self.master or self.device != self.home
 
 
-@dataclass(eq=False)
-class BucketPiece(ParameterPiece):
-    """The part of one parameter that this rank owns.
-
-    Attributes:
-        begin: Where the piece begins in this rank's slice of the bucket.
-    """
-
-    begin: int
-
-
 class Shard:
     """What this rank owns of a bucket.
 
@@ -127,7 +116,7 @@ class Shard:
         self.pieces = list(self._cut())
         self.piece_of = {piece.index: piece for piece in self.pieces}
         self._used: Mapping[int, bool] = {}
-        self._gradients: list[Tensor] | None = None  # slices of the gradient, as long as it stays where it is
+        self._gradients: dict[int, Tensor] = {}  # slices of the gradient, as long as it stays where it is
         self._number = next(_numbers)
         self._uses: dict[Role, int] = {}  # of the blocks that a home may move
         self._states: dict[int, State] = {}
@@ -261,7 +250,7 @@ class Shard:
         """Return this rank's gradient to be written to; zeros where there was none."""
         if self.gradient is None:
             self.gradient = zeros_in_memory(self.numel, self.format.master, self.format.home, self.format.device)
-            self._gradients = None
+            self._gradients = {}
             self._add(Role.GRAD, self.gradient)
         self.has_gradient = True
         return self.gradient
@@ -297,20 +286,22 @@ class Shard:
         """Return the pieces whose parameters were used, and their gradients. The block is in use."""
         if self.gradient is None or not self.has_gradient:
             return []
-        if self._gradients is None:
-            self._gradients = [self.slice_of(self.gradient, piece) for piece in self.pieces]
-        return self._used_among(self._gradients)
+        used, gradients = self._used, self.gradients_by_parameter()
+        return [(piece, gradients[piece.index]) for piece in self.pieces if used.get(piece.index)]
 
-    def _used_among(self, gradients: Sequence[Tensor]) -> list[tuple[BucketPiece, Tensor]]:
-        used = self._used
-        return [each for each in zip(self.pieces, gradients, strict=True) if used.get(each[0].index)]
+    def gradients_by_parameter(self) -> dict[int, Tensor]:
+        """Return each piece's part of the gradient, in the shape of its values. The gradient is there, and in use."""
+        if not self._gradients:
+            assert self.gradient is not None, "asked for parts of a gradient that is not there"
+            self._gradients = {piece.index: self.slice_of(self.gradient, piece) for piece in self.pieces}
+        return self._gradients
 
     def _gradients_beside_values(self) -> list[tuple[BucketPiece, Tensor]]:
         """Return what `used_pieces` does, on the device of the pieces' values."""
         if self._descent is None:
             return self.used_pieces()
         below = self._descent.gradient
-        return [] if below is None else self._used_among([self.slice_of(below, piece) for piece in self.pieces])
+        return [] if below is None else [(piece, self.slice_of(below, piece)) for piece, _ in self.used_pieces()]
 
     def used_gradients(self) -> list[Tensor]:
         """Return the gradients of pieces whose parameters were used. The block is in use."""
@@ -318,7 +309,7 @@ class Shard:
 
     def _rebind_gradient(self, flat: Tensor | None) -> None:
         assert self.gradient is not None, "a block that is kept has been made"
-        self._gradients = None
+        self._gradients = {}
         self.gradient = placeholder(self.gradient) if flat is None else flat
 
     # ---- optimizer state
@@ -331,15 +322,33 @@ class Shard:
                 stack.enter_context(self.in_use(changes=True))
                 stack.enter_context(self._beside_state())
                 self._bring_whole_state()
-            shown = [piece.values.grad for piece in self.pieces]
-            gradients = {piece.index: gradient for piece, gradient in self._gradients_beside_values()}
-            for piece in self.pieces:
-                piece.values.grad = gradients.get(piece.index)
+            shown = self.show_gradients()
             try:
                 yield
             finally:
-                for piece, before in zip(self.pieces, shown, strict=True):
-                    piece.values.grad = before
+                self.show_again(shown)
+
+    def show_gradients(self) -> list[Tensor | None]:
+        """Give the pieces their gradients, those that no rank used none, and return what to pass to `show_again`.
+
+        All that the optimizer steps on is in use.
+        """
+        pieces = self.pieces
+        shown = [piece.values.grad for piece in pieces]
+        found = self._gradients_beside_values()
+        if len(found) == len(pieces):
+            for piece, gradient in found:
+                piece.values.grad = gradient
+            return shown
+        gradients = {piece.index: gradient for piece, gradient in found}
+        for piece in pieces:
+            piece.values.grad = gradients.get(piece.index)
+        return shown
+
+    def show_again(self, shown: Sequence[Tensor | None]) -> None:
+        """Give the pieces what they had for gradients before `show_gradients`."""
+        for piece, before in zip(self.pieces, shown, strict=True):
+            piece.values.grad = before
 
     def start_descent(self) -> None:
         """Start copying to the host what the optimizer needs there, if it steps there: `stepping` goes on from it."""
@@ -396,7 +405,7 @@ class Shard:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.device != device:
                     is_step_on_host = key == "step" and value.device.type == "cpu"
-                    if not is_step_on_host and not _is_elementwise(self.piece_of[index], key, value):
+                    if not is_step_on_host and not is_elementwise(self.piece_of[index], key, value):
                         state[key] = value.to(device)
 
     def memory_for_state(self, piece: BucketPiece, key: str, dtype: torch.dtype) -> Tensor:
@@ -423,7 +432,7 @@ class Shard:
             for piece in self.pieces:
                 state = states.get(piece.index, {})
                 for key, value in state.items():
-                    filed = self._file_for(key, value.dtype) if _is_elementwise(piece, key, value) else None
+                    filed = self._file_for(key, value.dtype) if is_elementwise(piece, key, value) else None
                     if filed is not None and filed.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
                         state[key] = self.slice_of(filed, piece).copy_(value)
 
@@ -444,7 +453,7 @@ class Shard:
             (piece.index, key, value)
             for piece in self.pieces
             for key, value in states.get(piece.index, {}).items()
-            if _is_elementwise(piece, key, value) and value.numel()
+            if is_elementwise(piece, key, value) and value.numel()
         ]
         known = {(index, key): value for index, key, value in self._packed}
         if Role.OPTIM in self._uses and len(known) == len(entries) and all(known.get(e[:2]) is e[2] for e in entries):
@@ -478,7 +487,3 @@ class Shard:
             self._point(placeholder(self.values) if flat is None else view_in(flat, self.values, 0))
         for tensor, start in self._views:
             assign(tensor, placeholder(tensor) if flat is None else view_in(flat, tensor, start))
-
-
-def _is_elementwise(piece: BucketPiece, key: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and is_cut(key, value, piece.values.shape)

@@ -17,6 +17,7 @@ from booster_zero.engine.described import only_describes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Set as AbstractSet
 
     from torch import Tensor, nn
     from typing_extensions import Self
@@ -137,13 +138,15 @@ class StandIns:
         self._hidden: dict[int, nn.Parameter] = {}
         self._shown_pieces: dict[int, ParameterPiece] = {}
 
-    def show(self, index: int, parameter: nn.Parameter) -> None:
-        """Let a parameter's gradient be its stand-in."""
+    def show(self, index: int, parameter: nn.Parameter) -> bool:
+        """Let a parameter's gradient be its stand-in, and return whether it was given that before."""
+        was_shown = index in self._shown
         made = self._made.get(index)
         if made is None:
             made = self._made[index] = ShardedGradient(parameter, self._names[index], self._zeroing(index))
         parameter.grad = made
         self._shown[index] = parameter
+        return was_shown
 
     def show_pieces(self, pieces: Iterable[ParameterPiece]) -> None:
         """Let the gradients of what the optimizer's groups list be stand-ins, too; values come with the step."""
@@ -171,9 +174,9 @@ class StandIns:
         """Whether a parameter was given its stand-in, also where this is hidden."""
         return index in self._shown or index in self._hidden
 
-    def is_shown(self, index: int) -> bool:
-        """Whether a parameter was given its stand-in, and this is not hidden."""
-        return index in self._shown
+    def not_shown(self, indices: AbstractSet[int]) -> AbstractSet[int]:
+        """Return which of some parameters were given no stand-in, or one that is hidden."""
+        return indices - self._shown.keys()
 
     def hide(self) -> None:
         """Take the stand-ins away, so that autograd makes gradients without them, until `show_again`."""

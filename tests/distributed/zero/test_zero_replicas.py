@@ -1,0 +1,172 @@
+"""Replicas of shards: when gradients are averaged over them, in which order, how often, and to which values."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from simulated_device import NAME, run_on_devices
+from torch import nn
+
+from booster_core import Booster
+from booster_gemini import GeminiPlugin
+from booster_runtime import collectives
+from booster_testing import run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_zero import LowLevelZeroPlugin
+
+WIDTH, DEPTH, RANKS = 16, 6, 4
+CLOSE = tolerance_for(torch.float32)
+LAYER_BYTES = WIDTH * WIDTH * 4
+PLUGINS = {
+    "stage 1": lambda: LowLevelZeroPlugin(stage=1, replica_size=2, bucket_bytes=LAYER_BYTES),
+    "stage 2": lambda: LowLevelZeroPlugin(stage=2, replica_size=2, bucket_bytes=LAYER_BYTES),
+    "gemini": lambda: GeminiPlugin(replica_size=2, min_chunk_bytes=LAYER_BYTES),
+}
+
+
+def make_model():
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]
+    return nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))
+
+
+def samples(number, rank):
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(RANKS * number + rank))
+
+
+@contextlib.contextmanager
+def noted(events):
+    """Note each reduction into shards and each average over replicas as it is started."""
+    names = ("reduce_scatter", "reduce_scatter_parts", "all_reduce")
+    originals = {name: getattr(collectives, name) for name in names}
+
+    def noting(name):
+        def call(tensor, *args, **kwargs):
+            if name != "all_reduce":
+                events.append("reduce")
+            elif tensor.is_floating_point():
+                events.append("average")
+            return originals[name](tensor, *args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(collectives, name, noting(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(collectives, name, original)
+
+
+def order_of_a_step(plugin, micro_batches, device="cpu"):
+    """Return what is started in the third step, up to its end of backward and after that."""
+    booster = Booster(device, plugin=PLUGINS[plugin]())
+    model = make_model()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        events = []
+        with noted(events):
+            for micro in range(micro_batches):
+                with booster.no_sync(model) if micro < micro_batches - 1 else contextlib.nullcontext():
+                    x = samples(10 * step + micro, dist.get_rank()).to(device)
+                    booster.backward(model(x).square().sum(), optimizer)
+            events.append("end")
+            optimizer.step()
+            optimizer.zero_grad()
+    return events
+
+
+def check_order(orders):
+    for order in orders:
+        assert order == orders[0], "every rank starts the same in the same order"
+        # Two are underway at once: the third reduction waits for the first, which is averaged next.
+        rest = ["reduce", "average"] * (DEPTH - 2)
+        assert order == ["reduce", "reduce", *rest, "average", "average", "end"]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_bucket_is_averaged_over_replicas_while_backward_runs(plugin):
+    check_order(run_on_ranks(order_of_a_step, RANKS, plugin, 1))
+
+
+def test_a_device_averages_in_the_same_order(simulated_device):
+    check_order(run_on_devices(order_of_a_step, RANKS, simulated_device, "stage 2", 1, NAME, timeout_seconds=240.0))
+
+
+@pytest.mark.parametrize(("plugin", "reductions"), [("stage 1", 1), ("stage 2", 3), ("gemini", 3)])
+def test_accumulated_gradients_are_averaged_over_replicas_once(plugin, reductions):
+    for order in run_on_ranks(order_of_a_step, RANKS, plugin, 3):
+        assert order.count("average") == DEPTH
+        assert order.count("reduce") == reductions * DEPTH
+
+
+ROUNDS = {
+    "one": [("synced",)],
+    "accumulated": [("no_sync", "no_sync", "synced"), ("no_sync", "synced")],
+    "several, each synced": [("synced", "synced"), ("synced", "synced", "synced")],
+    "synced, then accumulated": [("synced", "no_sync", "synced"), ("synced", "no_sync")],
+    "all accumulated": [("no_sync", "no_sync")],
+    "looked at in between": [("synced", "look", "synced", "look", "no_sync", "look")],
+}
+
+
+def plainly(rounds):
+    """Return the gradients of each step, and the parameters at the end, of one process."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    gradients, number = [], 0
+    for step in (*rounds, *rounds):
+        for kind in step:
+            if kind != "look":
+                number += 1
+                for rank in range(RANKS):
+                    (model(samples(number, rank)).square().sum() / RANKS).backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def boosted(plugin, rounds, device="cpu"):
+    booster = Booster(device, plugin=PLUGINS[plugin]())
+    model = make_model()
+    names = [name for name, _ in model.named_parameters()]
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    gradients, number = [], 0
+    for step in (*rounds, *rounds):
+        for kind in step:
+            if kind == "look":
+                booster.full_gradient(model, names[0])
+                continue
+            number += 1
+            with booster.no_sync(model) if kind == "no_sync" else contextlib.nullcontext():
+                x = samples(number, dist.get_rank()).to(device)
+                booster.backward(model(x).square().sum(), optimizer)
+        gradients.append({name: booster.full_gradient(model, name).cpu() for name in names})
+        optimizer.step()
+        optimizer.zero_grad()
+    with model.whole_parameters() if plugin == "gemini" else contextlib.nullcontext():
+        return gradients, {name: p.detach().cpu().clone() for name, p in model.unwrap().named_parameters()}
+
+
+def check_run(results, rounds):
+    gradients, parameters = plainly(rounds)
+    for ours, found in results:
+        for step, expected in zip(ours, gradients, strict=True):
+            assert_same_tensors(step, expected, CLOSE)
+        assert_same_tensors(found, parameters, CLOSE)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_gradients_equal_one_process_however_they_accumulate(plugin):
+    for rounds in ROUNDS.values():
+        check_run(run_on_ranks(boosted, RANKS, plugin, rounds), rounds)
+
+
+@pytest.mark.parametrize("plugin", ["stage 2", "gemini"])
+def test_a_device_accumulates_to_the_same_gradients(plugin, simulated_device):
+    rounds = ROUNDS["accumulated"]
+    results = run_on_devices(boosted, RANKS, simulated_device, plugin, rounds, NAME, timeout_seconds=240.0)
+    check_run(results, rounds)

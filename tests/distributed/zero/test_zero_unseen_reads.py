@@ -1,0 +1,93 @@
+"""Why gathers don't overlap by default: what reads memory without a call that anybody sees can't wait for them."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster
+from booster_runtime import collectives
+from booster_runtime.collectives.pending import Pending
+from booster_testing import run_on_ranks
+from booster_zero import LowLevelZeroPlugin
+
+WIDTH = 8
+
+
+@contextlib.contextmanager
+def arriving_late():
+    """Let what a gather brings be in its buffer only once it has been waited for."""
+    real = collectives.all_gather
+
+    def gather(buffer, bounds, group=None):
+        values = buffer.clone()
+        pending = real(values, bounds, group)
+
+        def show():
+            buffer.copy_(values)
+
+        return Pending([pending], show)
+
+    collectives.all_gather = gather
+    try:
+        yield
+    finally:
+        collectives.all_gather = real
+
+
+def on_another_thread(read):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(read()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+READS = {
+    "a parameter in a script's hands": lambda weight, view: weight.detach().clone(),
+    "a parameter, on another thread": lambda weight, view: on_another_thread(lambda: weight.detach().clone()),
+    "memory, by no function of torch": lambda weight, view: torch.tensor(view.tolist()),
+}
+
+
+def read_after_a_step(how, overlaps):
+    """Return what a script reads right after a step, what was there before it, and what should be there."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    booster = Booster(plugin=LowLevelZeroPlugin(overlap_allgather=overlaps))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with arriving_late():
+        booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.unwrap()
+        weights = [layer.weight for layer in net]
+        views = [weight.detach().numpy() for weight in weights]
+        before = [weight.detach().clone() for weight in weights]
+        booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+        optimizer.step()
+        read = [READS[how](weight, view) for weight, view in zip(weights, views, strict=True)]
+        model.unwrap()  # which waits
+        after = [weight.detach().clone() for weight in weights]
+    dist.barrier()
+    return read, before, after
+
+
+@pytest.mark.parametrize("how", READS)
+def test_a_read_right_after_a_step_sees_it_by_default(how):
+    for read, before, after in run_on_ranks(read_after_a_step, 2, how, False):
+        for found, old, new in zip(read, before, after, strict=True):
+            assert torch.equal(found, new)
+            assert not torch.equal(old, new)
+
+
+@pytest.mark.parametrize("how", READS)
+def test_an_overlapped_gather_is_not_waited_for_by_reads_that_nobody_sees(how):
+    for read, before, after in run_on_ranks(read_after_a_step, 2, how, True):
+        stale = [
+            bool(((found == old) & (old != new)).any()) for found, old, new in zip(read, before, after, strict=True)
+        ]
+        assert any(stale), "values of another rank are those of the step before, and nothing says so"
