@@ -13,6 +13,7 @@ import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
@@ -26,6 +27,7 @@ from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
 from booster_hybrid.sequence_parallel.sdpa_entry import enter_through_sdpa
 from booster_hybrid.sequence_parallel.stack import LayerHooks, Stack
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,11 +61,12 @@ def split_sequences(
     Raises:
         ConfigError: If the model can't be split so.
 
-    Collective: none.
+    Collective: the sequence parallel ranks, for ``"ring_attn"``.
     """
     model = compiled_module(model) or model
     name = type(model).__name__
-    stacks = [(Stack(mode, group, name, rings), layers) for layers in lists_of_layers(model, lists, mode)]
+    num_threads = _most_threads(group) if mode == "ring_attn" else 1
+    stacks = [(Stack(mode, group, name, rings, num_threads), layers) for layers in lists_of_layers(model, lists, mode)]
     for stack, layers in stacks:
         _check_layers(model, layers, mode)
         _refuse_counting(model, layers, mode)
@@ -85,6 +88,12 @@ def split_sequences(
             hooks = LayerHooks(stack, layer, is_first=index == 0, is_last=is_last)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after, always_call=True)
+
+
+def _most_threads(group: TensorGroup) -> int:
+    """Return the most threads with which one of the ranks computes."""
+    found: list[int] = collectives.all_gather_object(torch.get_num_threads(), group.group)
+    return max(found)
 
 
 def has_causal_loss(model: nn.Module) -> bool:

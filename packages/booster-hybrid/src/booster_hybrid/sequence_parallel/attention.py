@@ -151,7 +151,10 @@ def attention(
     )
     visibility = Visibility(checked(attention_mask, layout.length, key_layout.length), is_causal=causal)
     if stack.mode == "ring_attn":
-        outputs = ring_attention(query, key, value, visibility, layout, stack.group, rings=stack.rings, **options)
+        rings, num_threads = stack.rings, stack.num_threads
+        outputs = ring_attention(
+            query, key, value, visibility, layout, stack.group, rings=rings, num_threads=num_threads, **options
+        )
     else:
         outputs = all_to_all_attention(query, key, value, visibility, layout, stack.group, **options)
     return outputs.transpose(1, 2).contiguous(), None
