@@ -289,6 +289,27 @@ def test_backward_computes_all_heads_at_a_time_where_tiles_are_small_or_the_devi
     assert _calls(FusedKernel(1.0), query.to("meta"), key.to("meta"), None) == everything
 
 
+def test_a_rank_alone_which_sends_nothing_computes_all_heads_at_once(monkeypatch):
+    found, original = [], FusedKernel.forward
+
+    def forward(self, query, *rest):
+        found.append(query.shape[1])
+        return original(self, query, *rest)
+
+    monkeypatch.setattr(FusedKernel, "forward", forward)
+    inputs = torch.randn(1, 2, 4, SIZE)
+
+    def attend(group):
+        place, visibility = TensorGroup(group, group.rank, group.size), Visibility(None, is_causal=False)
+        ring_attention(inputs, inputs, inputs, visibility, SequenceLayout(4 * group.size, group.size), place)
+
+    with travelling_in(2):
+        on_threads(1, attend)
+        assert found == [2]
+        on_threads(2, attend)
+    assert set(found[1:]) == {1}
+
+
 MANY = 1 << 14  # keys of 8 and values of 8, 4 bytes each: 1 MiB for each head
 
 
@@ -297,6 +318,7 @@ MANY = 1 << 14  # keys of 8 and values of 8, 4 bytes each: 1 MiB for each head
     [
         ((1, 8), 8, MANY, 1, "cpu", [2, 2, 2, 2]),
         ((1, 6), 6, MANY, 1, "cpu", [2, 2, 2]),  # no more than 4 groups, so that one head each is too few
+        ((1, 5), 5, MANY, 1, "cpu", [2, 2, 1]),
         ((1, 12), 3, MANY, 1, "cpu", [1, 1, 1]),
         ((1, 8), 8, MANY // 3, 1, "cpu", [4, 4]),  # 3 heads would be a little less than what is worth a message
         ((3, 8), 8, MANY // 3 + 1, 1, "cpu", [2, 2, 2, 2]),
@@ -307,6 +329,7 @@ MANY = 1 << 14  # keys of 8 and values of 8, 4 bytes each: 1 MiB for each head
         ((1, 8), 4, MANY, 3, "cpu", [2, 2]),
         ((2, 8), 8, MANY, 3, "cpu", [2, 2, 2, 2]),
         ((1, 8), 8, MANY, 3, "meta", [8]),  # devices need the work of many heads
+        ((1, 8), 8, 4 * MANY, 3, "meta", [4, 4]),
         ((1, 8), 8, 16 * MANY, 3, "meta", [2, 2, 2, 2]),
     ],
 )

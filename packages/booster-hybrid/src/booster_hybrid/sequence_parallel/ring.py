@@ -210,8 +210,9 @@ def _pass_on(flat: Tensor, numel: int, ring: TensorGroup) -> tuple[Pending, Tens
 def _packed(key: Tensor, value: Tensor) -> Tensor:
     """Return a copy of keys and values for the way."""
     flat = key.new_empty(key.numel() + value.numel())
-    for part, each in zip(_unpacked(flat, key, value, key.shape[2]), (key, value), strict=True):
-        part.copy_(each)
+    keys, values = _unpacked(flat, key, value, key.shape[2])
+    keys.copy_(key)
+    values.copy_(value)
     return flat
 
 
