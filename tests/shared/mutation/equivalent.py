@@ -78,6 +78,30 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             ("ring_attention", "seed = int(torch.randint(2**62, ())) if dropout else 0", change): _SEED
             for change in ("2 ** 62 -> 2 * 62", "62 -> 61", "0 -> 1", "0 -> -1")
         },
+        (
+            "_Settings.parts",
+            "groups = travelling_groups(query, key, value, max(self.key_layout.lengths), self.num_threads)",
+            "max(self.key_layout.lengths) -> min(self.key_layout.lengths)",
+        ): "all ranks find the same groups by either, and a position more is no matter for messages",
+        ("_Settings.parts", "if len(groups) == 1:", "1 -> 0"): "all heads may have settings of their own as well",
+        ("_Settings.parts", "yield self, groups[0]", "0 -> -1"): _ONLY_ONE,
+        (
+            "_Settings.blocks",
+            "first_number = self.first_block + sender * _MOST_BLOCKS",
+            "self.first_block + sender * _MOST_BLOCKS -> self.first_block - sender * _MOST_BLOCKS",
+        ): "counting the senders backwards gives each block a number of its own as well",
+        (
+            "ring_attention",
+            "num_threads: int = 1,",
+            "1 -> 0",
+        ): "no threads ask for as many heads as one does",
+    },
+    "hybrid/head_groups": {
+        (
+            "travelling_groups",
+            "step = max(_parts(key.shape[1], MOST_GROUPS), _parts(least_bytes, max(bytes_of_head, 1)))",
+            "1 -> 2 (#2)",
+        ): "heads without any bytes go round all at once, however many bytes are counted for each",
     },
     "hybrid/ring_travel": {
         ("visits", "return", "return -> pass"): "what was visited is not visited again",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import unittest.mock
 
@@ -11,12 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thread_ranks import on_threads
 
-from booster_hybrid.sequence_parallel import blocks
+from booster_hybrid.sequence_parallel import blocks, head_groups
 from booster_hybrid.sequence_parallel.explicit_scores import ExplicitScores
+from booster_hybrid.sequence_parallel.head_groups import computed_groups, travelling_groups
 from booster_hybrid.sequence_parallel.kernels import FusedKernel
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility
-from booster_hybrid.sequence_parallel.ring_attention import _head_groups, ring_attention
+from booster_hybrid.sequence_parallel.ring_attention import _calls, ring_attention
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_runtime import collectives
 
@@ -27,9 +30,10 @@ CASES = st.fixed_dictionaries(
         "length": st.integers(1, 9),
         "key_length": st.none() | st.integers(1, 9),
         "zigzag": st.booleans(),
-        "heads": st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+        "heads": st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
+        "num_groups": st.integers(1, 3),  # of heads, whose keys go round one after the other
         "batch": st.integers(1, 2),
-        "mask": st.sampled_from(["none", "causal", "bool", "packed", "added"]),
+        "mask": st.sampled_from(["none", "causal", "bool", "packed", "added", "heads"]),
         "tile": st.sampled_from([1, 2, 3, 512]),
         "bias": st.none() | st.tuples(st.booleans(), st.booleans()),
         "trains_bias": st.booleans(),
@@ -46,6 +50,7 @@ PLAIN = {
     "key_length": None,
     "zigzag": False,
     "heads": (2, 1),
+    "num_groups": 1,
     "batch": 2,
     "mask": "none",
     "tile": 2,
@@ -108,6 +113,8 @@ def make(case):
         mask = sees & torch.ones(length, key_length, dtype=torch.bool).tril_()
         for sample in range(batch):
             mask[sample, ..., key_length - sample :] = False
+    if case["mask"] == "heads":  # each sees something else
+        mask = draw(batch, heads, length, key_length) > 0.3
     if case["mask"] == "added":
         mask = draw(batch, 1, length, key_length)
     return query, key, value, bias, draw(heads) if case["sinks"] else None, weights, mask
@@ -133,6 +140,16 @@ def plainly(query, key, value, bias, sinks, case, mask):
     return weights[..., : key.shape[2]] @ value
 
 
+@contextlib.contextmanager
+def travelling_in(num_groups):
+    """Let the keys of few heads go round at a time, however small they are."""
+    with (
+        unittest.mock.patch.object(head_groups, "MOST_GROUPS", num_groups),
+        unittest.mock.patch.dict(head_groups.LEAST_BYTES, cpu=1),
+    ):
+        yield
+
+
 @settings(max_examples=60, deadline=None)
 @given(CASES)
 # Samples that see different tiles, with biases of their own and of all; a triangle with a bias.
@@ -144,6 +161,11 @@ def plainly(query, key, value, bias, sinks, case, mask):
 # Two rings, with parts of several lengths.
 @example({**PLAIN, "num_ranks": (2, 3), "length": 13, "mask": "causal", "zigzag": True})
 @example({**PLAIN, "num_ranks": (3, 2), "length": 13, "key_length": 7, "mask": "added"})
+# Groups of heads, with biases, masks and sinks of their own.
+@example({**PLAIN, "heads": (4, 2), "num_groups": 2, "bias": (True, True), "trains_bias": True, "sinks": True})
+@example({**PLAIN, "heads": (3, 3), "num_groups": 2, "bias": (True, False), "trains_bias": True, "mask": "packed"})
+@example({**PLAIN, "heads": (3, 3), "num_groups": 3, "num_ranks": (2, 2), "mask": "heads", "zigzag": True})
+@example({**PLAIN, "heads": (4, 2), "num_groups": 2, "num_ranks": 3, "mask": "causal", "zigzag": True})
 def test_parts_put_together_are_attention_over_the_whole(case):
     if case["mask"] in ("causal", "packed"):
         case = {**case, "key_length": None}
@@ -183,7 +205,7 @@ def test_parts_put_together_are_attention_over_the_whole(case):
         (found * layout.take(weights, 2, group.rank)).sum().backward()
         return [found.detach(), *(None if each is None else each.grad for each in [*local, sinks])]
 
-    with unittest.mock.patch.object(blocks, "TILE", case["tile"]):
+    with unittest.mock.patch.object(blocks, "TILE", case["tile"]), travelling_in(case["num_groups"]):
         found, *gradients = zip(*on_threads(size, attend), strict=True)
     torch.testing.assert_close(layout.put_together(found, 2), expected.detach())
     for ours, theirs, place in zip(gradients[:4], whole[:4], layouts, strict=True):
@@ -193,8 +215,9 @@ def test_parts_put_together_are_attention_over_the_whole(case):
         torch.testing.assert_close(sum(gradients[4]), whole[4].grad)
 
 
+@pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (2, 2), (2, 3)])
-def test_keys_and_gradients_are_sent_once_less_than_there_are_ranks(monkeypatch, sizes):
+def test_keys_and_gradients_are_sent_once_less_than_there_are_ranks(monkeypatch, sizes, num_groups):
     num_ranks, exchange, calls = math.prod(sizes), collectives.all_to_all, []
 
     def counted(*args):
@@ -205,13 +228,16 @@ def test_keys_and_gradients_are_sent_once_less_than_there_are_ranks(monkeypatch,
     layout = SequenceLayout(8, num_ranks)
 
     def attend(group):
-        inputs = [torch.randn(1, 1, layout.lengths[group.rank], SIZE, requires_grad=True) for _ in range(3)]
+        inputs = [torch.randn(1, 2, layout.lengths[group.rank], SIZE, requires_grad=True) for _ in range(3)]
         place, rings = TensorGroup(group, group.rank, group.size), rings_of(group, *sizes) if sizes[1:] else None
         ring_attention(*inputs, Visibility(None, is_causal=False), layout, place, rings=rings).sum().backward()
 
-    on_threads(num_ranks, attend)
+    with travelling_in(num_groups):
+        on_threads(num_ranks, attend)
     # Keys in both passes, and the gradients of keys.
-    assert len(calls) == 3 * (num_ranks - 1) * num_ranks
+    assert len(calls) == 3 * (num_ranks - 1) * num_ranks * num_groups
+    all_keys = sum(2 * layout.lengths[rank] * SIZE * 2 for rank in range(num_ranks))
+    assert sum(source.numel() for source, *_ in calls) == 3 * (num_ranks - 1) * all_keys
 
 
 @pytest.mark.parametrize("options", [{"dropout": 0.5}, {"softcap": 1.0}, {"bias": False}, {"bias": True}, {}], ids=str)
@@ -251,15 +277,70 @@ def test_scores_are_computed_in_tiles_and_explicitly_only_where_no_kernel_does(m
 def test_backward_computes_as_many_heads_at_a_time_as_there_are_threads(monkeypatch, batch, num_threads, expected):
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     query, key = torch.empty(batch, 6, 5, SIZE), torch.empty(batch, 3, 5, SIZE)
-    assert list(_head_groups(FusedKernel(1.0), query, key, None)) == expected
+    assert computed_groups(query, key) == expected
+    assert _calls(FusedKernel(1.0), query, key, None) == expected
 
 
 def test_backward_computes_all_heads_at_a_time_where_tiles_are_small_or_the_device_is_no_cpu():
     query, key = torch.empty(1, 6, 5, SIZE), torch.empty(1, 3, 5, SIZE)
     everything = [(slice(None), slice(None))]
-    assert list(_head_groups(ExplicitScores(1.0), query, key, None)) == everything
-    assert list(_head_groups(FusedKernel(1.0), query, key, torch.ones(1, 1, 5, 5))) == everything
-    assert list(_head_groups(FusedKernel(1.0), query.to("meta"), key.to("meta"), None)) == everything
+    assert _calls(ExplicitScores(1.0), query, key, None) == everything
+    assert _calls(FusedKernel(1.0), query, key, torch.ones(1, 1, 5, 5)) == everything
+    assert _calls(FusedKernel(1.0), query.to("meta"), key.to("meta"), None) == everything
+
+
+def test_a_rank_alone_which_sends_nothing_computes_all_heads_at_once(monkeypatch):
+    found, original = [], FusedKernel.forward
+
+    def forward(self, query, *rest):
+        found.append(query.shape[1])
+        return original(self, query, *rest)
+
+    monkeypatch.setattr(FusedKernel, "forward", forward)
+    inputs = torch.randn(1, 2, 4, SIZE)
+
+    def attend(group):
+        place, visibility = TensorGroup(group, group.rank, group.size), Visibility(None, is_causal=False)
+        ring_attention(inputs, inputs, inputs, visibility, SequenceLayout(4 * group.size, group.size), place)
+
+    with travelling_in(2):
+        on_threads(1, attend)
+        assert found == [2]
+        on_threads(2, attend)
+    assert set(found[1:]) == {1}
+
+
+MANY = 1 << 14  # keys of 8 and values of 8, 4 bytes each: 1 MiB for each head
+
+
+@pytest.mark.parametrize(
+    ("shape", "key_heads", "longest", "num_threads", "device", "expected"),
+    [
+        ((1, 8), 8, MANY, 1, "cpu", [2, 2, 2, 2]),
+        ((1, 6), 6, MANY, 1, "cpu", [2, 2, 2]),  # no more than 4 groups, so that one head each is too few
+        ((1, 5), 5, MANY, 1, "cpu", [2, 2, 1]),
+        ((1, 12), 3, MANY, 1, "cpu", [1, 1, 1]),
+        ((1, 8), 8, MANY // 3, 1, "cpu", [4, 4]),  # 3 heads would be a little less than what is worth a message
+        ((3, 8), 8, MANY // 3 + 1, 1, "cpu", [2, 2, 2, 2]),
+        ((1, 8), 8, 1, 1, "cpu", [8]),
+        ((1, 8), 8, 0, 1, "cpu", [8]),
+        ((0, 8), 8, MANY, 1, "cpu", [8]),
+        ((1, 8), 8, MANY, 3, "cpu", [3, 3, 2]),  # each thread has a head
+        ((1, 8), 4, MANY, 3, "cpu", [2, 2]),
+        ((2, 8), 8, MANY, 3, "cpu", [2, 2, 2, 2]),
+        ((1, 8), 8, MANY, 3, "meta", [8]),  # devices need the work of many heads
+        ((1, 8), 8, 4 * MANY, 3, "meta", [4, 4]),
+        ((1, 8), 8, 16 * MANY, 3, "meta", [2, 2, 2, 2]),
+    ],
+)
+def test_keys_of_few_heads_go_round_at_a_time_where_they_are_worth_a_message(
+    shape, key_heads, longest, num_threads, device, expected
+):
+    batch, heads = shape
+    query, key = (torch.empty(batch, num, 2, 8, device=device) for num in (heads, key_heads))
+    found = travelling_groups(query, key, key, longest, num_threads)
+    share, ends = heads // key_heads, [sum(expected[:index]) for index in range(len(expected) + 1)]
+    assert found == [(slice(a * share, b * share), slice(a, b)) for a, b in itertools.pairwise(ends)]
 
 
 def test_scores_of_any_size_do_not_overflow():
@@ -320,8 +401,9 @@ def test_narrow_inputs_lose_as_little_as_one_kernel_does(dtype, is_causal):
         assert float((ours - exact).norm()) < 1.5 * float((theirs - exact).norm())
 
 
+@pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("zigzag", [False, True])
-def test_dropped_weights_are_the_same_in_backward_and_differ_between_blocks(zigzag):
+def test_dropped_weights_are_the_same_in_backward_and_differ_between_blocks(zigzag, num_groups):
     """With an identity for values, outputs are the weights: dropped ones are zero, the others grow."""
     length, size, dropout = 64, 2, 0.25
     layout = SequenceLayout(length, size, zigzag=zigzag)
@@ -336,7 +418,8 @@ def test_dropped_weights_are_the_same_in_backward_and_differ_between_blocks(zigz
         weights.sum().backward()
         return weights.detach(), local[2].grad
 
-    found, gradients = zip(*on_threads(size, attend), strict=True)
+    with travelling_in(num_groups):
+        found, gradients = zip(*on_threads(size, attend), strict=True)
     weights = layout.put_together(found, 2)
     kept = weights != 0
     assert float(kept.float().mean()) == pytest.approx(1 - dropout, abs=0.02)
@@ -344,7 +427,7 @@ def test_dropped_weights_are_the_same_in_backward_and_differ_between_blocks(zigz
     # The gradient of a value is what its column's weights sum up to, over all queries.
     columns = weights.sum(2).unsqueeze(-1).expand(-1, -1, -1, length)
     torch.testing.assert_close(layout.put_together(gradients, 2), columns)
-    half = length // 4
-    blocks = [kept[:, :, a : a + half, b : b + half] for a in range(0, length, half) for b in range(0, length, half)]
+    cuts = [slice(start, start + length // 4) for start in range(0, length, length // 4)]
+    blocks = [kept[:, head, rows, columns] for head in range(2) for rows in cuts for columns in cuts]
     alike = [(i, j) for i in range(len(blocks)) for j in range(i) if torch.equal(blocks[i], blocks[j])]
-    assert not alike, "each block drops other weights"
+    assert not alike, "each block of each head drops other weights"

@@ -13,6 +13,7 @@ import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
@@ -26,6 +27,7 @@ from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
 from booster_hybrid.sequence_parallel.sdpa_entry import enter_through_sdpa
 from booster_hybrid.sequence_parallel.stack import LayerHooks, Stack
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
+from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +61,7 @@ def split_sequences(
     Raises:
         ConfigError: If the model can't be split so.
 
-    Collective: none.
+    Collective: the sequence parallel ranks, for ``"ring_attn"``.
     """
     model = compiled_module(model) or model
     stacks = split_layers(model, lists, mode, group, rings=rings, tensor_size=tensor_size, has_stages=has_stages)
@@ -90,7 +92,8 @@ def split_layers(
     Collective: none.
     """
     name = type(model).__name__
-    stacks = [(Stack(mode, group, name, rings), layers) for layers in lists_of_layers(model, lists, mode)]
+    num_threads = _most_threads(group) if mode == "ring_attn" else 1
+    stacks = [(Stack(mode, group, name, rings, num_threads), layers) for layers in lists_of_layers(model, lists, mode)]
     for stack, layers in stacks:
         _check_layers(model, layers, mode)
         _refuse_counting(model, layers, mode)
@@ -109,6 +112,12 @@ def split_layers(
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after, always_call=True)
     return stacks
+
+
+def _most_threads(group: TensorGroup) -> int:
+    """Return the most threads with which one of the ranks computes."""
+    found: list[int] = collectives.all_gather_object(torch.get_num_threads(), group.group)
+    return max(found)
 
 
 def has_causal_loss(model: nn.Module) -> bool:

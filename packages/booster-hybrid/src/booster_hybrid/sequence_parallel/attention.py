@@ -153,7 +153,10 @@ def attention(
     if stack.is_dry:
         return _unseen(query, key, value, stack), None
     if stack.mode == "ring_attn":
-        outputs = ring_attention(query, key, value, visibility, layout, stack.group, rings=stack.rings, **options)
+        rings, num_threads = stack.rings, stack.num_threads
+        outputs = ring_attention(
+            query, key, value, visibility, layout, stack.group, rings=rings, num_threads=num_threads, **options
+        )
     else:
         outputs = all_to_all_attention(query, key, value, visibility, layout, stack.group, **options)
     return outputs.transpose(1, 2).contiguous(), None

@@ -57,7 +57,7 @@ def _round(
     if ring.size == 1:
         yield ranks[0], key, value
         return
-    held = [torch.cat([key.flatten(), value.flatten()])]
+    held = [_packed(key, value)]
     for step in range(ring.size):
         sender, following = ranks[(ring.rank - step) % ring.size], ranks[(ring.rank - step - 1) % ring.size]
         pending = None
@@ -205,6 +205,15 @@ def _pass_on(flat: Tensor, numel: int, ring: TensorGroup) -> tuple[Pending, Tens
     sent = [0 if rank <= after else flat.numel() for rank in range(ring.size + 1)]
     received = [0 if rank <= before else numel for rank in range(ring.size + 1)]
     return collectives.all_to_all(flat, sent, out, received, ring.group), out
+
+
+def _packed(key: Tensor, value: Tensor) -> Tensor:
+    """Return a copy of keys and values for the way."""
+    flat = key.new_empty(key.numel() + value.numel())
+    keys, values = _unpacked(flat, key, value, key.shape[2])
+    keys.copy_(key)
+    values.copy_(value)
+    return flat
 
 
 def _unpacked(flat: Tensor, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ is also what torch's context parallelism does.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from booster_hybrid.sequence_parallel.blocks import find_blocks
 from booster_hybrid.sequence_parallel.explicit_scores import ExplicitScores
+from booster_hybrid.sequence_parallel.head_groups import computed_groups, placed, travelling_groups
 from booster_hybrid.sequence_parallel.kernels import FusedKernel, can_fuse
 from booster_hybrid.sequence_parallel.merging import MergedOutputs, sink_gradient, sum_format
 from booster_hybrid.sequence_parallel.ring import Homeward, visits
@@ -29,13 +31,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_hybrid.sequence_parallel.blocks import Block
+    from booster_hybrid.sequence_parallel.head_groups import HeadGroup
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
     from booster_hybrid.sequence_parallel.mask import Visibility
     from booster_hybrid.tensor_parallel.group import TensorGroup
 
 _MOST_BLOCKS = 1 << 20
 """More blocks than a rank's queries and another rank's keys have. Seeds are made of it, and of a seed, the CPU's
-generator reads 32 bits: this leaves 12 of them for the ranks."""
+generator reads 32 bits: this leaves 12 of them for the ranks, and the groups of heads."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class _Settings:
         visibility: Who may attend to whom.
         kernel: What computes a block.
         rings: The rings on which keys travel, from the outermost to the innermost.
+        num_threads: The most with which a rank computes.
+        first_block: Number of the first block of some heads.
     """
 
     layout: SequenceLayout
@@ -57,12 +62,28 @@ class _Settings:
     visibility: Visibility
     kernel: FusedKernel | ExplicitScores
     rings: Sequence[TensorGroup]
+    num_threads: int
+    first_block: int = 0
+
+    def parts(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[_Settings, HeadGroup]]:
+        """Yield the heads whose keys go round one after the other, and the settings for these."""
+        groups = [(slice(None), slice(None))]
+        if self.group.size > 1:
+            groups = travelling_groups(query, key, value, max(self.key_layout.lengths), self.num_threads)
+        if len(groups) == 1:
+            yield self, groups[0]
+            return
+        for number, (heads, key_heads) in enumerate(groups):
+            visibility = self.visibility.of_heads(heads.start, heads.stop)
+            first_block = number * self.group.size * _MOST_BLOCKS
+            yield dataclasses.replace(self, visibility=visibility, first_block=first_block), (heads, key_heads)
 
     def blocks(self, sender: int, bias: Tensor | None) -> Iterator[Block]:
         """Yield the blocks of this rank's queries and a rank's keys, the same ones in both passes."""
         own, theirs = self.layout.ranges[self.group.rank], self.key_layout.ranges[sender]
         is_cut = self.kernel.is_cut or bias is not None
-        return find_blocks(own, theirs, self.visibility, first_number=sender * _MOST_BLOCKS, is_cut=is_cut)
+        first_number = self.first_block + sender * _MOST_BLOCKS
+        return find_blocks(own, theirs, self.visibility, first_number=first_number, is_cut=is_cut)
 
     def mask(self, block: Block, bias: Tensor | None, device: torch.device) -> Tensor | None:
         """Return what may be seen in a block, or what is added to its scores."""
@@ -96,6 +117,7 @@ def ring_attention(
     softcap: float | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    num_threads: int = 1,
 ) -> Tensor:
     """Return what this rank's queries find among the keys of all ranks.
 
@@ -114,6 +136,8 @@ def ring_attention(
         softcap: Scores are kept below this by a hyperbolic tangent, before the bias and the mask.
         scaling: Multiplies the products; ``None`` for one over the root of the size.
         dropout: Probability of dropping an attention weight.
+        num_threads: The most with which a rank computes, the same on every rank: heads go round in groups that give
+            each of them work.
 
     Returns:
         Shape ``(batch, heads, local positions, value size)``; zeros for queries that see no key.
@@ -129,7 +153,8 @@ def ring_attention(
         seed = int(torch.randint(2**62, ())) if dropout else 0
         kernel = ExplicitScores(scaling, softcap, dropout, seed, trains_bias)
     key_layout = layout if key_layout is None else key_layout
-    settings = _Settings(layout, key_layout, group, visibility, kernel, (group,) if rings is None else rings)
+    rings = (group,) if rings is None else rings
+    settings = _Settings(layout, key_layout, group, visibility, kernel, rings, num_threads)
     with torch.autocast(query.device.type, enabled=False):  # kernels are given formats on purpose
         outputs: Tensor = _Ring.apply(query, key, value, bias, sinks, settings)  # type: ignore[no-untyped-call]
     return outputs
@@ -146,13 +171,17 @@ class _Ring(torch.autograd.Function):
         sinks: Tensor | None,
         settings: _Settings,
     ) -> Tensor:
-        merged = MergedOutputs(query, value.shape[-1])
-        for sender, keys, values in visits(key, value, settings.key_layout, settings.rings):
-            for block in settings.blocks(sender, bias):
-                rows, columns = (block.samples, slice(None), block.queries), (block.samples, slice(None), block.keys)
-                mask = settings.mask(block, bias, query.device)
-                merged.add(rows, *settings.kernel.forward(query[rows], keys[columns], values[columns], mask, block))
-        outputs, logarithms = merged.result(sinks)
+        outputs = logarithms = None
+        num_heads = query.shape[1]
+        for part, (heads, key_heads) in settings.parts(query, key, value):
+            own_sinks = None if sinks is None else sinks[heads]
+            found = _attend(
+                part, query[:, heads], key[:, key_heads], value[:, key_heads], _of_heads(bias, heads), own_sinks
+            )
+            outputs = placed(outputs, found[0], heads, num_heads, query.dtype)
+            logarithms = placed(logarithms, found[1], heads, num_heads, found[1].dtype)
+            del found
+        assert outputs is not None, "there are heads"
         ctx.save_for_backward(query, key, value, bias, sinks, outputs, logarithms)
         ctx.settings = settings
         return outputs
@@ -162,58 +191,89 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias, sinks, outputs, logarithms = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        of_query = torch.zeros_like(query, dtype=sum_format(query))
+        of_query = of_key = of_value = None
         of_bias = torch.zeros_like(bias, dtype=sum_format(query)) if ctx.needs_input_grad[3] else None
-        home = Homeward(key, value, settings.key_layout, settings.rings)
-        for sender, keys, values in visits(key, value, settings.key_layout, settings.rings):
-            of_keys, of_values = home.sums(sender)
-            for block in settings.blocks(sender, bias):
-                mask = settings.mask(block, bias, query.device)
-                for heads, key_heads in _head_groups(settings.kernel, query, key, mask):
-                    rows, columns = (block.samples, heads, block.queries), (block.samples, key_heads, block.keys)
-                    of_parts = settings.kernel.backward(
-                        gradient[rows],
-                        query[rows],
-                        keys[columns],
-                        values[columns],
-                        outputs[rows],
-                        logarithms[rows],
-                        mask,
-                        block,
-                    )
-                    of_query[rows] += of_parts[0]
-                    of_keys[columns] += of_parts[1]
-                    of_values[columns] += of_parts[2]
-                    if of_bias is not None:
-                        of_added = of_parts[3]
-                        assert of_added is not None, "only explicit scores train a bias"
-                        samples = block.samples if of_bias.shape[0] > 1 else slice(None)
-                        where = (samples, slice(None), block.queries, slice(*block.key_range))
-                        of_bias[where] += of_added.sum_to_size(of_bias[where].shape)
-                        del of_added
-                    del of_parts
-            del keys, values, of_keys, of_values
-            home.send(sender)
-        of_key, of_value = home.collected()
+        for part, (heads, key_heads) in settings.parts(query, key, value):
+            inputs = query[:, heads], key[:, key_heads], value[:, key_heads], _of_heads(bias, heads)
+            found = _differentiate(
+                part, gradient[:, heads], outputs[:, heads], logarithms[:, heads], inputs, _of_heads(of_bias, heads)
+            )
+            of_query = placed(of_query, found[0], heads, query.shape[1], query.dtype)
+            of_key = placed(of_key, found[1], key_heads, key.shape[1], key.dtype)
+            of_value = placed(of_value, found[2], key_heads, key.shape[1], value.dtype)
+            del found
         of_sinks = None if sinks is None else sink_gradient(sinks, gradient, outputs, logarithms)
         of_bias = None if of_bias is None else of_bias.to(bias.dtype)
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_bias, of_sinks, None
+        return of_query, of_key, of_value, of_bias, of_sinks, None
 
 
-def _head_groups(
+def _attend(
+    settings: _Settings, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what some heads find, and the logarithms of their sums."""
+    merged = MergedOutputs(query, value.shape[-1])
+    for sender, keys, values in visits(key, value, settings.key_layout, settings.rings):
+        for block in settings.blocks(sender, bias):
+            rows, columns = (block.samples, slice(None), block.queries), (block.samples, slice(None), block.keys)
+            mask = settings.mask(block, bias, query.device)
+            merged.add(rows, *settings.kernel.forward(query[rows], keys[columns], values[columns], mask, block))
+        del keys, values
+    return merged.result(sinks)
+
+
+def _differentiate(
+    settings: _Settings,
+    gradient: Tensor,
+    outputs: Tensor,
+    logarithms: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    of_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of some heads' queries, keys and values, and add to that of their bias."""
+    query, key, value, bias = inputs
+    of_query = torch.zeros_like(query, dtype=sum_format(query))
+    home = Homeward(key, value, settings.key_layout, settings.rings)
+    for sender, keys, values in visits(key, value, settings.key_layout, settings.rings):
+        of_keys, of_values = home.sums(sender)
+        for block in settings.blocks(sender, bias):
+            mask = settings.mask(block, bias, query.device)
+            for heads, key_heads in _calls(settings.kernel, query, key, mask):
+                rows, columns = (block.samples, heads, block.queries), (block.samples, key_heads, block.keys)
+                of_parts = settings.kernel.backward(
+                    gradient[rows],
+                    query[rows],
+                    keys[columns],
+                    values[columns],
+                    outputs[rows],
+                    logarithms[rows],
+                    mask,
+                    block,
+                )
+                of_query[rows] += of_parts[0]
+                of_keys[columns] += of_parts[1]
+                of_values[columns] += of_parts[2]
+                if of_bias is not None:
+                    of_added = of_parts[3]
+                    assert of_added is not None, "only explicit scores train a bias"
+                    samples = block.samples if of_bias.shape[0] > 1 else slice(None)
+                    where = (samples, slice(None), block.queries, slice(*block.key_range))
+                    of_bias[where] += of_added.sum_to_size(of_bias[where].shape)
+                    del of_added
+                del of_parts
+        del keys, values, of_keys, of_values
+        home.send(sender)
+    return of_query, *home.collected()
+
+
+def _calls(
     kernel: FusedKernel | ExplicitScores, query: Tensor, key: Tensor, mask: Tensor | None
-) -> Iterator[tuple[slice, slice]]:
-    """Yield the query heads and the key/value heads that one call of a kernel computes.
-
-    A call returns gradients of its own. On the CPU, whose kernel gives each thread some heads, these need not be of
-    more heads than there are threads; what is cut into tiles has little of them.
-    """
-    batch, heads, key_heads = query.shape[0], query.shape[1], key.shape[1]
+) -> Sequence[HeadGroup]:
+    """Return the heads of each call of a kernel; of what is cut into tiles, gradients are small."""
     if query.device.type != "cpu" or kernel.is_cut or mask is not None:
-        yield slice(None), slice(None)
-        return
-    share = heads // key_heads
-    step = -(-torch.get_num_threads() // (batch * share))
-    for first in range(0, key_heads, step):
-        last = min(first + step, key_heads)
-        yield slice(first * share, last * share), slice(first, last)
+        return [(slice(None), slice(None))]
+    return computed_groups(query, key)
+
+
+def _of_heads(bias: Tensor | None, heads: slice) -> Tensor | None:
+    """Return what is added to the scores of some heads, or its gradient."""
+    return bias if bias is None or bias.shape[1] == 1 else bias[:, heads]

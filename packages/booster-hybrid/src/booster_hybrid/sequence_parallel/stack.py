@@ -46,6 +46,7 @@ class Stack:
         group: The sequence parallel ranks.
         model_name: Class of the model, for messages.
         rings: The rings on which keys travel under ``"ring_attn"``; see `ring_attention`.
+        num_threads: The most with which one of the ranks computes, for the same.
 
     Attributes:
         length: Number of positions of the whole sequences that the layer works on which is running.
@@ -58,9 +59,14 @@ class Stack:
     """
 
     def __init__(
-        self, mode: str, group: TensorGroup, model_name: str, rings: Sequence[TensorGroup] | None = None
+        self,
+        mode: str,
+        group: TensorGroup,
+        model_name: str,
+        rings: Sequence[TensorGroup] | None = None,
+        num_threads: int = 1,
     ) -> None:
-        self.mode, self.group, self.model_name = mode, group, model_name
+        self.mode, self.group, self.model_name, self.num_threads = mode, group, model_name, num_threads
         self.rings = (group,) if rings is None else tuple(rings)
         self.is_plain = self.is_probing = self.is_alone = self.is_dry = False
         self.length, self.key_length = 0, 0
