@@ -6,6 +6,7 @@ is booster-zero's.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -308,6 +309,11 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
     def has_pipeline(self, model: nn.Module) -> bool:
         """Return whether the model is cut into stages."""
         return getattr(boosted_inside(model), "engine", None) is not None
+
+    def rehearsing(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which a pipeline's batches are cut short; ``booster plan`` begins with such ones."""
+        engine = inner.engine if isinstance(inner := boosted_inside(model), HybridModel) else None
+        return contextlib.nullcontext() if engine is None else engine.rehearsing()
 
     def execute_pipeline(
         self,

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.per_sample import SampleEntries
     from booster_hybrid.pipeline.schedule import Schedule
 
+_REHEARSED = 2
+"""Microbatches of a rehearsed batch: two messages of a kind are what a rank knows the next one's layout from."""
+
 
 class PipelineEngine:
     """Forward and backward of whole batches.
@@ -92,6 +95,22 @@ class PipelineEngine:
         self._itineraries: dict[tuple[int, bool], Itinerary] = {}
         self._num_batches = 0
         self._has_warned = False
+        self._rehearses = False
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Take only the first two microbatches of batches inside, where all have the same size.
+
+        They leave behind what the whole batch would: each reaches every parameter, and optimizer state, buckets and
+        the layouts of messages are the same for any number of microbatches.
+
+        Collective: none; all ranks rehearse the same batches.
+        """
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses = False
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return who does what in a batch of so many microbatches."""
@@ -228,6 +247,8 @@ class PipelineEngine:
                 if len(sizes) > 1:
                     self._entries.check(batch, sum(sizes))
                 parts = split_batch(batch, sizes)
+                if self._rehearses and len(set(sizes)) == 1:
+                    parts, sizes = parts[:_REHEARSED], sizes[:_REHEARSED]
         except Exception as caught:  # noqa: BLE001 - carried to every rank below
             error = caught
         # Data parallel ranks may have other batches, of other sizes; those that work on the same batch may not.
@@ -262,7 +283,7 @@ class PipelineEngine:
 
     def _warn_if_idle(self, schedule: Schedule) -> None:
         size = self._config.size
-        if self._has_warned or schedule.num_microbatches >= size:
+        if self._has_warned or self._rehearses or schedule.num_microbatches >= size:
             return
         self._has_warned = True
         if self._coordinator.rank == 0:

@@ -14,6 +14,7 @@ from booster_hybrid.tensor_parallel.bounds import within_bounds
 from booster_hybrid.tensor_parallel.collectives import refuse_second_derivative
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_runtime import collectives
+from booster_runtime.memory import block_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +84,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    nbytes = _BLOCK_BYTES if logits.device.type == "cpu" else _DEVICE_BLOCK_BYTES
+    nbytes = block_bytes(logits.device, _BLOCK_BYTES, _DEVICE_BLOCK_BYTES)
     step = max(nbytes // (max(logits.shape[-1], 1) * 4), 1)
     return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
 

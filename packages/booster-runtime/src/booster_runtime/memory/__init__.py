@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from booster_runtime.memory.blocks import block_bytes, host_stands_for_device
 from booster_runtime.memory.folder import OffloadFolder
 from booster_runtime.memory.lane import Lane
 from booster_runtime.memory.mapped import MappedFolder
@@ -14,5 +15,7 @@ __all__ = [
     "OffloadFolder",
     "aligned",
     "aligned_buffer",
+    "block_bytes",
+    "host_stands_for_device",
     "zeros_in_pages",
 ]

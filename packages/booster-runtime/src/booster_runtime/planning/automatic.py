@@ -159,6 +159,7 @@ def _best(booster: Booster, objects: Boosted) -> Planned:
         share=lambda *_: batch,
         loss=_explained(guessed_losses(objects.criterion, batch).forward),
         mixed_precision=booster.precision,
+        on_host=booster.context.device.type == "cpu",
     )
     devices = Devices(number=size, memory_bytes=budget)
 

@@ -10,6 +10,9 @@ from booster_core.plugin import installed, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import nn
 
     from booster_core.plugin import Plugin
 
@@ -28,6 +31,14 @@ class Offloads(Protocol):
 
     def offloading(self) -> str | None:
         """Return the option that makes it do so, such as ``"offload='cpu'"``; ``None`` where none does."""
+
+
+@runtime_checkable
+class Rehearses(Protocol):
+    """A plugin that can shorten the batches of the first steps, which a plan takes only to lay out what stays."""
+
+    def rehearsing(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which batches are shortened; they must leave behind what whole batches do."""
 
 
 def check_on_device(plugin: Plugin) -> None:

@@ -85,11 +85,17 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, or find out what it would return, and count it."""
         kwargs = kwargs or {}
-        if any(issubclass(each, FakeTensor) for each in types):
-            return func(*args, **kwargs)  # torch's DTensor asks them for shapes
-        if any(issubclass(each, Tensor) and each.__torch_dispatch__ is not Tensor.__torch_dispatch__ for each in types):
-            return NotImplemented  # a wrapper, whose operations on the tensors inside come here in turn
-        if func.namespace == "c10d":
+        if types:  # of tensors that dispatch themselves
+            if any(issubclass(each, FakeTensor) for each in types):
+                return func(*args, **kwargs)  # torch's DTensor asks them for shapes
+            if any(
+                issubclass(each, Tensor) and each.__torch_dispatch__ is not Tensor.__torch_dispatch__ for each in types
+            ):
+                return NotImplemented  # a wrapper, whose operations on the tensors inside come here in turn
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _Kind(func)
+        if kind.is_collective:
             return call_collective(
                 func, args, kwargs, self._ledger, is_counted=not self._is_quiet, mailbox=self._mailbox
             )
@@ -98,23 +104,18 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs:
             given += tensors_in(kwargs.values())
         is_meta = any(leaf.is_meta for leaf in given)
-        out = self._call(func, args, kwargs, given, is_meta=is_meta)
-        if not is_meta and func._overloadpacket in flop_registry:  # noqa: SLF001 - as torch's counter looks it up
-            self._ledger.flops += int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))  # noqa: SLF001
-        for leaf in tensors_in((out,)):
-            if not leaf.is_meta and leaf.layout == torch.strided:
-                self._ledger.note(leaf)
-                if self._makes_unknown:
-                    self._ledger.mark_unknown(leaf)
+        out = self._call(func, kind, args, kwargs, given, is_meta=is_meta)
+        if kind.flops is not None and not is_meta:
+            self._ledger.flops += int(kind.flops(*args, **kwargs, out_val=out))
+        for leaf in (out,) if isinstance(out, Tensor) else tensors_in((out,)):
+            if not leaf.is_meta and leaf.layout is torch.strided:
+                self._ledger.note(leaf, is_unknown=self._makes_unknown)
         return out
 
-    def _call(self, func: Any, args: Any, kwargs: Any, leaves: list[Tensor], *, is_meta: bool) -> Any:
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = _Kind(func)
+    def _call(self, func: Any, kind: _Kind, args: Any, kwargs: Any, leaves: list[Tensor], *, is_meta: bool) -> Any:
         if self._computes or kind.computes_nothing or is_meta or (kwargs and str(kwargs.get("device")) == "meta"):
             return self._read(leaves[0]) if func is _NUMBER else func(*args, **kwargs)
-        is_small = max((leaf.numel() for leaf in leaves), default=0) <= SMALL_NUMEL
+        is_small = max([leaf.numel() for leaf in leaves], default=0) <= SMALL_NUMEL
         unknown = [leaf for leaf in leaves if self._ledger.is_unknown(leaf)]
         if is_small and any(_is_part_of_large(leaf) for leaf in unknown):
             is_small = False
@@ -130,7 +131,7 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind.only_writes:
             return kind.written(args, kwargs)
         shapes = self._shapes.returned(func, args, kwargs)
-        if is_small and max((leaf.numel() for leaf in tensors_in((shapes,))), default=0) <= SMALL_NUMEL:
+        if is_small and max([leaf.numel() for leaf in tensors_in((shapes,))], default=0) <= SMALL_NUMEL:
             return func(*args, **kwargs)
         self._makes_unknown = True
         return kind.with_written(replace_tensors(shapes, _memory_like), args, kwargs)
@@ -149,11 +150,15 @@ class _Kind:
         computes_nothing: It only makes views, reserves memory or changes shapes; or it returns no tensors.
         only_writes: It writes into arguments, and returns nothing else.
         is_question: It compares whole tensors.
+        is_collective: It communicates.
+        flops: Counts its floating point operations; ``None`` where it has none worth counting.
         needs_arguments_only: Small arguments mean a small result, or one whose shape depends on their values.
     """
 
     def __init__(self, func: Any) -> None:
         schema = func._schema  # noqa: SLF001 - torch's own modes read it
+        self.is_collective = func.namespace == "c10d"
+        self.flops = flop_registry.get(func._overloadpacket)  # noqa: SLF001 - as torch's counter looks it up
         returns = schema.returns
         self._names = [argument.name for argument in schema.arguments]
         self._written = [

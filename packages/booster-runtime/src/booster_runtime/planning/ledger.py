@@ -88,9 +88,12 @@ class Ledger:
         self.end_step()
         self.timeline.append(event)
 
-    def note(self, tensor: Tensor) -> None:
-        """Count the memory of a tensor, if it is new."""
-        self.note_storage(tensor.untyped_storage())
+    def note(self, tensor: Tensor, *, is_unknown: bool = False) -> None:
+        """Count the memory of a tensor, if it is new; note if its values were not computed."""
+        storage = tensor.untyped_storage()
+        self.note_storage(storage)
+        if is_unknown:
+            self._unknown.add(storage._cdata)  # noqa: SLF001 - as in `note_storage`
 
     def note_storage(self, storage: UntypedStorage) -> None:
         """Count a storage that is new, or has another size than before."""

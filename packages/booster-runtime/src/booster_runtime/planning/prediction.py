@@ -6,6 +6,7 @@ out the computation and the other ranks.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import time
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, unwrap_model
-from booster_runtime.planning.candidates import check_on_device
+from booster_runtime.planning.candidates import Rehearses, check_on_device
 from booster_runtime.planning.relay import Relay
 from booster_runtime.planning.world import counted, planned_world, planning, watching
 from booster_runtime.sharding import local_of
@@ -28,6 +29,7 @@ from booster_runtime.verification.run import random_state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from contextlib import AbstractContextManager
 
     from booster_core.plugin import Plugin
     from booster_core.precision import PrecisionPolicy
@@ -49,6 +51,7 @@ class Training:
         loss: Returns the loss of the boosted model and a share; ``None`` steps by `Booster.train_batch`.
         mixed_precision: As for `Booster`.
         steps: Steps to take; the last one is counted.
+        on_host: Whether ranks compute on the CPU; on accelerators otherwise.
     """
 
     build: Callable[[], tuple[Any, ...]]
@@ -56,6 +59,7 @@ class Training:
     loss: Callable[[torch.nn.Module, Any], Tensor] | None = None
     mixed_precision: PrecisionPolicy | str | None = None
     steps: int = STEPS
+    on_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +202,9 @@ def predict_training(training: Training, plugin: Plugin, world_size: int, rank: 
     def predict_one(plugin: Plugin, mailbox: Mailbox) -> Prediction:
         started = time.perf_counter()
         try:
-            with planned_world(world_size, mailbox), watching(mailbox) as ledger:
-                return _train(training, plugin, ledger, started)
+            with planned_world(world_size, mailbox, on_host=training.on_host), watching(mailbox) as ledger:
+                rehearsing = plugin.rehearsing if isinstance(plugin, Rehearses) else None
+                return _train(training, plugin, ledger, started, rehearsing)
         finally:
             mailbox.waiting.clear()
             gc.collect()  # strategies keep their model in cycles of hooks
@@ -240,7 +245,13 @@ def measure(
         return _train(training, plugin, ledger, started)
 
 
-def _train(training: Training, plugin: Plugin, ledger: Ledger, started: float) -> Prediction:
+def _train(
+    training: Training,
+    plugin: Plugin,
+    ledger: Ledger,
+    started: float,
+    rehearsing: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None,
+) -> Prediction:
     model, optimizer, criterion = built(training.build)
     # Plans are made with the CPU's tensors, whatever accelerator is here.
     booster = Booster(device="cpu", mixed_precision=training.mixed_precision, plugin=plugin)
@@ -254,10 +265,12 @@ def _train(training: Training, plugin: Plugin, ledger: Ledger, started: float) -
     assert isinstance(boosted.optimizer, OptimizerWrapper), "checked by `boost`"
     del model, optimizer
     phases = _Phases(boosted.model, boosted.optimizer, ledger)
-    for _ in range(training.steps):
+    for index in range(training.steps):
         ledger.start_step()
         if training.loss is None:
-            booster.train_batch(iter([share]), boosted.model, criterion, boosted.optimizer)
+            shortened = rehearsing if index < training.steps - 1 else None
+            with contextlib.nullcontext() if shortened is None else shortened(boosted.model):
+                booster.train_batch(iter([share]), boosted.model, criterion, boosted.optimizer)
         else:
             booster.backward(training.loss(boosted.model, share), boosted.optimizer)
             boosted.optimizer.step()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from booster_core.ranks import close_world, current_world, open_world, set_world
 from booster_runtime.collectives.transports import choice
 from booster_runtime.collectives.transports.alone import AloneTransport
+from booster_runtime.memory import host_stands_for_device
 from booster_runtime.planning.aside import groups_set_aside
 from booster_runtime.planning.hollow import Watching
 from booster_runtime.planning.ledger import Ledger
@@ -107,12 +108,13 @@ def planning() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def planned_world(world_size: int, mailbox: Mailbox) -> Iterator[None]:
+def planned_world(world_size: int, mailbox: Mailbox, *, on_host: bool = False) -> Iterator[None]:
     """Let this thread be one rank of a world whose other ranks do what it does, or have sent it what they do.
 
     Args:
         world_size: Number of ranks.
         mailbox: That of the rank.
+        on_host: Whether ranks compute on the CPU, so that its tensors stand for no others.
 
     Collective: none.
     """
@@ -123,7 +125,8 @@ def planned_world(world_size: int, mailbox: Mailbox) -> Iterator[None]:
     world = current_world()
     world.rendezvous_of = lambda _: _Attended(rank)  # type: ignore[method-assign,assignment,return-value]
     try:
-        yield
+        with contextlib.nullcontext() if on_host else host_stands_for_device():
+            yield
     finally:
         set_world(world)  # another rank's may be the current one, where this one is abandoned
         close_world()
