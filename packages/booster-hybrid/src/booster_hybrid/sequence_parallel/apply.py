@@ -64,7 +64,9 @@ def split_sequences(
     Collective: the sequence parallel ranks, for ``"ring_attn"``.
     """
     model = compiled_module(model) or model
-    stacks = split_layers(model, lists, mode, group, rings=rings, tensor_size=tensor_size, has_stages=has_stages)
+    num_threads = _most_threads(group) if mode == "ring_attn" else 1
+    options: dict[str, Any] = {"tensor_size": tensor_size, "has_stages": has_stages, "num_threads": num_threads}
+    stacks = split_layers(model, lists, mode, group, rings=rings, **options)
     if parallel_output and has_causal_loss(model):
         LogitsOfPositions(model, stacks[-1][0].layout, group)
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
@@ -80,8 +82,19 @@ def split_layers(
     rings: Sequence[TensorGroup] | None = None,
     tensor_size: int = 1,
     has_stages: bool = False,
+    num_threads: int = 1,
 ) -> list[tuple[Stack, list[nn.Module]]]:
-    """Let the layers alone work on this rank's positions, in place; see `split_sequences`.
+    """Let the layers alone work on this rank's positions, in place.
+
+    Args:
+        model: As for `split_sequences`, as the next ones.
+        lists: Names of the lists of its layers.
+        mode: ``"all_to_all"`` or ``"ring_attn"``.
+        group: The sequence parallel ranks.
+        rings: The rings that they form.
+        tensor_size: Tensor parallel ranks.
+        has_stages: Whether other ranks run some of the layers.
+        num_threads: The most threads with which one of the ranks computes, for ``"ring_attn"``.
 
     Returns:
         The layers of each list, with what they share.
@@ -92,7 +105,6 @@ def split_layers(
     Collective: none.
     """
     name = type(model).__name__
-    num_threads = _most_threads(group) if mode == "ring_attn" else 1
     stacks = [(Stack(mode, group, name, rings, num_threads), layers) for layers in lists_of_layers(model, lists, mode)]
     for stack, layers in stacks:
         _check_layers(model, layers, mode)
