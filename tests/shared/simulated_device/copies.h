@@ -41,34 +41,42 @@ class PendingCopies {
   }
   void forget(const Block* block) {
     if (count_ == 0) return;
+    std::list<PendingCopy> done;
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    copies_.remove_if([block](const PendingCopy& copy) { return copy.block == block && block != nullptr; });
+    for (auto each = copies_.begin(); each != copies_.end();) {
+      const auto next = std::next(each);
+      if (each->block == block && block != nullptr) done.splice(done.end(), copies_, each);
+      each = next;
+    }
     count_ = copies_.size();
   }
 
  private:
   using Place = std::list<PendingCopy>::iterator;
+  // What is done is freed when the lock is not held any more: Python's tensors need the interpreter's lock for that,
+  // which another thread may have that waits for this one.
   template <typename Condition>
   void settle_if(Condition&& condition) {
     if (count_ == 0) return;
+    std::list<PendingCopy> done;
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     for (auto each = copies_.begin(); each != copies_.end();) {
       const auto next = std::next(each);
-      if (condition(*each)) make(each);
+      if (condition(*each)) make(each, done);
       each = next;
     }
     count_ = copies_.size();
   }
-  void make(Place place) {
+  void make(Place place, std::list<PendingCopy>& done) {
     for (auto each = copies_.begin(); each != place;) {
       const auto next = std::next(each);
-      if (overlap(each->host, place->host)) make(each);
+      if (overlap(each->host, place->host)) make(each, done);
       each = next;
     }
     at::NoGradGuard no_grad;
     if (place->block != nullptr) place->device.copy_(place->host.detach());
     else place->host.detach().copy_(place->device);
-    copies_.erase(place);
+    done.splice(done.end(), copies_, place);
   }
   static bool overlap(const Tensor& one, const Tensor& other) {
     const auto* first = static_cast<const char*>(one.const_data_ptr());
