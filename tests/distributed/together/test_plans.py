@@ -116,7 +116,7 @@ def compare(settings, size, world_size):
     ranks = run_on_ranks(trained, world_size, settings, size)
     for index, setting in enumerate(settings):
         name, options = {**SETTINGS, **ON_FOUR}[setting]
-        planned = predict_ranks(lambda: llama(size), tokens, load(name)(**options), world_size)
+        planned = predict_ranks(lambda: llama(size), tokens, load(name)(**options), world_size, on_host=True)
         assert len(planned) == options.get("pp_size", 1), setting
         for rank, predicted in planned.items():
             measured, held = ranks[rank][index]

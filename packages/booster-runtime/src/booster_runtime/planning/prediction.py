@@ -119,6 +119,7 @@ def predict(
     *,
     mixed_precision: PrecisionPolicy | str | None = None,
     steps: int = STEPS,
+    on_host: bool = False,
 ) -> Prediction:
     """Plan a training step on one rank of a world whose other ranks are not there.
 
@@ -134,6 +135,7 @@ def predict(
         rank: Which of them to plan.
         mixed_precision: As for `Booster`.
         steps: Steps to take; the last one is counted.
+        on_host: Whether the ranks compute on the CPU, where large tensors are worked on in smaller blocks.
 
     Returns:
         What the rank holds, sends and computes.
@@ -144,7 +146,8 @@ def predict(
 
     Collective: none. Process groups of this process are not used.
     """
-    return predict_ranks(build, batch, plugin, world_size, rank, mixed_precision=mixed_precision, steps=steps)[rank]
+    options: dict[str, Any] = {"mixed_precision": mixed_precision, "steps": steps, "on_host": on_host}
+    return predict_ranks(build, batch, plugin, world_size, rank, **options)[rank]
 
 
 def predict_ranks(
@@ -156,6 +159,7 @@ def predict_ranks(
     *,
     mixed_precision: PrecisionPolicy | str | None = None,
     steps: int = STEPS,
+    on_host: bool = False,
 ) -> dict[int, Prediction]:
     """Plan a training step on one rank, and on all ranks whose messages it needs: those of its pipeline.
 
@@ -167,6 +171,7 @@ def predict_ranks(
         rank: Which of them to begin with.
         mixed_precision: As for `Booster`.
         steps: Steps to take; the last one is counted.
+        on_host: Whether the ranks compute on the CPU.
 
     Returns:
         By rank, in ascending order.
@@ -176,7 +181,8 @@ def predict_ranks(
 
     Collective: none. Process groups of this process are not used.
     """
-    training = Training(build=build, share=_sharing(batch), mixed_precision=mixed_precision, steps=steps)
+    share = _sharing(batch)
+    training = Training(build=build, share=share, mixed_precision=mixed_precision, steps=steps, on_host=on_host)
     return predict_training(training, plugin, world_size, rank)
 
 
@@ -239,7 +245,8 @@ def measure(
 
     Collective: every rank of the world.
     """
-    training = Training(build=build, share=_sharing(batch), mixed_precision=mixed_precision, steps=steps)
+    share = _sharing(batch)
+    training = Training(build=build, share=share, mixed_precision=mixed_precision, steps=steps, on_host=on_host)
     started = time.perf_counter()
     with random_state_kept(), counted(), watching() as ledger:
         return _train(training, plugin, ledger, started)
