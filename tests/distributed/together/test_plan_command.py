@@ -1,10 +1,14 @@
 """``booster plan``: what it prints, and its exit status."""
 
+import os
+import signal
+
 import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
 
+from booster_core.errors import ConfigError
 from booster_runtime.cli.plan import command
 from booster_runtime.planning import Candidate, Devices, plan
 
@@ -36,12 +40,42 @@ def test_the_setting_that_fits_is_printed_as_code(run):
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [row[0] for row in rows if row and row[-1].startswith("ddp(")] == ["no", "no"]
     assert "booster = Booster(plugin=" in done.stdout.splitlines()[-1]
-    assert "1/4 ddp()" in done.stderr
+    told = [line.split(maxsplit=1) for line in done.stderr.splitlines() if line[:1].isdigit()]
+    assert [count for count, _ in told] == ["1/4", "2/4", "3/4", "4/4"]
+    assert "ddp()" in [setting for _, setting in told]
 
 
 def test_nothing_that_fits_is_an_exit_status(run):
     done = run(*SIZES, "1MiB", "--plugin", "zero")
     assert (done.exit_code, "No setting fits." in done.stdout) == (1, True)
+
+
+def test_plans_side_by_side_are_those_made_one_after_the_other():
+    def made(num_processes):
+        devices = Devices(number=4, memory_bytes=2**30)
+        found = plan(
+            _mlp, lambda: torch.zeros(64, 256), devices, plugins=["ddp", "zero", "hybrid"], num_processes=num_processes
+        )
+        return [
+            (each.candidate, each.problem, each.prediction and each.prediction.peak_bytes, each.step_seconds)
+            for each in found.settings
+        ]
+
+    assert made(3) == made(1)
+
+
+def test_a_process_that_is_killed_is_told():
+    def build():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    devices = Devices(number=4, memory_bytes=2**30)
+    with pytest.raises(ConfigError, match="A process that made plans was ended"):
+        plan(build, lambda: torch.zeros(64, 256), devices, plugins=["ddp"], num_processes=2)
+
+
+def _mlp():
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+    return model, torch.optim.AdamW(model.parameters()), lambda outputs, _: outputs.square().mean()
 
 
 class _Dropping(nn.Linear):

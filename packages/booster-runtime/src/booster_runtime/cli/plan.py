@@ -24,6 +24,7 @@ _RATES = {"MBPS": 1e6 / 8, "GBPS": 1e9 / 8, "TBPS": 1e12 / 8, "MB/S": 1e6, "GB/S
 @click.option("--plugin", "plugins", multiple=True, help="Compare only this plugin; repeatable.  [default: all]")
 @click.option("--batch", default="batch", show_default=True, help="Function of the same file that makes the batch.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Format of compute.  [default: fp32]")
+@click.option("--processes", type=click.IntRange(min=1), help="Plans made at a time.  [default: one for each core]")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the comparison: .svg or .png.")
 def command(
     *,
@@ -35,17 +36,18 @@ def command(
     plugins: tuple[str, ...],
     batch: str,
     precision: str | None,
+    processes: int | None,
     picture: Path | None,
 ) -> None:
     """Predict memory and communication of a script's training under the installed plugins, and rank them.
 
     FILE:FUNCTION, such as `train.py:build`, names a function that returns (model, optimizer) or (model, optimizer,
     criterion); another one of that file returns the whole batch, as for `booster verify-plugin`. The plugins' own code
-    runs in this process, on tensors without values. The exit status is 1 where no setting fits.
+    runs on this machine, on tensors without values. The exit status is 1 where no setting fits.
     """
     from booster_core.errors import BoosterError
     from booster_runtime.pictures import write_png
-    from booster_runtime.planning import Devices, draw_plan, plan
+    from booster_runtime.planning import Devices, default_processes, draw_plan, plan
     from booster_runtime.verification import function_of, module_of
 
     if picture is not None and picture.suffix not in (".svg", ".png"):
@@ -66,6 +68,7 @@ def command(
             plugins=plugins or None,
             mixed_precision=precision,
             progress=lambda line: click.echo(line, err=True),
+            num_processes=processes or default_processes(),
         )
         if picture is not None:
             drawing = draw_plan(found)

@@ -10,6 +10,7 @@ from booster_runtime.planning.candidates import Candidate
 from booster_runtime.planning.ledger import Traffic
 from booster_runtime.planning.picture import draw_plan
 from booster_runtime.planning.prediction import Prediction, measure, predict, predict_ranks
+from booster_runtime.planning.processes import default_processes
 from booster_runtime.planning.ranking import Devices, Plan, Planned, plan
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Planned",
     "Prediction",
     "Traffic",
+    "default_processes",
     "draw_plan",
     "measure",
     "plan",

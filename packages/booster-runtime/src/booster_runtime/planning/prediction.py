@@ -245,8 +245,7 @@ def measure(
 
     Collective: every rank of the world.
     """
-    share = _sharing(batch)
-    training = Training(build=build, share=share, mixed_precision=mixed_precision, steps=steps, on_host=on_host)
+    training = Training(build=build, share=_sharing(batch), mixed_precision=mixed_precision, steps=steps)
     started = time.perf_counter()
     with random_state_kept(), counted(), watching() as ledger:
         return _train(training, plugin, ledger, started)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import BoosterError, ConfigError
 from booster_runtime.planning.candidates import Candidate, candidates
 from booster_runtime.planning.prediction import STEPS, Prediction, predict_ranks
+from booster_runtime.planning.processes import in_processes
 from booster_runtime.planning.timeline import replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from booster_core.plugin import Plugin
 
@@ -138,6 +139,7 @@ def plan(
     mixed_precision: str | None = None,
     steps: int = STEPS,
     progress: Callable[[str], None] | None = None,
+    num_processes: int = 1,
 ) -> Plan:
     """Predict a training step under the installed plugins, and rank them.
 
@@ -150,13 +152,14 @@ def plan(
         settings: What to compare instead.
         mixed_precision: As for `Booster`, by name.
         steps: Steps to take in each setting; the last one is counted.
-        progress: Called with a line for each setting that is begun.
+        progress: Called with a line for each setting that is planned.
+        num_processes: How many settings are planned at a time, each in a fork of this process; 1 plans in this one.
 
     Returns:
         All settings, the best one first. Those that a plugin refuses, or that can't be planned, say why.
 
     Raises:
-        ConfigError: If there is nothing to compare.
+        ConfigError: If there is nothing to compare, or a process that makes plans is ended.
 
     Collective: none. Process groups of this process are not used.
     """
@@ -168,7 +171,17 @@ def plan(
     def predict(plugin: Plugin) -> dict[int, Prediction]:
         return predict_ranks(build, batch, plugin, devices.number, mixed_precision=mixed_precision, steps=steps)
 
-    found = [planned(each, devices, predict) for each in _told(chosen, progress)]
+    def work(place: int) -> Planned:
+        return planned(chosen[place], devices, predict)
+
+    done = map(work, range(len(chosen))) if num_processes == 1 else in_processes(work, len(chosen), num_processes)
+    found = []
+    for count, each in enumerate(done, start=1):
+        if progress is not None:
+            progress(f"{count}/{len(chosen)} {each.candidate}")
+        found.append(each)
+    # Equal ones stay in the order in which they are compared.
+    found.sort(key=lambda each: chosen.index(each.candidate))
     return Plan(settings=tuple(sorted(found, key=_order)), mixed_precision=mixed_precision)
 
 
@@ -188,13 +201,6 @@ def planned(candidate: Candidate, devices: Devices, predict: Callable[[Plugin], 
         return Planned(candidate=candidate, devices=devices, problem=str(error) or type(error).__name__)
     largest, *others = sorted(ranks.values(), key=lambda each: -each.peak_bytes)
     return Planned(candidate=candidate, devices=devices, prediction=largest, others=tuple(others))
-
-
-def _told(chosen: list[Candidate], progress: Callable[[str], None] | None) -> Iterator[Candidate]:
-    for index, candidate in enumerate(chosen):
-        if progress is not None:
-            progress(f"{index + 1}/{len(chosen)} {candidate}")
-        yield candidate
 
 
 def _order(each: Planned) -> tuple[int, float]:
