@@ -11,3 +11,5 @@ def ignore_compiler_warnings() -> None:
     warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
+    # Of Python 3.13.0 alone.
+    warnings.filterwarnings("ignore", message="Guards may run slower on Python", category=RuntimeWarning)

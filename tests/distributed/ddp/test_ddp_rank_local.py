@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from compiler_warnings import ignore_compiler_warnings
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -67,6 +68,7 @@ def train(*, ignored, compiled=False, accumulated=False, folder=None, **options)
     if ignored:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     if compiled:
+        ignore_compiler_warnings()
         model = torch.compile(model, backend="eager")
     booster = Booster("cpu", plugin=TorchDDPPlugin(**options))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -104,6 +106,8 @@ def saves(options, kind, folder):
     _, model, optimizer = boost(options, kind)
     train_boosted(model, optimizer, range(2))
     model_state, optimizer_state = of_torch.get_state_dict(model, optimizer)
+    # torch 2.10 warns of its own code.
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     train_boosted(model, optimizer, range(2, 4))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin, sharding
+from booster_runtime import collectives
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
@@ -165,11 +167,35 @@ def test_autocast_is_the_default():
         assert "forward and backward in bfloat16 by autocast" in described
 
 
+def sent(name):
+    """Return the dtypes that reductions of a step send, and what `Booster.describe` says."""
+    dtypes = set()
+    original = collectives.reduce_scatter
+
+    def noting(tensor, *args, **kwargs):
+        dtypes.add(tensor.dtype)
+        return original(tensor, *args, **kwargs)
+
+    make_options, plugin_options = CASES[name]
+    with mock.patch.object(collectives, "reduce_scatter", noting):
+        *_, described = boosted(make_options(), plugin_options)
+    return dtypes, described
+
+
 def test_describe_says_what_the_policy_of_torch_brings():
-    for (*_, described), _ in run_on_ranks(both, 2, "bf16"):
+    for dtypes, described in run_on_ranks(sent, 2, "bf16"):
         assert "compute bf16" in described
         assert "forward and backward in bfloat16 without autocast; parameters kept in float32" in described
-        assert "reduction  gradients are sent in bf16, summed in fp32" in described
+        # torch 2.15 reduces in the dtype of the parameters by default, and before in that of the gathered ones.
+        [dtype] = dtypes
+        name = {BF16: "bf16, summed in fp32", torch.float32: "fp32"}[dtype]
+        assert f"reduction  gradients are sent in {name}" in described
+    for name, dtype in (
+        ("bf16, fp32 sums", torch.float32),
+        ("fp32, bf16 sums", BF16),
+        ("without autocast", torch.float32),
+    ):
+        assert {frozenset(dtypes) for dtypes, _ in run_on_ranks(sent, 2, name)} == {frozenset({dtype})}
     for (*_, described), _ in run_on_ranks(both, 2, "fp32, bf16 sums"):
         assert "forward and backward in the dtype of the parameters, kept in float32" in described
 
@@ -276,7 +302,7 @@ def boost_with(options, mixed_precision=None):
         ({"offload_policy": CPUOffloadPolicy()}, None, r"Pass `CPUOffloadPolicy\(pin_memory=False\)`"),
         ({"autocast": False}, None, "`autocast=False` is for precision 'bf16' or 'fp16'"),
         (
-            {"mixed_precision": MixedPrecisionPolicy(param_dtype=BF16)},
+            {"mixed_precision": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)},
             "bf16",
             r"`mixed_precision` has reduce_dtype torch.bfloat16, and the precision 'bf16' asks for torch.float32",
         ),

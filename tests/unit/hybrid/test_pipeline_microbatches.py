@@ -42,7 +42,8 @@ def test_outputs_in_dataclasses_are_joined():
     joined = join_outputs([outputs(0), outputs(2)], [2, 2])
     assert isinstance(joined, Outputs)
     assert joined.logits.tolist() == [0, 1, 2, 3]
-    assert joined.inner == Inner(joined.inner.hidden)
+    assert isinstance(joined.inner, Inner)
+    assert joined.inner.name == "inner"
     assert joined.inner.hidden.tolist() == [10, 11, 12, 13]
     assert joined.seen[0].tolist() == [20, 21, 22, 23]
 

@@ -39,7 +39,7 @@ def resolve_formats(config: FSDPConfig, asked: PrecisionPolicy) -> PrecisionPoli
             raise ConfigError(msg)
         return asked
     compute = theirs.param_dtype or torch.float32
-    reduced = theirs.reduce_dtype or compute
+    reduced = reduce_dtype(theirs, torch.float32) or torch.float32  # of parameters in fp32
     if compute not in (torch.float32, *NARROW):
         msg = f"`mixed_precision` has `param_dtype={compute}`. Use torch.bfloat16, torch.float16 or torch.float32."
         raise ConfigError(msg)
@@ -93,6 +93,19 @@ def unit_format(
     if uses_autocast(config, policy) or gathered is None:  # autocast handles inputs, and the wrapper outputs
         return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, output_dtype=output)
+
+
+def reduce_dtype(policy: MixedPrecisionPolicy, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which torch reduces the gradients of a unit.
+
+    Args:
+        policy: The unit's dtypes.
+        dtype: That of the unit's trained parameters; ``None`` if it has none.
+    """
+    if policy.reduce_dtype is not None:
+        return policy.reduce_dtype
+    # Before torch 2.15, that of the gathered parameters came first.
+    return dtype if torch.__version__ >= "2.15" else policy.param_dtype or dtype
 
 
 def describe_formats(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
 from booster_fsdp.communication import use_runtime_collectives
-from booster_fsdp.formats import describe_formats, gathers_narrow, unit_format, uses_autocast
+from booster_fsdp.formats import describe_formats, gathers_narrow, reduce_dtype, unit_format, uses_autocast
 from booster_fsdp.outputs import return_no_views
 from booster_fsdp.units import Units
 from booster_fsdp.wrapping import choose_units, find_ignored, head_of
@@ -278,7 +278,7 @@ def _sent_dtypes(
 ) -> set[torch.dtype]:
     """Return the dtypes in which gradients of units and of replicated parameters are reduced."""
     trained = {name: each for name, each in formats.items() if dtype_of[name] is not None}
-    units = {each.reduce_dtype or each.param_dtype or dtype_of[name] for name, each in trained.items()}
+    units = {reduce_dtype(each, dtype_of[name]) for name, each in trained.items()}
     # Those of replicated parameters are averaged in fp32 at least.
     others = {torch.promote_types(each.dtype, torch.float32) for each in replicated if each.requires_grad}
     return {dtype for dtype in units if dtype is not None} | others

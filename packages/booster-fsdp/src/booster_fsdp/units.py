@@ -1,4 +1,4 @@
-"""Access the FSDP units of a model; only this module and `forward_writes` use torch's private FSDP attributes.
+"""Access the FSDP units of a model; only this module, `internals` and `forward_writes` use torch's private attributes.
 
 torch reduces the gradients of those parameters that have one on this rank, so ranks that used different parameters
 would reduce different buffers. Before each reduction, missing gradients are therefore set to zero, and used parameters
@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import Variable
 
+from booster_core.errors import GradientError
 from booster_fsdp.forward_writes import ForwardWrites
+from booster_fsdp.internals import (
+    check_internals,
+    drop_gradient,
+    fill_gradients,
+    gradient_of,
+    groups_of,
+    reduce_accumulated,
+)
 from booster_fsdp.outputs import refuse_stale_backward
 from booster_runtime.data import hidden_tensors
 
@@ -30,6 +39,9 @@ class Units:
     Args:
         modules: The sharded modules in the order of registration, including the model itself.
 
+    Raises:
+        ConfigError: If this version of torch is not as expected.
+
     Attributes:
         used: Ids of the sharded parameters that had a gradient when they were reduced, since `forget`.
         num_reductions: Number of reductions so far.
@@ -37,6 +49,7 @@ class Units:
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self.modules = list(modules)
+        check_internals(self.modules)
         self.used: set[int] = set()
         self._filled: set[int] = set()  # ids of those whose gradient on this rank is only the zeros of `_complete`
         self.num_reductions = 0
@@ -51,7 +64,7 @@ class Units:
             group.pre_forward = functools.partial(self._pre_forward, group, group.pre_forward)
             group.post_forward = functools.partial(self._post_forward, state, group, group.post_forward)
         root = self.modules[0]
-        if not any(True for _ in _groups_of(root)):
+        if not any(True for _ in groups_of(root)):
             # Before torch's own hook, which starts a backward.
             cast("nn.Module", root).register_forward_hook(self._after_root, prepend=True)
 
@@ -90,6 +103,9 @@ class Units:
     def reduce_rest(self) -> None:
         """Reduce gradients that were accumulated under `no_sync`.
 
+        Raises:
+            GradientError: If torch has not reduced them.
+
         Collective: every rank of the world, if there was such a backward since the last reduction; else none.
         """
         if not self._unreduced:
@@ -99,11 +115,16 @@ class Units:
         for group in groups:
             group.reduce_grads = group.all_reduce_grads = True
         try:
-            # As at the end of a backward that used no unit.
-            self.modules[0]._get_fsdp_state()._root_post_backward_final_callback()  # noqa: SLF001
+            reduce_accumulated(self.modules[0])
         finally:
             for group, (reduces, all_reduces) in zip(groups, before, strict=True):
                 group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+        if self._unreduced:
+            msg = (
+                "torch has not reduced the gradients that were accumulated under `no_sync`. Call the boosted model "
+                "itself, rather than a part of it."
+            )
+            raise GradientError(msg)
 
     def reshard(self) -> None:
         """Reshard all parameters: forward without backward leaves some gathered.
@@ -125,10 +146,7 @@ class Units:
             group._partial_reduce_output = None  # noqa: SLF001 - see the module's docstring; also below
             for inner in group.fsdp_params:
                 if parameters is None or id(inner.sharded_param) in parameters:
-                    inner.unsharded_accumulated_grad = None
-                    whole = getattr(inner, "_unsharded_param", None)
-                    if whole is not None:
-                        whole.grad = None
+                    drop_gradient(inner)
         if parameters is None:
             self._unreduced.clear()
         self.used = set() if parameters is None else self.used - parameters
@@ -154,7 +172,7 @@ class Units:
 
     def _states_and_groups(self) -> Iterator[tuple[Any, Any]]:
         for module in self.modules:
-            for group in _groups_of(module):
+            for group in groups_of(module):
                 yield module._get_fsdp_state(), group  # noqa: SLF001 - see the module's docstring
 
     def _pre_forward(self, group: Any, run: Any, *args: Any) -> Any:
@@ -180,16 +198,17 @@ class Units:
 
     def _post_backward(self, group: Any, reduce: Any, *unused: Any) -> None:
         """Complete a unit's gradients, then let torch reduce them."""
+        has_run = any(hasattr(inner, "_unsharded_param") for inner in group.fsdp_params)
         if group.reduce_grads:
             self.num_reductions += 1
             self._unreduced.discard(group)
             self._complete(group)
-        else:
+        elif has_run:
             self._unreduced.add(group)
         if self._settle is not None:
             self._await_end()
         # A unit that never ran has nothing to accumulate, and torch fails where it would convert that.
-        if group.reduce_grads or any(hasattr(inner, "_unsharded_param") for inner in group.fsdp_params):
+        if group.reduce_grads or has_run:
             reduce(*unused)
 
     def _await_end(self, parameter: torch.Tensor | None = None) -> None:
@@ -202,35 +221,18 @@ class Units:
 
     def _complete(self, group: Any) -> None:
         gathered = [
-            (inner, inner._unsharded_param)  # noqa: SLF001
+            inner
             for inner in group.fsdp_params
             if hasattr(inner, "_unsharded_param") and inner._unsharded_param.requires_grad  # noqa: SLF001
         ]
-        summed = next(
-            (i.unsharded_accumulated_grad for i, _ in gathered if i.unsharded_accumulated_grad is not None), None
-        )
-        for inner, whole in gathered:
-            gradient = _gradient_of(inner, whole)
+        for inner in gathered:
             key = id(inner.sharded_param)
-            if gradient is not None or (inner.sharded_param.grad is not None and key not in self._filled):
+            if gradient_of(inner) is not None or (inner.sharded_param.grad is not None and key not in self._filled):
                 self.used.add(key)
                 self._filled.discard(key)
             else:
                 self._filled.add(key)
-            if gradient is None:
-                whole.grad = torch.zeros_like(whole)
-            # Under `no_sync` torch accumulates in the reduction's dtype; all gradients of a unit need the same dtype.
-            if summed is not None and inner.unsharded_accumulated_grad is None:
-                inner.unsharded_accumulated_grad = whole.grad.to(summed.dtype)
-                whole.grad = None
-
-
-def _groups_of(module: FSDPModule) -> Iterator[Any]:
-    state = module._get_fsdp_state()  # noqa: SLF001
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.12 there was only one
-        groups = [state._fsdp_param_group]  # noqa: SLF001
-    yield from (group for group in groups if group is not None)
+        fill_gradients(gathered)
 
 
 def _version_of(group: Any) -> int:
@@ -240,7 +242,3 @@ def _version_of(group: Any) -> int:
 
 def _call_after_backward(function: Any) -> None:
     Variable._execution_engine.queue_callback(function)  # noqa: SLF001 - as FSDP does
-
-
-def _gradient_of(inner: Any, whole: nn.Parameter) -> torch.Tensor | None:
-    return whole.grad if inner.unsharded_accumulated_grad is None else inner.unsharded_accumulated_grad

@@ -229,9 +229,8 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         """Split the model's layers, cut it into stages, and shard what the optimizer updates.
 
         Raises:
-            ConfigError: If ranks have different settings, the sizes do not divide the world, the model has no policy,
-                its sizes can't be split, an embedding changes its table in forward, or the optimizer needs whole
-                matrices and layers are split.
+            ConfigError: If ranks have different settings, the sizes do not divide the world, the model has no policy or
+                can't be split, an embedding changes its table, or the optimizer needs matrices that are split.
 
         Collective: every rank of the world.
         """

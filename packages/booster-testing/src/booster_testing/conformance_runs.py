@@ -277,7 +277,8 @@ def traffic_of_backward(training: Training) -> dict[str, int]:
 
 def _num_collectives(booster: Booster, model: Any, optimizer: Any) -> int:
     loss = _loss(booster, model)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    # Without `acc_events`, torch 2.10 warns that a second cycle would drop the events of the first.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         booster.backward(loss, optimizer)
     return sum(event.name.startswith("c10d::") for event in profile.events())
 

@@ -1,0 +1,168 @@
+"""What units need of torch's FSDP beyond its public interface: groups of parameters, and gradients before reduction.
+
+Versions of torch differ in these, so `check_internals` compares them with what is expected here, where a model is
+boosted. Otherwise gradients could be lost without a word.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.distributed.fsdp import FSDPModule
+
+_OF_ROOTS = ("_is_root", "_root_post_backward_final_callback")
+"""Only before torch 2.15."""
+_OF_STATES = ("_register_pre_backward_hook",)
+_OF_GROUPS = (
+    "_partial_reduce_output",
+    "all_reduce_grads",
+    "fsdp_params",
+    "post_backward",
+    "post_forward",
+    "pre_forward",
+    "reduce_grads",
+)
+_OF_PARAMETERS = ("_module_info", "_param_fqn", "reset_sharded_param", "sharded_param")
+
+
+def groups_of(module: FSDPModule) -> Iterator[Any]:
+    """Yield torch's groups of the parameters of a sharded module.
+
+    Collective: none.
+    """
+    state = module._get_fsdp_state()  # noqa: SLF001 - see the module's docstring; also below
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12 there was only one
+        groups = [state._fsdp_param_group]  # noqa: SLF001
+    yield from (group for group in groups if group is not None)
+
+
+def check_internals(modules: Sequence[FSDPModule]) -> None:
+    """Check that torch's FSDP is as expected.
+
+    Raises:
+        ConfigError: If it is not: gradients could be wrong.
+
+    Collective: none.
+    """
+    found = next(_differences(modules), None)
+    if found is not None:
+        msg = (
+            f"booster-fsdp does not know the FSDP of torch {torch.__version__}: {found}. Its gradients could be wrong. "
+            "Use a version of torch from 2.10 to 2.15, or a later release of booster-fsdp."
+        )
+        raise ConfigError(msg)
+
+
+def gradient_of(inner: Any) -> torch.Tensor | None:
+    """Return the gradient of a gathered parameter that is not reduced yet.
+
+    Collective: none.
+    """
+    apart: torch.Tensor | None = _apart(inner)
+    return inner._unsharded_param.grad if apart is None else apart  # noqa: SLF001
+
+
+def drop_gradient(inner: Any) -> None:
+    """Drop the gradient of a parameter that is not reduced yet, if there is one.
+
+    Collective: none.
+    """
+    if _keeps_apart(inner):
+        inner.unsharded_accumulated_grad = None
+    whole = getattr(inner, "_unsharded_param", None)
+    if whole is not None:
+        whole.grad = None
+
+
+def fill_gradients(gathered: Sequence[Any]) -> None:
+    """Set the missing gradients of a unit's gathered parameters to zero.
+
+    Collective: none.
+    """
+    # Under `no_sync`, torch before 2.15 accumulates in the reduction's dtype; all gradients of a unit need the same.
+    summed = next((apart for apart in map(_apart, gathered) if apart is not None), None)
+    for inner in gathered:
+        whole = inner._unsharded_param  # noqa: SLF001
+        if gradient_of(inner) is None:
+            # Since torch 2.15, that of accumulated gradients differs from the parameter's.
+            whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+        if summed is not None and _apart(inner) is None:
+            inner.unsharded_accumulated_grad = whole.grad.to(summed.dtype)
+            whole.grad = None
+
+
+def reduce_accumulated(root: FSDPModule) -> None:
+    """Let torch reduce gradients that were accumulated without reduction, if it has seen the model itself run.
+
+    Args:
+        root: The sharded model; its units reduce gradients.
+
+    Collective: every rank of the world.
+    """
+    if not hasattr(root, "finalize_backward"):  # before torch 2.15
+        state: Any = root._get_fsdp_state()  # noqa: SLF001
+        if state._is_root:  # noqa: SLF001 - else torch has only seen a part of the model run
+            # As at the end of a backward that used no unit.
+            state._root_post_backward_final_callback()  # noqa: SLF001
+        return
+    finalizing: Any = root
+    finalizing.set_manual_backward_finalization(True)
+    try:
+        finalizing.finalize_backward()
+    finally:
+        finalizing.set_manual_backward_finalization(False)
+
+
+def _differences(modules: Sequence[FSDPModule]) -> Iterator[str]:
+    """Yield what differs from what is expected."""
+    if not hasattr(modules[0], "finalize_backward"):
+        yield from _lacking(modules[0]._get_fsdp_state(), _OF_ROOTS)  # noqa: SLF001
+    for module in modules:
+        yield from _lacking(module._get_fsdp_state(), _OF_STATES)  # noqa: SLF001
+        for group in groups_of(module):
+            yield from _lacking(group, _OF_GROUPS)
+            for inner in group.fsdp_params:
+                yield from _lacking(inner, _OF_PARAMETERS)
+                yield from _kept_elsewhere(inner)
+
+
+def _lacking(found: Any, names: Sequence[str]) -> Iterator[str]:
+    yield from (f"its `{type(found).__name__}` has no `{name}`" for name in names if not hasattr(found, name))
+
+
+def _kept_elsewhere(inner: Any) -> Iterator[str]:
+    """Ask the properties of a parameter's class about an object that stands in for one that is gathered."""
+    whole = SimpleNamespace(grad=object())
+    stand_in = SimpleNamespace(_unsharded_param=whole)
+    kind = type(inner)
+    if _asked(kind, "unsharded_param", stand_in) is not whole:
+        yield f"its `{kind.__name__}` keeps no gathered parameter as `_unsharded_param`"
+    if not _keeps_apart(inner) and _asked(kind, "unsharded_accumulated_grad", stand_in) is not whole.grad:
+        yield f"its `{kind.__name__}` accumulates gradients neither apart nor as `grad`"
+
+
+def _asked(kind: type, name: str, stand_in: SimpleNamespace) -> Any:
+    """Return a property's value for an object that stands in; ``None`` if it has none."""
+    asked = getattr(kind, name, None)
+    try:
+        return asked.fget(stand_in) if isinstance(asked, property) and asked.fget else None
+    except AttributeError:
+        return None
+
+
+def _keeps_apart(inner: Any) -> bool:
+    """Return whether torch, before 2.15, accumulates gradients in a tensor of its own rather than in ``grad``."""
+    return "unsharded_accumulated_grad" in vars(inner)
+
+
+def _apart(inner: Any) -> Any:
+    return inner.unsharded_accumulated_grad if _keeps_apart(inner) else None
