@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from compiler_warnings import ignore_compiler_warnings
 from torch import nn
 
 from booster_core import Booster
@@ -333,6 +334,7 @@ def test_gradients_may_be_dropped_in_place_of_zero_grad(drop):
 
 def compiled(plugin):
     """Return the norm over micro-batches, plainly and compiled; later forwards see stand-ins."""
+    ignore_compiler_warnings()
     norms = []
     for is_compiled in (False, True):
         run = Boosted(plugin)
@@ -344,8 +346,6 @@ def compiled(plugin):
     return norms
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of Dynamo's own
 @pytest.mark.parametrize("plugin", SOME)
 def test_a_compiled_model_accumulates(plugin):
     for plain, of_compiled in run_on_ranks(compiled, 2, plugin, timeout_seconds=180):

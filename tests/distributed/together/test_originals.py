@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from compiler_warnings import ignore_compiler_warnings
 from torch import nn
 
 from booster_core import Booster
@@ -112,6 +113,7 @@ def test_training_with_the_model_from_before_boost_raises(run):
 
 
 def call_the_compiled(run):
+    ignore_compiler_warnings()
     compiled = []
 
     def wrap(model):
@@ -168,6 +170,7 @@ def test_a_method_that_fsdp_was_told_of_trains():
 
 
 def count_compilations():
+    ignore_compiler_warnings()
     from torch._dynamo.testing import CompileCounter
 
     counter = CompileCounter()
