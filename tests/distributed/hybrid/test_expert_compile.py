@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from compiled_ways import in_place, layers, whole
 from compiler_warnings import ignore_compiler_warnings
 from expert_models import batch_of, make
 
@@ -16,21 +17,6 @@ LIMITS = {"timeout_seconds": 600.0, "group_timeout_seconds": 300.0}
 """Ranks compile for as long as a busy machine lets them, and wait for each other's tokens meanwhile."""
 STEPS = 2
 """The second step shows whether the first one changed every parameter, and calls what is compiled again."""
-
-
-def whole(model):
-    return torch.compile(model, backend="aot_eager")
-
-
-def in_place(model):
-    model.compile(backend="aot_eager")
-    return model
-
-
-def layers(model):
-    for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
-    return model
 
 
 def make_optimizer(model):

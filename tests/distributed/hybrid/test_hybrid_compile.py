@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compiled_ways import in_place, layers, whole
 from compiler_warnings import ignore_compiler_warnings
 
 from booster_core import Booster
@@ -14,21 +15,6 @@ from booster_testing.models import tiny_llama
 PIPELINE = {"pp_size": 2}
 TENSOR = {"tp_size": 2}
 RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
-
-
-def whole(model):
-    return torch.compile(model, backend="aot_eager")
-
-
-def in_place(model):
-    model.compile(backend="aot_eager")
-    return model
-
-
-def layers(model):
-    for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
-    return model
 
 
 def wrapped_layers(model):
