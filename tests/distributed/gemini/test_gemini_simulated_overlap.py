@@ -90,7 +90,7 @@ def share_hidden(options, simulated_device, *, whole_step):
     ids=["parameters", "half of the parameters", "state", "all", "auto"],
 )
 def test_copies_are_hidden_behind_forward_and_backward(options, simulated_device):
-    """Parameters come and gradients leave beside what is computed."""
+    """Parameters are loaded and gradients offloaded while the device computes."""
     assert share_hidden(options, simulated_device, whole_step=False) >= 0.8
 
 

@@ -1,4 +1,4 @@
-"""Copies between a device and its host, beside what the device computes: one stream for each direction.
+"""Copies between a device and its host that overlap with computation: one stream for each direction.
 
 Buffers of the device are allocated in the stream that fills them. So memory that one block leaves is filled for the
 next as soon as it has been copied away, and what is computed waits for neither, but for the arrival of what it uses.

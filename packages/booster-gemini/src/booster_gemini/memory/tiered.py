@@ -192,7 +192,7 @@ class TieredHome(Home):
 
     @contextlib.contextmanager
     def lifting(self, key: Key) -> Iterator[None]:
-        """Run copies from the host into a block beside what is computed; see `Home.lifting`."""
+        """Let copies from the host into a block overlap with computation; see `Home.lifting`."""
         block = self._blocks[key]
         if self._ferry is None or not self._is_on_device(block):
             yield

@@ -44,10 +44,13 @@ def in_processes(work: Callable[[int], Planned], number: int, num_processes: int
         num_processes: How many are planned at a time.
 
     Raises:
-        ConfigError: If a process was ended from outside, as by a system without memory.
+        ConfigError: If this system can't fork so many, or a process was ended from outside, as for lack of memory.
 
     Collective: none.
     """
+    if num_processes < 1 or "fork" not in multiprocessing.get_all_start_methods():
+        msg = f"`num_processes={num_processes}` can't be forked here. Use 1 or more where the system can fork, else 1."
+        raise ConfigError(msg)
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(num_processes, context, initializer=_begin, initargs=(work,)) as pool:
         try:

@@ -365,7 +365,7 @@ class Shard:
         return early
 
     def start_early_descent(self) -> None:
-        """Start copying a gradient to the host that has just been reduced, unless that was in vain before."""
+        """Start copying a gradient to the host that has just been reduced, unless an earlier copy went unused."""
         if self._steps_below and self._descends_early and self.ranks.replica_group is None:  # else it is averaged later
             self._early = EarlyGradient(self.make_gradient())
 
