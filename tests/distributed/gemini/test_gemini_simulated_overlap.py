@@ -109,15 +109,15 @@ def test_a_budget_is_kept(simulated_device):
     assert peak <= 1.1 * (budget + whole - state)
 
 
-def trained(options, *, clips):
+def trained(options, *, clips, precision=None):
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
-    booster = Booster("simulated", plugin=GeminiPlugin(min_chunk_bytes=LAYER_BYTES, **options))
+    booster = Booster("simulated", precision, GeminiPlugin(min_chunk_bytes=LAYER_BYTES, **options))
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
     for number in range(4):
         for _ in range(2):  # the second changes gradients that are on their way to the host
             x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).to(booster.device)
-            booster.backward(model(x).square().mean(), optimizer)
+            booster.backward(model(x).float().square().mean(), optimizer)
         if clips[number]:
             optimizer.clip_grad_by_norm(0.01)
         optimizer.step()
@@ -132,4 +132,11 @@ def trained(options, *, clips):
 def test_the_optimizer_sees_gradients_that_were_changed_on_their_way(clips, simulated_device):
     (expected,) = run_on_devices(trained, 1, simulated_device, {}, clips=clips)
     (found,) = run_on_devices(trained, 1, simulated_device, {"offload_optim_frac": 1.0}, clips=clips)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_the_optimizer_sees_gradients_without_their_loss_scale(simulated_device):
+    clips = (False, False, True, False)
+    (expected,) = run_on_devices(trained, 1, simulated_device, {}, clips=clips, precision="fp16")
+    (found,) = run_on_devices(trained, 1, simulated_device, {"offload_optim_frac": 1.0}, clips=clips, precision="fp16")
     assert all(torch.equal(found[key], value) for key, value in expected.items())
