@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import simulated_device as sim
@@ -140,3 +141,19 @@ def test_the_optimizer_sees_gradients_without_their_loss_scale(simulated_device)
     (expected,) = run_on_devices(trained, 1, simulated_device, {}, clips=clips, precision="fp16")
     (found,) = run_on_devices(trained, 1, simulated_device, {"offload_optim_frac": 1.0}, clips=clips, precision="fp16")
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def pinned_bytes(options):
+    """Return what the host has pinned in three steps, by what is asked for."""
+    asked = []
+    empty = torch.empty
+    with mock.patch.object(torch, "empty", lambda *a, **k: asked.append(bool(k.get("pin_memory"))) or empty(*a, **k)):
+        trained(options, clips=(False,) * 4)
+    return sum(asked)
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_copies_are_page_locked_only_where_that_is_asked_for(pins, simulated_device):
+    options = {"offload_optim_frac": 1.0, "pin_memory": pins}
+    (found,) = run_on_devices(pinned_bytes, 1, simulated_device, options)
+    assert bool(found) == pins

@@ -28,6 +28,7 @@ class Buffers:
             has been told to wait for, so that nothing else waits for those who leave.
 
     Attributes:
+        pins: As given.
         used_bytes: What blocks and reservations take now.
         peak_bytes: The most that was taken at once.
     """
@@ -39,7 +40,7 @@ class Buffers:
         self.budget_bytes = budget_bytes
         self.used_bytes = self.peak_bytes = 0
         self._wanted_bytes = self._step_bytes = 0
-        self._pins = pins
+        self.pins = pins
         self._lane = lane
         self._idle: list[Tensor] = []
 
@@ -69,7 +70,7 @@ class Buffers:
             if buffer.numel() == length and is_free(buffer):
                 return self._idle.pop(position)
         self._trim(length)
-        return _pinned(length) if self._pins else aligned_buffer(length)
+        return _pinned(length) if self.pins else aligned_buffer(length)
 
     def give(self, buffer: Tensor, num_bytes: int) -> None:
         """Take a buffer back; it is lent again when nobody else reads it."""

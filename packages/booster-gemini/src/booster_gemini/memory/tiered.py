@@ -65,6 +65,7 @@ class TieredHome(Home):
         super().__init__()
         self.rooms = rooms
         self.store = store
+        self.pins = rooms[-1].pins
         self._policy = policy
         self._record = record
         self._blocks: dict[Key, Block] = {}

@@ -21,12 +21,13 @@ class EarlyGradient:
 
     Args:
         gradient: On the device; in use.
+        pins: Whether the copy is page-locked.
     """
 
-    def __init__(self, gradient: Tensor) -> None:
+    def __init__(self, gradient: Tensor, *, pins: bool) -> None:
         lane = Lane(gradient.device)
         with lane.entered():
-            self.copy = _sent(gradient)
+            self.copy = _sent(gradient, pins=pins)
             self.arrived = lane.mark()
         lane.uses(gradient)
         self._gradient, self._version = gradient, gradient._version  # noqa: SLF001 - as autograd does
@@ -57,11 +58,11 @@ class Descent:
     def __init__(self, shard: Shard, early: EarlyGradient | None) -> None:
         self._use = contextlib.ExitStack()
         self._use.enter_context(shard.in_use(Role.PARAM, Role.GRAD, changes=False))
-        lane = Lane(shard.format.device)
+        lane, pins = Lane(shard.format.device), shard.home.pins
         self._early = early
         with lane.entered():
-            self.gradient = _sent(shard.gradient) if early is None and shard.has_gradient else None
-            self.values = None if shard.format.has_copy else _sent(shard.own)
+            self.gradient = _sent(shard.gradient, pins=pins) if early is None and shard.has_gradient else None
+            self.values = None if shard.format.has_copy else _sent(shard.own, pins=pins)
             self._arrived = lane.mark()
         if early is not None:
             self.gradient = early.copy
@@ -78,22 +79,23 @@ class Descent:
         self._use.close()
 
 
-def lift(target: Tensor, source: Tensor) -> None:
+def lift(target: Tensor, source: Tensor, *, pins: bool) -> None:
     """Copy values of the host to a device, in the device's format, while the host goes on.
 
     Args:
         target: On the device.
         source: On the host; it may be changed at once if it is of another format, or else not page-locked.
+        pins: Whether a copy in another format is page-locked.
     """
     if source.dtype != target.dtype:
-        source = _beneath(target).copy_(source)
+        source = _beneath(target, pins=pins).copy_(source)
     target.copy_(source, non_blocking=True)
 
 
-def _sent(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else _beneath(tensor).copy_(tensor, non_blocking=True)
+def _sent(tensor: Tensor | None, *, pins: bool) -> Tensor | None:
+    return None if tensor is None else _beneath(tensor, pins=pins).copy_(tensor, non_blocking=True)
 
 
-def _beneath(tensor: Tensor) -> Tensor:
-    """Return memory of the host for a copy of a device's tensor, which the device copies to by itself."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+def _beneath(tensor: Tensor, *, pins: bool) -> Tensor:
+    """Return memory of the host for a copy of a device's tensor."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)

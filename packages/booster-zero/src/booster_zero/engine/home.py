@@ -50,11 +50,13 @@ class Home:
     Attributes:
         moves: Whether a block may ever be moved. Where it may not, buckets don't announce their uses.
         is_on_disk: Whether tensors of the host are made in files.
+        pins: Whether copies of blocks on the host are page-locked, so that an accelerator makes them by itself.
 
     Collective: none of its methods; ranks need not do the same.
     """
 
     moves: bool = False
+    pins: bool = True
 
     def __init__(self, folder: MappedFolder | None = None) -> None:
         self._folder = folder

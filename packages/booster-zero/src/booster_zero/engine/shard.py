@@ -216,7 +216,7 @@ class Shard:
         """Bring the slice in the working format up to date with what the optimizer updated. Both are in use."""
         if self.format.has_copy and self._steps_below:
             with self.home.lifting((self._number, Role.PARAM)):
-                lift(self.own, self.values)
+                lift(self.own, self.values, pins=self.home.pins)
         elif self.format.has_copy:
             self.own.copy_(self.values)
 
@@ -367,7 +367,7 @@ class Shard:
     def start_early_descent(self) -> None:
         """Start copying a gradient to the host that has just been reduced, unless an earlier copy went unused."""
         if self._steps_below and self._descends_early and self.ranks.replica_group is None:  # else it is averaged later
-            self._early = EarlyGradient(self.make_gradient())
+            self._early = EarlyGradient(self.make_gradient(), pins=self.home.pins)
 
     def end_descent(self) -> None:
         """Give up what `start_descent` has started."""
@@ -394,7 +394,7 @@ class Shard:
         finally:
             if below is not None:
                 with self.home.lifting((self._number, Role.PARAM)):
-                    lift(own, below)
+                    lift(own, below, pins=self.home.pins)
                 self._point(own)
             self.end_descent()
 
