@@ -159,6 +159,7 @@ def _module() -> types.ModuleType:
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.memory_allocated = lambda device=None: ops.memory_allocated()
+    module.memory_reserved = lambda device=None: ops.memory_allocated()
     module.max_memory_allocated = lambda device=None: ops.max_memory_allocated()
     module.reset_peak_memory_stats = lambda device=None: ops.reset_peak_memory_stats()
     module.mem_get_info = lambda device=None: (ops.limit() - ops.memory_allocated(), ops.limit())

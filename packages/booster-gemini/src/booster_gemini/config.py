@@ -26,8 +26,9 @@ class GeminiConfig(ShardingOptions):
         offload_optim_frac: Fraction of the optimizer state that is offloaded, for ``"static"``. With an accelerator,
             the host steps on it.
         memory_budget_bytes: Device memory (on CPU runs, host memory) that each rank may use for parameters, gradients
-            and optimizer state, for ``"auto"``; activations are not included. ``None`` uses the free memory of an
-            accelerator.
+            and optimizer state, for ``"auto"``; activations are not included. With an accelerator, ``None`` measures
+            in the first step, which gets by with a fifth of the device's memory, what activations take, and uses the
+            rest but a tenth. It resets what ``torch.cuda.max_memory_allocated`` tells.
         host_budget_bytes: Host memory for offloaded chunks, with an accelerator and ``offload_dir``, to which the rest
             goes. ``None`` offloads everything to ``offload_dir`` if there is one, else to host memory.
         offload_dir: Folder on a disk for offloaded chunks. On CPU runs, disk is the only offload target; with an

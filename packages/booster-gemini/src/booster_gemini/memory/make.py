@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,8 @@ from booster_core.errors import ConfigError, PluginError
 from booster_gemini.memory.buffers import Buffers
 from booster_gemini.memory.disk import DiskStore
 from booster_gemini.memory.ferry import Ferry
+from booster_gemini.memory.free_memory import FreeMemory
+from booster_gemini.memory.measured import MeasuredHome
 from booster_gemini.memory.record_file import MemoryRecord
 from booster_gemini.memory.tiered import TieredHome
 from booster_gemini.placement.auto import AutoPlacement
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from booster_core.plugin import BoostContext
+    from booster_core.ranks import DistCoordinator
     from booster_gemini.config import GeminiConfig
     from booster_zero.engine import Format
 
@@ -108,13 +112,14 @@ def _make(config: GeminiConfig, context: BoostContext) -> Home:
     device = context.device
     budget = config.memory_budget_bytes
     moves = budget is not None or config.offload_param_frac > 0 or config.offload_optim_frac > 0
+    is_measured = False
     if config.placement_policy != "static":
         moves = True
-        budget = _capacity(device) if budget is None else budget
-        if budget is None and config.placement_policy == "auto":
+        is_measured = budget is None and device.type != "cpu" and FreeMemory.is_told(device)
+        if budget is None and not is_measured and config.placement_policy == "auto":
             msg = (
-                f"`placement_policy='auto'` needs a budget, and device type '{device.type}' tells no capacity. Pass "
-                "`memory_budget_bytes`."
+                f"`placement_policy='auto'` needs a budget, and device type '{device.type}' does not tell how much "
+                "memory is free and how much was in use at most. Pass `memory_budget_bytes`."
             )
             raise ConfigError(msg)
     if not moves and config.memory_record is None:
@@ -139,7 +144,18 @@ def _make(config: GeminiConfig, context: BoostContext) -> Home:
         facts: dict[str, Any] = {"budget_bytes": budget, "policy": config.placement_policy}
         record = MemoryRecord(config.memory_record, context.coordinator.rank, facts, device)
     store = None if config.offload_dir is None else DiskStore(config.offload_dir)
+    if is_measured:
+        return MeasuredHome(rooms, store, policy, record, ferry, agree=partial(_least, context.coordinator))
     return TieredHome(rooms, store, policy, record, ferry)
+
+
+def _least(coordinator: DistCoordinator, number: int) -> int:
+    """Return the least of the ranks' numbers.
+
+    Collective: every rank of the world.
+    """
+    numbers: list[int] = coordinator.all_gather_object(number)
+    return min(numbers)
 
 
 def _policy(config: GeminiConfig, context: BoostContext) -> PlacementPolicy:
@@ -162,11 +178,3 @@ def _policy(config: GeminiConfig, context: BoostContext) -> PlacementPolicy:
         )
         raise PluginError(msg)
     return found
-
-
-def _capacity(device: torch.device) -> int | None:
-    module = getattr(torch, device.type, None)
-    if module is None or not hasattr(module, "mem_get_info"):
-        return None
-    free, _ = module.mem_get_info(device)
-    return int(free) if free > 0 else None

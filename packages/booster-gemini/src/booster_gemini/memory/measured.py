@@ -1,0 +1,145 @@
+"""A home that finds its budget itself: the first step shows what else a device's memory has to hold."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from booster_core.errors import ConfigError
+from booster_gemini.memory.free_memory import FreeMemory
+from booster_gemini.memory.tiered import TieredHome
+from booster_gemini.placement.auto import BudgetError
+from booster_zero.engine import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from booster_gemini.memory.block import Block
+    from booster_runtime.collectives import Pending
+    from booster_zero.engine import Key
+
+_FIRST_PART = 5
+"""In the first step, blocks may take one part in so many of the device's memory, as with Colossal-AI's Gemini."""
+
+
+class MeasuredHome(TieredHome):
+    """Keeps blocks within what activations leave of a device's memory.
+
+    The first step gets by with a fifth of the memory, and what everything else takes meanwhile is measured. From then
+    on blocks may take the rest, on every rank what the fullest has left.
+
+    Args:
+        *args: As for `TieredHome`, whose first memory is an accelerator's.
+        agree: Returns the least of the ranks' numbers. Collective: every rank of the world.
+        **kwargs: As for `TieredHome`.
+    """
+
+    def __init__(self, *args: Any, agree: Callable[[int], int], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        device = self.rooms[0].device
+        self._agree = agree
+        self._memory: FreeMemory | None = FreeMemory(device)
+        self._is_running = False
+        self.rooms[0].budget_bytes = self._memory.reachable_bytes // _FIRST_PART
+
+    def add(self, key: Key, flat: Tensor, rebind: Callable[[Tensor | None], None]) -> None:
+        """Take over a block; see `Home.add`."""
+        with self._changing():
+            super().add(key, flat, rebind)
+
+    def drop(self, key: Key) -> None:
+        """Forget a block altogether; see `Home.drop`."""
+        with self._changing():
+            super().drop(key)
+
+    def fetch(self, key: Key) -> Pending:
+        """Begin a use of a block; see `Home.fetch`."""
+        with self._changing():
+            return super().fetch(key)
+
+    def release(self, key: Key, *, changed: bool) -> None:
+        """End a use; see `Home.release`."""
+        with self._changing():
+            super().release(key, changed=changed)
+
+    def forget(self, key: Key) -> None:
+        """Give up a block's values; see `Home.forget`."""
+        with self._changing():
+            super().forget(key)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Count memory that is taken for something else; see `Home.reserve`."""
+        with self._changing():
+            super().reserve(num_bytes)
+
+    def free(self, num_bytes: int) -> None:
+        """Count reserved memory as given back."""
+        with self._changing():
+            super().free(num_bytes)
+
+    def moment(self, name: str) -> None:
+        """Say what the model is doing; see `Home.moment`. What took memory before it ran is over."""
+        super().moment(name)
+        if self._memory is not None and not self._is_running:
+            self._is_running = True
+            self._memory.begin()
+
+    def end_step(self) -> None:
+        """Make a plan for the next step, after the first one within what that has left.
+
+        Raises:
+            ConfigError: If what is left can't hold what was in use at once.
+
+        Collective: every rank of the world after the first step; none after later ones.
+        """
+        memory, self._memory = self._memory, None
+        room = self.rooms[0]
+        if memory is not None:
+            memory.end(room.used_bytes)
+            room.budget_bytes = max(self._agree(memory.left_bytes), 0)
+            self._raise_state()
+        try:
+            super().end_step()
+        except BudgetError as error:
+            msg = (
+                f"`placement_policy='auto'` found {room.budget_bytes} bytes left by activations on {room.device}, and "
+                f"{error.moment or 'a step'} needs {error.least_bytes} at once. Pass smaller batches, checkpoint "
+                "activations, choose smaller chunks, or pass `memory_budget_bytes`."
+            )
+            raise ConfigError(msg) from error
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Keep what is measured before blocks change apart from what is measured afterwards."""
+        if self._memory is None or not self._is_running:
+            yield
+            return
+        self._memory.end(self.rooms[0].used_bytes)
+        try:
+            yield
+        finally:
+            self._memory.begin()
+
+    def _raise_state(self) -> None:
+        """Let state be used on the device, as far as the budget holds it, that had no room there in the first step."""
+        device = self.rooms[0]
+        assert device.budget_bytes is not None, "set before this is asked for"
+        held = sum(block.num_bytes for block in self._blocks.values() if block.room is device)
+        for key, block in self._blocks.items():
+            if key[1] is Role.OPTIM and block.room is not device and held + block.num_bytes <= device.budget_bytes:
+                held += block.num_bytes
+                self._raise(block)
+
+    def _raise(self, block: Block) -> None:
+        """Bring a block, which is not in use, to the device for good; its bytes on the host stay its place there."""
+        if block.going is not None:
+            self._take_back(block)
+        if not block.is_here:
+            self._bring(block)
+        self._arrive(block)
+        self._unbind(block)
+        block.room, block.below, block.buffer, block.is_saved = self.rooms[0], block.buffer, None, True
+        self._bring(block)
+        self._arrive(block)
