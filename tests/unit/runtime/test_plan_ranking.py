@@ -136,6 +136,32 @@ def test_settings_that_do_not_fit_come_after_those_that_do():
     assert plan(linear, lambda: torch.zeros(64, 256), slow, plugins=["reference"]).best.step_seconds > 0.1
 
 
+class Exhausting(ReferencePlugin):
+    """Asks for more than there is, of memory that plans don't see, as torch's DDP does for very large models."""
+
+    def configure(self, objects, context):
+        msg = "can't allocate memory: you tried to allocate 282214825984 bytes"
+        raise RuntimeError(msg)
+
+
+def test_what_a_rank_holds_before_its_plan_stops_may_be_too_much(monkeypatch):
+    monkeypatch.setattr(candidates, "load", lambda name: {"exhausting": Exhausting, "reference": ReferencePlugin}[name])
+    model_bytes = 4 * 1000 * 1000
+    for memory, fits in ((model_bytes // 2, "no"), (10**9, "not planned")):
+        found = plan(
+            lambda: (net := torch.nn.Linear(1000, 1000, bias=False), torch.optim.SGD(net.parameters())),
+            lambda: torch.zeros(4, 1000),
+            Devices(number=2, memory_bytes=memory),
+            settings=[Candidate(name="exhausting")],
+        )
+        (setting,) = found.settings
+        assert setting.held_bytes >= model_bytes
+        assert not setting.fits
+        assert setting.is_too_large == (fits == "no")
+        assert str(found).splitlines()[1].split()[0] == fits.split()[0]
+        assert ("tried to allocate" in str(found)) == (fits != "no")
+
+
 def test_nothing_to_compare_raises():
     with pytest.raises(ConfigError, match="no setting to plan"):
         plan(linear, lambda: torch.zeros(64, 256), Devices(number=4, memory_bytes=1), settings=[])

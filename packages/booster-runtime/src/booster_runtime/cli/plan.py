@@ -81,7 +81,7 @@ def command(
         sys.exit(2)
     click.echo(str(found))
     if found.code is None:
-        is_planned = any(each.prediction is not None for each in found.settings)
+        is_planned = any(each.prediction is not None or each.is_too_large for each in found.settings)
         advice = "No setting fits. Use more devices, a smaller batch, or activation checkpointing."
         click.echo(advice if is_planned else "No setting could be planned, for the reasons above.")
         sys.exit(1)

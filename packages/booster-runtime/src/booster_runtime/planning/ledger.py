@@ -42,6 +42,7 @@ class Ledger:
         phase: What storages that are made now are for.
         live_bytes: Size of the storages that are alive.
         peak_bytes: The largest that was since `start_step`.
+        most_bytes: The largest that ever was.
         flops: Floating point operations since `start_step`.
         traffic: Collectives since `start_step`, by kind.
         timeline: What the rank has done since `start_step`, up to the last message; see `end_step`.
@@ -50,6 +51,7 @@ class Ledger:
     phase: str = ""
     live_bytes: int = 0
     peak_bytes: int = 0
+    most_bytes: int = 0
     flops: int = 0
     traffic: dict[str, Traffic] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=list, repr=False)
@@ -135,3 +137,4 @@ class Ledger:
     def _change(self, num_bytes: int) -> None:
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.most_bytes = max(self.most_bytes, self.live_bytes)

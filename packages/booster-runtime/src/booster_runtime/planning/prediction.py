@@ -41,6 +41,19 @@ STEPS = 3
 """Steps that are taken; the last one is counted. Plugins lay out buckets and build DDP after the first."""
 
 
+class StoppedError(ConfigError):
+    """A plan could not go on, as where a library allocates what this machine does not have.
+
+    Args:
+        error: Why.
+        held_bytes: The most that the rank had held until then.
+    """
+
+    def __init__(self, error: Exception, held_bytes: int) -> None:
+        super().__init__(str(error) or type(error).__name__)
+        self.held_bytes = held_bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """What is planned or measured.
@@ -142,7 +155,7 @@ def predict(
 
     Raises:
         ConfigError: If the plugin refuses the model, the batch can't be shared, or an operation's result has a shape
-            that depends on values.
+            that depends on values; `StoppedError`, which tells what the rank held, if anything else fails.
 
     Collective: none. Process groups of this process are not used.
     """
@@ -210,7 +223,10 @@ def predict_training(training: Training, plugin: Plugin, world_size: int, rank: 
         try:
             with planned_world(world_size, mailbox, on_host=training.on_host), watching(mailbox) as ledger:
                 rehearsing = plugin.rehearsing if isinstance(plugin, Rehearses) else None
-                return _train(training, plugin, ledger, started, rehearsing)
+                try:
+                    return _train(training, plugin, ledger, started, rehearsing)
+                except RuntimeError as error:
+                    raise StoppedError(error, ledger.most_bytes) from error
         finally:
             mailbox.waiting.clear()
             gc.collect()  # strategies keep their model in cycles of hooks

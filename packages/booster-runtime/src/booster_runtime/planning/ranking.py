@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_runtime.planning.candidates import Candidate, candidates
-from booster_runtime.planning.prediction import STEPS, Prediction, predict_ranks
+from booster_runtime.planning.prediction import STEPS, Prediction, StoppedError, predict_ranks
 from booster_runtime.planning.processes import in_processes
 from booster_runtime.planning.timeline import replay
 
@@ -56,6 +56,7 @@ class Planned:
             can't be planned.
         others: What the other ranks of its pipeline do.
         problem: Why it can't be planned.
+        held_bytes: What a rank has held at least, where its plan stopped for the problem.
     """
 
     candidate: Candidate
@@ -63,6 +64,12 @@ class Planned:
     prediction: Prediction | None = None
     others: tuple[Prediction, ...] = ()
     problem: str | None = None
+    held_bytes: int = 0
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether a device's memory is known to be too small, although the plan stopped."""
+        return self.prediction is None and self.held_bytes > self.devices.memory_bytes
 
     @property
     def fits(self) -> bool:
@@ -90,7 +97,7 @@ class Plan:
 
     Args:
         settings: Those that fit by estimated step time, then those that don't by their peak, then those that can't be
-            planned.
+            planned and may fit.
         mixed_precision: Of all of them.
     """
 
@@ -113,19 +120,22 @@ class Plan:
         problems = []
         for each in self.settings:
             found = each.prediction
-            if found is None:
+            if each.is_too_large:
+                cells = ["no", f"> {size_text(each.held_bytes)}", *("-" for _ in columns[2:])]
+                lines.append(" ".join(f"{cell:>9}" for cell in cells) + f"  {each.candidate}")
+            elif found is None:
                 problems.append(f"not planned: {each.candidate}: {each.problem}")
-                continue
-            sizes = (
-                found.peak_bytes,
-                found.parameter_bytes,
-                found.gradient_bytes,
-                found.optimizer_bytes,
-                found.activation_bytes,
-                found.sent_bytes,
-            )
-            cells = ["yes" if each.fits else "no", *map(size_text, sizes), f"{each.step_seconds:.3g} s"]
-            lines.append(" ".join(f"{cell:>9}" for cell in cells) + f"  {each.candidate}")
+            else:
+                sizes = (
+                    found.peak_bytes,
+                    found.parameter_bytes,
+                    found.gradient_bytes,
+                    found.optimizer_bytes,
+                    found.activation_bytes,
+                    found.sent_bytes,
+                )
+                cells = ["yes" if each.fits else "no", *map(size_text, sizes), f"{each.step_seconds:.3g} s"]
+                lines.append(" ".join(f"{cell:>9}" for cell in cells) + f"  {each.candidate}")
         return "\n".join([*lines, *problems])
 
 
@@ -197,6 +207,8 @@ def planned(candidate: Candidate, devices: Devices, predict: Callable[[Plugin], 
     """
     try:
         ranks = predict(candidate.make())
+    except StoppedError as error:
+        return Planned(candidate=candidate, devices=devices, problem=str(error), held_bytes=error.held_bytes)
     except (BoosterError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         return Planned(candidate=candidate, devices=devices, problem=str(error) or type(error).__name__)
     largest, *others = sorted(ranks.values(), key=lambda each: -each.peak_bytes)
@@ -204,6 +216,8 @@ def planned(candidate: Candidate, devices: Devices, predict: Callable[[Plugin], 
 
 
 def _order(each: Planned) -> tuple[int, float]:
+    if each.is_too_large:
+        return 1, float(each.held_bytes)
     if each.prediction is None:
         return 2, 0.0
     return (0, each.step_seconds) if each.fits else (1, float(each.prediction.peak_bytes))
