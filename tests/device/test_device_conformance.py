@@ -57,6 +57,12 @@ class TestGeminiOffloaded(OnDevice, PluginConformance):
     }
 
 
+class TestGeminiWithWhatIsLeft(OnDevice, PluginConformance):
+    plugin_class = GeminiPlugin
+    reduces_under_no_sync = True
+    options: ClassVar[Mapping[str, Any]] = {"min_chunk_bytes": 1024, "placement_policy": "auto"}
+
+
 class TestHybrid(OnDevice, PluginConformance):
     plugin_class = HybridParallelPlugin
     options: ClassVar[Mapping[str, Any]] = {"zero_stage": 1}

@@ -10,6 +10,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_gemini import GeminiPlugin
+from booster_testing import run_on_ranks
 
 WIDTH, DEPTH, BATCH = 64, 16, 512
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -140,3 +141,15 @@ def test_loaded_state_goes_to_the_device_where_it_fits(simulated_device, tmp_pat
     assert found == expected
     assert loaded["cpu"] > 0, "loaded before activations were known"
     assert places["cpu"] == 0
+
+
+def on_a_host():
+    net = nn.Linear(4, 4)
+    plugin = GeminiPlugin(placement_policy="auto", offload_dir="unused")
+    with pytest.raises(ConfigError, match="'cpu' does not tell .* Pass `memory_budget_bytes`"):
+        Booster("cpu", plugin=plugin).boost(net, torch.optim.AdamW(net.parameters()))
+    return True
+
+
+def test_a_device_that_does_not_tell_its_memory_is_refused_on_every_rank():
+    assert run_on_ranks(on_a_host, 2) == [True, True]

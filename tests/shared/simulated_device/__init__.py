@@ -162,8 +162,16 @@ def _module() -> types.ModuleType:
     module.memory_reserved = lambda device=None: ops.memory_allocated()
     module.max_memory_allocated = lambda device=None: ops.max_memory_allocated()
     module.reset_peak_memory_stats = lambda device=None: ops.reset_peak_memory_stats()
-    module.mem_get_info = lambda device=None: (ops.limit() - ops.memory_allocated(), ops.limit())
+    module.mem_get_info = lambda device=None: (_total_bytes() - ops.memory_allocated(), _total_bytes())
     return module
+
+
+def _total_bytes() -> int:
+    """Return the size of the device's memory: a real one has some limit, too."""
+    import torch
+
+    limit: int = torch.ops.simulated_device.limit()
+    return 64 * 2**30 if limit < 0 else limit
 
 
 @contextlib.contextmanager
