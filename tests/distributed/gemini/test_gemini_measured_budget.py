@@ -146,7 +146,7 @@ def test_loaded_state_goes_to_the_device_where_it_fits(simulated_device, tmp_pat
 def on_a_host():
     net = nn.Linear(4, 4)
     plugin = GeminiPlugin(placement_policy="auto", offload_dir="unused")
-    with pytest.raises(ConfigError, match="'cpu' does not tell .* Pass `memory_budget_bytes`"):
+    with pytest.raises(ConfigError, match=r"'cpu' does not tell .* Pass `memory_budget_bytes`"):
         Booster("cpu", plugin=plugin).boost(net, torch.optim.AdamW(net.parameters()))
     return True
 
