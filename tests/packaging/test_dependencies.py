@@ -27,10 +27,10 @@ def _for_types_only(tree):
     return {inner for body in bodies for statement in body for inner in ast.walk(statement)}
 
 
-def _imported(package):
-    """Return the modules that a distribution's sources import at run time, also inside of functions."""
+def _imported(folder):
+    """Return the modules that sources in a folder import at run time, also inside of functions."""
     names = set()
-    for path in (package / "src").rglob("*.py"):
+    for path in folder.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         skipped = _for_types_only(tree)
         for node in ast.walk(tree):
@@ -38,7 +38,7 @@ def _imported(package):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
             elif node not in skipped and isinstance(node, ast.ImportFrom) and not node.level:
                 names.add(node.module.partition(".")[0])
-    return names - sys.stdlib_module_names - {package.name.replace("-", "_")}
+    return names - sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
@@ -46,7 +46,27 @@ def test_what_is_imported_is_declared(package):
     project = nox.project.load_toml(package / "pyproject.toml")["project"]
     declared = set(map(_normalized, project["dependencies"]))
     extras = {_normalized(each) for extra in project.get("optional-dependencies", {}).values() for each in extra}
-    imported = _imported(package)
+    imported = _imported(package / "src") - {package.name.replace("-", "_")}
     lazily = {"booster_runtime"} if package.name == "booster-core" else set()
     assert sorted(imported - declared - extras - OPTIONAL - lazily) == []
     assert sorted(declared - imported) == []
+
+
+def _with_dependencies(package):
+    """Return the modules of a distribution of ours, and of those of ours that it depends on."""
+    declared = nox.project.load_toml(package / "pyproject.toml")["project"]["dependencies"]
+    found = {package.name.replace("-", "_")}
+    return found.union(*(_with_dependencies(each) for each in PACKAGES if each.name in map(_distribution, declared)))
+
+
+def _distribution(requirement):
+    return _normalized(requirement).replace("_", "-")
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_own_tests_import_no_other_plugin(package):
+    """They run where only the package, its dependencies and the conformance kit are installed."""
+    ours = {each.name.replace("-", "_") for each in PACKAGES}
+    there = _with_dependencies(package) | _with_dependencies(ROOT / "packages" / "booster-testing")
+    for folder in ROOT.glob(f"tests/*/{package.name.removeprefix('booster-')}"):
+        assert sorted((_imported(folder) & ours) - there) == [], folder
