@@ -137,9 +137,9 @@ def test_a_budget_trains_where_the_device_has_no_room_for_everything(simulated_d
     assert everything >= 4 * DEPTH * LAYER_BYTES
 
 
-def moved(options):
+def moved(options, precision=None):
     """Return what is where between steps, and the bytes that one step moves to the device and to the host."""
-    booster, model, optimizer = boost(options)
+    booster, model, optimizer = boost(options, precision)
     for number in range(3):
         step(booster, model, optimizer, number)
     before = sim.bytes_moved()
@@ -163,3 +163,14 @@ def test_parameters_on_the_host_come_for_each_use(simulated_device):
     assert places["cpu"] >= 4 * (NUMEL - 3 * WIDTH * WIDTH)
     assert 4 * NUMEL <= to_device <= 3 * 4 * NUMEL + 4096, "for forward, backward, and the step"
     assert 4 * (NUMEL - 3 * WIDTH * WIDTH) <= to_host <= 4 * NUMEL + 4096, "only what the step has changed"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_and_state_on_the_host_are_updated_there(precision, simulated_device):
+    """Of parameters nothing goes down, and nothing comes up but for forward and backward."""
+    options = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}
+    (places, (to_device, to_host)) = run_on_devices(moved, 1, simulated_device, options, precision)[0]
+    working = 4 if precision == "fp32" else 2
+    assert places["cpu"] >= (working + 8) * (NUMEL - 3 * WIDTH * WIDTH)
+    assert to_device <= 2 * working * NUMEL + 4096
+    assert to_host == pytest.approx(4 * NUMEL, abs=4096), "gradients"

@@ -95,10 +95,22 @@ def test_copies_are_hidden_behind_forward_and_backward(options, simulated_device
     assert share_hidden(options, simulated_device, whole_step=False) >= 0.8
 
 
-def test_copies_of_a_whole_step_are_hidden_under_a_budget(simulated_device):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"placement_policy": "auto", "memory_budget_bytes": 3 * DEPTH * LAYER_BYTES},
+        {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
+    ],
+    ids=["auto", "all"],
+)
+def test_copies_of_a_whole_step_are_hidden(options, simulated_device):
     """Also those that the optimizer waits for, most of which nothing but the host's own steps can hide."""
-    options = {"placement_policy": "auto", "memory_budget_bytes": 3 * DEPTH * LAYER_BYTES}
     assert share_hidden(options, simulated_device, whole_step=True) >= 0.8
+
+
+def test_a_step_loads_parameters_while_it_evicts_others(simulated_device):
+    """Also where every second chunk stays: a copy up does not wait for the one down of the chunk before."""
+    assert share_hidden({"offload_param_frac": 0.5}, simulated_device, whole_step=True) >= 0.7
 
 
 def test_a_budget_is_kept(simulated_device):

@@ -170,7 +170,7 @@ def test_a_budget_below_the_working_set_names_the_least_and_the_module():
 @given(steps(), st.floats(0, 1), st.integers(0, 4))
 def test_static_brings_back_what_it_sends_away(step, fraction, ahead):
     events, sizes = step
-    policy = StaticPlacement({"all": fraction}, class_of=lambda key: "all", ahead=ahead)
+    policy = StaticPlacement({"all": fraction}, class_of=lambda key: "all", ahead={"all": ahead})
     resident, away = frozenset(key for key in sizes if policy.may_stay(key, sizes)), frozenset()
     away = frozenset(sizes) - resident
     for _ in range(3):
@@ -182,7 +182,7 @@ def test_static_brings_back_what_it_sends_away(step, fraction, ahead):
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 0.9, 1.0])
 def test_static_keeps_its_fraction_of_bytes_away(fraction):
     sizes = dict.fromkeys(range(40), 10)
-    policy = StaticPlacement({"all": fraction}, class_of=lambda key: "all")
+    policy = StaticPlacement({"all": fraction}, class_of=lambda key: "all", ahead={"all": 2})
     away = [key for key in sizes if not policy.may_stay(key, sizes)]
     assert len(away) == 40 * fraction
     events = [event for key in sizes for event in use(key)]
@@ -191,3 +191,17 @@ def test_static_keeps_its_fraction_of_bytes_away(fraction):
     assert set(sizes) - resident <= set(away)
     if fraction == 1.0:
         assert most[-1] <= 3 * 10
+
+
+def test_static_fetches_blocks_ahead_of_others_of_their_class():
+    """However often those before are used in a row, and whatever else is."""
+    sizes = {(kind, number): 10 for number in range(6) for kind in ("values", "state")}
+    events = [event for key in sizes for _ in range(2) for event in use(key)]
+    fractions = {"values": 1.0, "state": 0.0}
+    policy = StaticPlacement(fractions, class_of=lambda key: key[0], ahead={"values": 2})
+    request = Request(events=events, sizes=sizes, resident=frozenset(), away=frozenset(sizes))
+    fetched = {key: index for index, moves in enumerate(policy.plan(request)) for key in moves.load}
+    first_use = {key: next(i for i, event in enumerate(events) if event.key == key) for key in sizes}
+    for number in range(2, 6):
+        assert fetched["values", number] == first_use["values", number - 2]
+        assert fetched["state", number] == first_use["state", number]

@@ -64,7 +64,7 @@ def settle(store):
 
 
 def everything_away():
-    return StaticPlacement({Role.PARAM: 1.0}, class_of=lambda key: key[1])
+    return StaticPlacement({Role.PARAM: 1.0}, class_of=lambda key: key[1], ahead={Role.PARAM: 2})
 
 
 def test_regions_come_back_as_they_were_written(tmp_path):

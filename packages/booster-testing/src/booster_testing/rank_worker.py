@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _THOROUGH_CALLS = 50
 """Number of calls between two garbage collections of all objects."""
+_SECONDS_TO_END = 2.0
+"""How long threads that a call began may take to end after it."""
 _MANY_GLOO_THREADS = 50
 _num_calls = 0
 
@@ -399,11 +401,11 @@ class _State:
             torch.use_deterministic_algorithms(False)  # noqa: FBT003 - torch's only form
         torch.autograd.set_detect_anomaly(False)
         _collect_garbage()
-        return [
-            f"thread {thread.name!r}"
-            for thread in threading.enumerate()
-            if thread.ident not in self._threads and not thread.daemon
-        ]
+        began = [each for each in threading.enumerate() if each.ident not in self._threads and not each.daemon]
+        until = time.monotonic() + _SECONDS_TO_END
+        for thread in began:  # those of an executor end by themselves once nobody has it
+            thread.join(max(until - time.monotonic(), 0))
+        return [f"thread {thread.name!r}" for thread in began if thread.is_alive()]
 
 
 def _num_gloo_threads() -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
     from torch import Tensor
@@ -31,6 +31,7 @@ class Block:
         coming: The read that fills the buffer, or the bytes on the host that it is copied from.
         going: The write that empties it.
         ready: The event after which the device's buffer can be used.
+        copied: The event after which the host may read and write its bytes below.
         has_values: Whether there are any.
         users: How many uses are going on.
     """
@@ -49,6 +50,7 @@ class Block:
     coming: Transfer | None = None
     going: Transfer | None = None
     ready: torch.Event | None = None
+    copied: torch.Event | None = None
     has_values: bool = True
     users: int = 0
     is_bound: bool = False
@@ -65,6 +67,18 @@ class Block:
         assert self.buffer is not None, "only what is here can be seen"
         return self.buffer[: self.num_bytes].view(self.dtype)
 
+    @property
+    def is_below(self) -> bool:
+        """Whether the host has the present values, and nobody uses or moves those on the device."""
+        return self.below is not None and self.is_saved and not self.users and self.coming is self.going is None
+
+    def flat_below(self) -> Tensor:
+        """Return the values on the host, in their format, once copies from and to there have ended."""
+        assert self.below is not None, "only what is on the host can be seen there"
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.below[: self.num_bytes].view(self.dtype)
+
     def place(self, lower: str) -> str:
         """Return where the values are, for pictures.
 
@@ -80,3 +94,22 @@ class Block:
         if not self.has_values:
             return "nowhere"
         return lower if self.below is not None else "disk"
+
+
+def bytes_by_place(blocks: Iterable[Block], rooms: Sequence[Buffers], *, has_disk: bool) -> dict[str, int]:
+    """Return how many bytes of blocks are where: by device type, and ``"disk"``.
+
+    Args:
+        blocks: All of them.
+        rooms: The memories, the lowest last.
+        has_disk: Whether a disk is used.
+    """
+    places = dict.fromkeys([*(room.device.type for room in rooms), *(["disk"] if has_disk else [])], 0)
+    for block in blocks:
+        if block.buffer is not None:
+            places[block.room.device.type] += block.num_bytes
+        elif block.below is not None:
+            places[rooms[-1].device.type] += block.num_bytes
+        elif block.has_values:
+            places["disk"] += block.num_bytes
+    return places

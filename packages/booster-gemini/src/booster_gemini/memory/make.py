@@ -13,6 +13,7 @@ from booster_gemini.memory.disk import DiskStore
 from booster_gemini.memory.ferry import Ferry
 from booster_gemini.memory.free_memory import FreeMemory
 from booster_gemini.memory.measured import MeasuredHome
+from booster_gemini.memory.on_device import DeviceHome
 from booster_gemini.memory.record_file import MemoryRecord
 from booster_gemini.memory.tiered import TieredHome
 from booster_gemini.placement.auto import AutoPlacement
@@ -144,9 +145,11 @@ def _make(config: GeminiConfig, context: BoostContext) -> Home:
         facts: dict[str, Any] = {"budget_bytes": budget, "policy": config.placement_policy}
         record = MemoryRecord(config.memory_record, context.coordinator.rank, facts, device)
     store = None if config.offload_dir is None else DiskStore(config.offload_dir)
+    if ferry is None:
+        return TieredHome(rooms, store, policy, record)
     if is_measured:
-        return MeasuredHome(rooms, store, policy, record, ferry, agree=partial(_least, context.coordinator))
-    return TieredHome(rooms, store, policy, record, ferry)
+        return MeasuredHome(rooms, store, policy, record, ferry=ferry, agree=partial(_least, context.coordinator))
+    return DeviceHome(rooms, store, policy, record, ferry=ferry)
 
 
 def _least(coordinator: DistCoordinator, number: int) -> int:
@@ -168,7 +171,10 @@ def _policy(config: GeminiConfig, context: BoostContext) -> PlacementPolicy:
             # Gradients wait where the state is that they update; an accelerator hands them down when it steps.
             Role.GRAD: config.offload_optim_frac if context.device.type == "cpu" else 0.0,
         }
-        return StaticPlacement(fractions, class_of=lambda key: key[1], ahead=2 * max(config.max_prefetch, 1))
+        chunks = max(config.max_prefetch, 1)
+        # Of the state, which is larger, only one chunk's comes while another's is stepped on.
+        ahead = {Role.PARAM: 2 * chunks, Role.GRAD: chunks, Role.OPTIM: chunks}
+        return StaticPlacement(fractions, class_of=lambda key: key[1], ahead=ahead)
     found = context.hooks.placement_policy(name=config.placement_policy)
     if not isinstance(found, PlacementPolicy):
         told = "nobody answers the hook `placement_policy` for it" if found is None else f"the hook returned {found!r}"

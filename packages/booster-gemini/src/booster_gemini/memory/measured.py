@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
 from booster_gemini.memory.free_memory import FreeMemory
-from booster_gemini.memory.tiered import TieredHome
+from booster_gemini.memory.on_device import DeviceHome
 from booster_gemini.placement.auto import BudgetError
 from booster_zero.engine import Role
 
@@ -24,16 +24,16 @@ _FIRST_PART = 5
 """In the first step, blocks may take one part in so many of the device's memory, as with Colossal-AI's Gemini."""
 
 
-class MeasuredHome(TieredHome):
+class MeasuredHome(DeviceHome):
     """Keeps blocks within what activations leave of a device's memory.
 
     The first step gets by with a fifth of the memory, and what everything else takes meanwhile is measured. From then
     on blocks may take the rest, on every rank what the fullest has left.
 
     Args:
-        *args: As for `TieredHome`, whose first memory is an accelerator's.
+        *args: As for `DeviceHome`.
         agree: Returns the least of the ranks' numbers. Collective: every rank of the world.
-        **kwargs: As for `TieredHome`.
+        **kwargs: As for `DeviceHome`.
     """
 
     def __init__(self, *args: Any, agree: Callable[[int], int], **kwargs: Any) -> None:

@@ -7,12 +7,11 @@ training thread; the disk's threads touch nothing but buffers.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from typing import TYPE_CHECKING
 
 from booster_core.errors import OffloadError
-from booster_gemini.memory.block import Block
+from booster_gemini.memory.block import Block, bytes_by_place
 from booster_gemini.memory.buffers import give_back_freed
 from booster_gemini.memory.recorder import StepRecorder
 from booster_gemini.placement.policy import Event, Kind
@@ -20,7 +19,7 @@ from booster_runtime.collectives import Pending
 from booster_zero.engine import Home, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
     from torch import Tensor
@@ -118,17 +117,7 @@ class TieredHome(Home):
 
     def bytes_by_place(self) -> dict[str, int]:
         """Return how many bytes of blocks are where: by device type, and ``"disk"``."""
-        places = {room.device.type: 0 for room in self.rooms}
-        if self.store is not None:
-            places["disk"] = 0
-        for block in self._blocks.values():
-            if block.buffer is not None:
-                places[block.room.device.type] += block.num_bytes
-            elif block.below is not None:
-                places[self.rooms[-1].device.type] += block.num_bytes
-            elif block.has_values:
-                places["disk"] += block.num_bytes
-        return places
+        return bytes_by_place(self._blocks.values(), self.rooms, has_disk=self.store is not None)
 
     def _places(self) -> dict[Key, tuple[str, int]]:
         """Return where each block is, or that it is on its way, and its size."""
@@ -190,17 +179,6 @@ class TieredHome(Home):
                 self._send_away(block)
         elif not block.users and block.is_here and block.room is not self.rooms[0] and not block.room.has(0):
             self._send_away(block)  # the host beneath a device follows no plan: what does not fit goes on to the disk
-
-    @contextlib.contextmanager
-    def lifting(self, key: Key) -> Iterator[None]:
-        """Let copies from the host into a block overlap with computation; see `Home.lifting`."""
-        block = self._blocks[key]
-        if self._ferry is None or not self._is_on_device(block):
-            yield
-            return
-        with self._ferry.up.entered():
-            yield
-            block.ready = self._ferry.up.mark()
 
     def forget(self, key: Key) -> None:
         """Give up a block's values; see `Home.forget`."""
@@ -296,7 +274,7 @@ class TieredHome(Home):
         self._collect()
         while self._wanted:
             block = self._blocks.get(self._wanted[0])
-            if block is not None and block.has_values and block.buffer is None:
+            if block is not None and block.has_values and block.buffer is None and not block.users:
                 if not block.room.has(block.num_bytes):
                     return
                 self._bring(block)
@@ -330,6 +308,7 @@ class TieredHome(Home):
         if self._ferry is not None and self._is_on_device(block):
             assert block.buffer is not None, "taken before it is filled"
             block.ready = self._ferry.bring(block.buffer, None if source is None else source[: block.num_bytes])
+            block.copied = block.ready
 
     def _finish_coming(self, block: Block) -> None:
         """Wait for what is read from the disk; what is used on a device is copied there then."""
@@ -375,7 +354,7 @@ class TieredHome(Home):
         """Start copying a block from the device, whose buffer others may have from then on."""
         assert self._ferry is not None, "only what is on a device goes down"
         assert block.buffer is not None, "only what is here can leave"
-        sent = self._ferry.send(target[: block.num_bytes], block.buffer, block.ready)
+        block.copied = sent = self._ferry.send(target[: block.num_bytes], block.buffer, block.ready)
         self._drop(block)
         return sent
 

@@ -21,13 +21,15 @@ class StaticPlacement(PlacementPolicy):
     Args:
         fraction_of: The fraction that is away, between 0 and 1, of the blocks of a key's class.
         class_of: The class of a key.
-        ahead: How many uses before its own a block is fetched.
+        ahead: How many blocks of its class before its own use a block is fetched, by class; 0 fetches it then.
     """
 
-    def __init__(self, fraction_of: Mapping[Key, float], class_of: Callable[[Key], Key], ahead: int = 2) -> None:
+    def __init__(
+        self, fraction_of: Mapping[Key, float], class_of: Callable[[Key], Key], ahead: Mapping[Key, int]
+    ) -> None:
         self._fraction_of = dict(fraction_of)
         self._class_of = class_of
-        self._ahead = ahead
+        self._ahead = dict(ahead)
 
     def may_stay(self, key: Key, sizes: Mapping[Key, int]) -> bool:
         """Return whether a block is one of those that stay."""
@@ -41,17 +43,16 @@ class StaticPlacement(PlacementPolicy):
         away = self._away(request.sizes) - request.staying
         evict: dict[int, list[Key]] = defaultdict(list)
         load: dict[int, list[Key]] = defaultdict(list)
-        uses = [index for index, event in enumerate(request.events) if event.kind is Kind.USE]
+        starts = self._starts(request)
         present = set(request.resident)
         has_values = set(request.resident | request.away)
         users: dict[Key, int] = defaultdict(int)
         leaving: dict[Key, int] = {key: 0 for key in request.resident if key in away}
-        rank_of_use = {index: rank for rank, index in enumerate(uses)}
         for index, event in enumerate(request.events):
             key = event.key
             if event.kind is Kind.USE:
                 users[key] += 1
-                start = uses[max(0, rank_of_use[index] - self._ahead)] if self._ahead else index
+                start = starts[index]
                 left = leaving.pop(key, None)
                 if left is not None and left >= start:
                     continue  # it would come back as soon as it is gone
@@ -73,6 +74,20 @@ class StaticPlacement(PlacementPolicy):
         for key, index in leaving.items():
             evict[index].append(key)
         return [Moves(tuple(evict[index]), tuple(load[index])) for index in range(len(request.events) + 1)]
+
+    def _starts(self, request: Request) -> dict[int, int]:
+        """Return for each use the event at which a block is fetched for it."""
+        runs: dict[Key, list[tuple[Key, int]]] = defaultdict(list)
+        starts = {}
+        for index, event in enumerate(request.events):
+            if event.kind is Kind.USE:
+                of_class = runs[self._class_of(event.key)]
+                # A block's uses in a row, as in a step, are one.
+                if not of_class or of_class[-1][0] != event.key:
+                    of_class.append((event.key, index))
+                ahead = self._ahead.get(self._class_of(event.key), 0)
+                starts[index] = of_class[max(0, len(of_class) - 1 - ahead)][1] if ahead else index
+        return starts
 
     def _away(self, sizes: Mapping[Key, int]) -> set[Key]:
         before: dict[Key, int] = defaultdict(int)

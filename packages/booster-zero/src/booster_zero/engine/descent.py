@@ -47,25 +47,33 @@ class Descent:
 
     Args:
         shard: Its gradient and, where the optimizer updates them themselves, its values are copied, and stay in use
-            until `end`.
+            until `end`. Values that are offloaded are used where they are.
         early: The copy of the gradient, if that has been started.
 
     Attributes:
         gradient: The copy; ``None`` where there is no gradient.
-        values: The copy; ``None`` where the optimizer has masters of its own.
+        values: The copy; ``None`` where the optimizer has masters of its own, or values are offloaded.
+        own: Working values that are offloaded, which may be written to; ``None`` where they are on the device.
     """
 
     def __init__(self, shard: Shard, early: EarlyGradient | None) -> None:
         self._use = contextlib.ExitStack()
-        self._use.enter_context(shard.in_use(Role.PARAM, Role.GRAD, changes=False))
+        self.own = shard.use_own_below(self._use)
+        self._use.enter_context(shard.in_use(*self.roles, Role.GRAD, changes=False))
         lane, pins = Lane(shard.format.device), shard.home.pins
         self._early = early
         with lane.entered():
             self.gradient = _sent(shard.gradient, pins=pins) if early is None and shard.has_gradient else None
-            self.values = None if shard.format.has_copy else _sent(shard.own, pins=pins)
+            is_copied = self.own is None and not shard.format.has_copy
+            self.values = _sent(shard.own, pins=pins) if is_copied else None
             self._arrived = lane.mark()
         if early is not None:
             self.gradient = early.copy
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """What is on the device, of the values: none where they are offloaded."""
+        return (Role.PARAM,) if self.own is None else ()
 
     def wait(self) -> None:
         """Return once the host can read the copies."""
@@ -74,7 +82,7 @@ class Descent:
                 arrived.synchronize()
 
     def end(self) -> None:
-        """Give up the shard's values and gradient."""
+        """Give up the shard's values and gradient; what was written to offloaded values is kept."""
         self.wait()  # nothing reads them any more
         self._use.close()
 

@@ -127,6 +127,19 @@ class Home:
             changed: Whether it has been written to.
         """
 
+    def use_below(self, key: Key) -> Tensor | None:
+        """Begin a use of a block on the host, where an accelerator computes and the block is offloaded.
+
+        Returns:
+            Its values on the host, 1-D, which may be written to until `release_below`; ``None`` where the block stays
+            on the device, or is not on the host. Then no use has begun.
+        """
+        del key
+        return None
+
+    def release_below(self, key: Key) -> None:
+        """End a use that `use_below` has begun: the next one finds what was written."""
+
     def lifting(self, key: Key) -> AbstractContextManager[None]:
         """Return a context for copies from the host into a block that is in use.
 

@@ -214,7 +214,7 @@ class Shard:
 
     def round_values(self) -> None:
         """Bring the slice in the working format up to date with what the optimizer updated. Both are in use."""
-        if self.format.has_copy and self._steps_below:
+        if self.format.has_copy and self._steps_below and self.own.device != self.values.device:
             with self.home.lifting((self._number, Role.PARAM)):
                 lift(self.own, self.values, pins=self.home.pins)
         elif self.format.has_copy:
@@ -319,7 +319,8 @@ class Shard:
         """Have everything in use such that the optimizer can step on the pieces, where its state is."""
         with contextlib.ExitStack() as stack:
             if self.home.moves:
-                stack.enter_context(self.in_use(changes=True))
+                self.start_descent()
+                stack.enter_context(self.in_use(*self._roles_of_step(), changes=True))
                 stack.enter_context(self._beside_state())
                 self._bring_whole_state()
             shown = self.show_gradients()
@@ -358,6 +359,17 @@ class Shard:
                 early, self._descends_early = None, False  # as a script that clips does in each step
             self._descent = Descent(self, early)
 
+    def _roles_of_step(self) -> tuple[Role, ...]:
+        """Return which blocks a step uses where they are computed with: all but offloaded values."""
+        return (*((Role.PARAM,) if self._descent is None else self._descent.roles), Role.GRAD, Role.OPTIM)
+
+    def use_own_below(self, stack: contextlib.ExitStack) -> Tensor | None:
+        """Use the working values on the host until a stack is closed; return ``None`` where they are not offloaded."""
+        own = self.home.use_below((self._number, Role.PARAM)) if Role.PARAM in self._uses else None
+        if own is not None:
+            stack.callback(self.home.release_below, (self._number, Role.PARAM))
+        return own
+
     def _end_early(self) -> EarlyGradient | None:
         early, self._early = self._early, None
         if early is not None:
@@ -379,23 +391,22 @@ class Shard:
     def _beside_state(self) -> Iterator[None]:
         """Have the pieces' values where the optimizer's state is. All blocks are in use."""
         if not self._steps_below:
-            self.end_descent()
             yield
             return
-        self.start_descent()
-        descent = self._descent
-        assert descent is not None, "started above"
+        own, descent = self.own, self._descent
+        assert descent is not None, "started before the blocks were brought"
         descent.wait()
-        own, below = self.own, descent.values
-        if below is not None:
-            self._point(below)
+        if descent.own is not None:
+            self._rebind_own(descent.own)
+        elif descent.values is not None:
+            self._point(descent.values)
         try:
             yield
         finally:
-            if below is not None:
+            if descent.values is not None:
                 with self.home.lifting((self._number, Role.PARAM)):
-                    lift(own, below, pins=self.home.pins)
-                self._point(own)
+                    lift(own, descent.values, pins=self.home.pins)
+            self._rebind_own(own)
             self.end_descent()
 
     def _bring_whole_state(self) -> None:
@@ -426,7 +437,7 @@ class Shard:
         if self.home.moves:
             # A load brings them one by one.
             self._states.update({index: state for index, state in states.items() if index in self.piece_of})
-            with self.in_use(changes=True):
+            with self.in_use(*self._roles_of_step(), changes=True):
                 self._pack(self._states)
         elif self.home.is_on_disk:
             for piece in self.pieces:
@@ -482,7 +493,7 @@ class Shard:
     def _rebind_optim(self, flat: Tensor | None) -> None:
         self._optim = flat
         if flat is not None:
-            self._steps_below = self.home.moves and flat.device != self.own.device
+            self._steps_below = self.home.moves and flat.device.type != self.format.device.type
         if self.format.has_copy:
             self._point(placeholder(self.values) if flat is None else view_in(flat, self.values, 0))
         for tensor, start in self._views:
