@@ -255,9 +255,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         return ConfigError(
             f"{self._model} can't be cut before its layer '{self._trace.layers[stage.first].name}': in {mode}, its "
-            f"forward changes in place {what}, which stage {stage.index} gets from the one before. Compute a new "
-            "tensor (as `x = x * y` does and `x *= y` does not), cut elsewhere by `num_layers_per_stage`, or use "
-            "`pp_size=1`."
+            f"forward changes in place {what}, which stage {stage.index} gets from the one before. Let it make a new "
+            "tensor (`x = x * y` for `x *= y`, `inplace=False` for activations), cut elsewhere by "
+            "`num_layers_per_stage`, or use `pp_size=1`."
         )
 
     def _call_layer(
