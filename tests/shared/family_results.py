@@ -35,7 +35,6 @@ writes this page.
 - **exact**: outputs, losses, the gradient of each parameter and its update by a step equal those of one process, as
   compared by `booster_core.verify`: within 1e-4 of each tensor's norm in fp32, or else 1e-5 in fp64.
 - **refused**: `boost` raises a `ConfigError` on every rank, with the reason in the footnote; nothing was trained.
-  "In the first step" means that the first forward raises it.
 - **WRONG** and **crash** are faults: another result than that of one process, and any other error.
 - **-**: the model has no experts.
 

@@ -446,9 +446,9 @@ class HybridSetup:
             if not is_pipeline:
                 return found, None, None, None
             trace, flow = trace_flow(model, lists, batch)
-            if self._objects.optimizer is not None:
+            if trains := self._objects.optimizer is not None:
                 check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
-            return found, trace, *find_crossings(model, trace, flow, config, batch)
+            return found, trace, *find_crossings(model, trace, flow, config, batch, trains=trains)
 
     def _split_sequences(self, split: TensorParallelModel) -> None:
         from booster_hybrid.sequence_parallel.apply import split_sequences

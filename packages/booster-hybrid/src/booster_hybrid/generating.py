@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.ranks import naming_missing_ranks
-from booster_hybrid.random_streams import restore_random, shared_random
+from booster_hybrid.random_streams import drawing_alike
 from booster_hybrid.same_batch import check_same_batch
 from booster_hybrid.same_options import check_same_options
 from booster_runtime import collectives
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from booster_hybrid.axes import Axis
     from booster_hybrid.model import HybridModel
 
 
@@ -113,7 +112,7 @@ def _generate(
             kwargs.setdefault("synced_gpus", True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(naming_missing_ranks("generate", model.replica.ranks))
-        stack.enter_context(_drawing_alike(model.replica, device))
+        stack.enter_context(drawing_alike(model.replica, device))
         if model.engine is not None:
             stack.enter_context(_forwards_of_all_stages(model, inner or model.unwrap(), device))
         return method(*args, **kwargs)
@@ -128,20 +127,6 @@ def _leave_out_cache(kwargs: dict[str, Any]) -> None:
         )
         raise ConfigError(msg)
     kwargs["use_cache"] = False
-
-
-@contextlib.contextmanager
-def _drawing_alike(replica: Axis, device: torch.device) -> Iterator[None]:
-    """Draw the random numbers of the replica's first rank inside; afterwards the others go on with their own."""
-    if replica.size == 1:
-        yield
-        return
-    own = shared_random(replica.group, device)
-    try:
-        yield
-    finally:
-        if replica.index > 0:
-            restore_random(own, device)
 
 
 @contextlib.contextmanager

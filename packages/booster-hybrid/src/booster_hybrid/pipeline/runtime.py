@@ -33,7 +33,10 @@ _REASONS = {
         "The forward changes in place what a layer of another stage has returned."
     ),
 }
-"""What errors of torch mean in a stage: a parameter that is not here has no memory, what was received is a leaf."""
+"""What errors of torch mean in a stage: a parameter that is not here has no memory, what was received is a leaf.
+
+`boost` refuses such models; these are for writes that it did not see, as the batch decides on them.
+"""
 
 
 class PipelineRun:

@@ -15,6 +15,7 @@ from booster_core.state import NamedTensors
 from booster_hybrid.pipeline.cut import StagedModel, given_names, held_modules, share_layers
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.values import add_values
+from booster_hybrid.pipeline.writes import check_writes
 from booster_runtime.activations import enable_activation_checkpointing
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class StageMap:
 
 
 def find_crossings(
-    model: nn.Module, trace: Trace, flow: Flow, config: PipelineConfig, batch: Any
+    model: nn.Module, trace: Trace, flow: Flow, config: PipelineConfig, batch: Any, *, trains: bool
 ) -> tuple[tuple[Crossing, ...], dict[str, frozenset[int]]]:
     """Return what each stage gets from the one before, and the stages on which modules have nothing to compute.
 
@@ -113,9 +114,11 @@ def find_crossings(
         flow: The graph of that dry run.
         config: How many stages there are.
         batch: What the dry run was given.
+        trains: Whether the model will be trained.
 
     Raises:
-        ConfigError: If the layers can't be shared out so, or a stage needs what is not or can't be sent to it.
+        ConfigError: If the layers can't be shared out so, a stage needs what is not or can't be sent to it, or writes
+            in place to what it receives or lacks.
 
     Collective: none.
     """
@@ -137,7 +140,9 @@ def find_crossings(
         is_held,
         type(model).__name__,
     )
-    return add_values(model, trace, ranges, crossings, is_held, batch)
+    crossings, idle = add_values(model, trace, ranges, crossings, is_held, batch)
+    check_writes(model, trace, ranges, crossings, idle, is_held, batch, trains=trains)
+    return crossings, idle
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ of experts that loops over the experts that were hit), the dry run computes them
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -42,7 +43,8 @@ class Layer:
         name: Its name in the model.
         returned: What stands for its output on stages that do not run it.
         carried: Paths of its arguments that are differentiable tensors: what a stage before it has to send.
-        constant: Paths of its arguments that are tensors, and the same as the layer before it was given.
+        constant: Paths of its arguments that are tensors, and the same as the layer before it was given; nothing has
+            written to them since that layer.
     """
 
     name: str
@@ -177,7 +179,7 @@ class _Recorder:
     def __init__(self, modules: Mapping[str, nn.Module], layers: Mapping[int, str]) -> None:
         self._modules, self._layers = modules, layers
         self._undo: list[Callable[[], None]] = []
-        self._calls: list[tuple[str, dict[str, torch.Tensor]]] = []
+        self._calls: list[tuple[str, dict[str, torch.Tensor], list[int], list[int]]] = []
         self._returned: dict[str, PassedThrough] = {}
         self._uses: dict[str, list[int]] = {}
         self._num_returns: Counter[str] = Counter()
@@ -214,7 +216,7 @@ class _Recorder:
         self.flow = Flow(parameters)
 
     def trace(self) -> Trace:
-        names = [name for name, _ in self._calls]
+        names = [name for name, *_ in self._calls]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             msg = (
@@ -223,17 +225,18 @@ class _Recorder:
             )
             raise ConfigError(msg)
         layers = []
-        before: dict[str, torch.Tensor] = {}
-        for name, tensors in self._calls:
+        before: dict[str, tuple[int, int]] = {}
+        for name, tensors, entered, left in self._calls:
+            given = {key: (id(value), version) for (key, value), version in zip(tensors.items(), entered, strict=True)}
             layers.append(
                 Layer(
                     name,
                     self._returned[name],
                     tuple(key for key, value in tensors.items() if is_carried(value)),
-                    tuple(key for key, value in tensors.items() if before.get(key) is value),
+                    tuple(key for key, found in given.items() if before.get(key) == found),
                 )
             )
-            before = tensors
+            before = {key: (id(value), version) for (key, value), version in zip(tensors.items(), left, strict=True)}
         uses = {name: tuple(each) for name, each in self._uses.items()}
         return Trace(tuple(layers), uses, tuple(name for name in self._layers.values() if name not in names))
 
@@ -249,11 +252,13 @@ class _Recorder:
         names = ArgumentNames(signature)
         tensors = names.tensors(args, kwargs)
         gates = self.flow.enter_layer({key: value for key, value in tensors.items() if is_carried(value)})
-        self._calls.append((name, tensors))
+        left: list[int] = []
+        self._calls.append((name, tensors, _versions(tensors), left))
         self._depth += 1
         try:
             args, kwargs = names.replaced(args, kwargs, gates, f"layer '{name}'")
             output = forward(*args, **kwargs)
+            left += _versions(tensors)
         finally:
             self._depth -= 1
         returned = PassedThrough.like(output, tensors)
@@ -287,6 +292,11 @@ class _Recorder:
         if name in self._uses:
             # What has layers inside may use its own parameters before, between and after them.
             self._uses[name] += range(before, now + 1)
+
+
+def _versions(tensors: Mapping[str, torch.Tensor]) -> list[int]:
+    """Return how often tensors have been written to, to be compared."""
+    return [tensor._version for tensor in tensors.values()]  # noqa: SLF001 - torch tells it nowhere else
 
 
 def is_inside(name: str, layers: Collection[str]) -> bool:
@@ -377,6 +387,15 @@ def _run_recorded(model: nn.Module, recorder: _Recorder, make: Callable[..., tor
     output = call_on(model, tensors, batch)
     if recorder.flow is not None:
         recorder.flow.end(output)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that shares its parameters, and such buffers as have no values.
+
+    Collective: none.
+    """
+    shared = [*model.parameters(), *(each for each in model.buffers() if is_repeated(each))]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:

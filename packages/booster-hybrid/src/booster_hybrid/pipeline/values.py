@@ -30,6 +30,7 @@ from booster_hybrid.pipeline.flow import Extra
 from booster_hybrid.pipeline.idle import IdleModules
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.pipeline.trace import call_on, is_carried, replace_forward, run_dry, stand_ins
+from booster_hybrid.pipeline.writes import storage_key, written_by
 from booster_runtime.data import leaves_by_path, tensors_of
 
 if TYPE_CHECKING:
@@ -169,13 +170,13 @@ class _Labels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def of(self, tensor: Tensor) -> _Label:
         """Return a tensor's label."""
-        key = _key(tensor)
+        key = storage_key(tensor)
         found = None if key is None else self._known.get(key)
         return {} if found is None else found[1]
 
     def put(self, tensor: Tensor, label: _Label) -> None:
         """Give a tensor's storage a label."""
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key is not None and label:
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._known[key] = (reference, label)
@@ -202,25 +203,19 @@ class _Labels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _READS:
             self._on_read(label)
         label.update(self.made_here)
-        keys = {_key(tensor) for tensor in inputs}
+        keys = {storage_key(tensor) for tensor in inputs}
         output = func(*args, **kwargs)
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.name in _FORMS:
             label = dict(self.made_here)
         if schema is not None and schema.is_mutable:
-            for tensor in self._written(schema, args, kwargs):
+            for tensor in written_by(schema, args, kwargs):
                 self.put(tensor, {**label, **self.of(tensor)})
         for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and _key(leaf) not in keys:  # a view has the label of what it shows
+            # A view has the label of what it shows.
+            if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in keys:
                 self.put(leaf, label)
         return output
-
-    @staticmethod
-    def _written(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-        for index, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
-                yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 class _Values:
@@ -372,13 +367,6 @@ class _Values:
             index,
             origin,
         )
-
-
-def _key(tensor: Tensor) -> int | None:
-    try:
-        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - as torch tells storages apart
-    except (NotImplementedError, RuntimeError):
-        return None  # sparse tensors have no storage
 
 
 def _holds(extras: Sequence[Extra], module: str, call: int, path: str) -> bool:

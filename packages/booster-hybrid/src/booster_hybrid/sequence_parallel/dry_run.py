@@ -23,7 +23,7 @@ from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
 from booster_hybrid.pipeline.example import batch_at_hand
 from booster_hybrid.pipeline.skipped_layers import kept_generators
-from booster_hybrid.pipeline.trace import fake_of, quiet_fakes, replace_forward
+from booster_hybrid.pipeline.trace import copy_of, fake_of, quiet_fakes, replace_forward
 from booster_hybrid.random_weights import random_weights
 from booster_hybrid.same_batch import checksum_of
 from booster_hybrid.sequence_parallel.apply import split_layers
@@ -160,7 +160,7 @@ class _DryRun:
         if batch is None or any(_is_compiled(module) for module in self._model.modules()):
             return
         try:
-            model = _copy_of(self._model)
+            model = copy_of(self._model)
         except Exception:  # noqa: BLE001 - whatever a user's object raises when it is copied
             return
         rank = _AloneRank(None, self._group.rank, self._group.size)
@@ -281,12 +281,6 @@ def _dry(stack: Stack) -> Iterator[None]:
         yield
     finally:
         stack.is_probing, stack.is_dry = True, False
-
-
-def _copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its parameters, and such buffers as have no values."""
-    shared = [*model.parameters(), *(each for each in model.buffers() if is_repeated(each))]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def _is_compiled(module: nn.Module) -> bool:

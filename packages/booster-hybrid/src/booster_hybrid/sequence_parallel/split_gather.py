@@ -16,7 +16,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors, compiled_module, named_modules
-from booster_hybrid.random_streams import SequenceStream
+from booster_hybrid.random_streams import Stream
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
 from booster_hybrid.sequence_parallel.layers import (
     check_layer_output,
@@ -155,7 +155,7 @@ def split_layers(
     done = split.splits.keys() | split.summed
     found = []
     for layers in stacks:
-        lengths, stream = SequenceLengths(group.size, group.rank), SequenceStream(group.rank)
+        lengths, stream = SequenceLengths(group.size, group.rank), Stream(group.rank)
         found.append((layers, lengths))
         kept: set[int] = set()
         for layer in layers:
@@ -188,7 +188,7 @@ def _split_block(
     layer: nn.Module,
     block: nn.Module,
     lengths: SequenceLengths,
-    stream: SequenceStream,
+    stream: Stream,
     group: TensorGroup,
     alone: ProcessGroup,
     split: TensorParallelModel,
@@ -240,10 +240,10 @@ def _sum_alone(
             adapter.module.register_forward_hook(_Scattering(lengths, group))
 
 
-def _leave_as_it_is(block: nn.Module, lengths: SequenceLengths, stream: SequenceStream, group: TensorGroup) -> set[int]:
+def _leave_as_it_is(block: nn.Module, lengths: SequenceLengths, stream: Stream, group: TensorGroup) -> set[int]:
     """Give a block whole sequences, alike on all ranks; return its parameters, by identity."""
-    block.register_forward_pre_hook(lambda *_: stream.draw_alike())  # or each would work on something else
-    block.register_forward_hook(lambda *_: stream.draw_apart())
+    block.register_forward_pre_hook(lambda *_: stream.pause())  # or each would work on something else
+    block.register_forward_hook(lambda *_: stream.resume())
     block.register_forward_pre_hook(_Gathering(lengths, group, is_replica=True), with_kwargs=True)
     block.register_forward_hook(_Cutting(lengths, group))
     return {id(parameter) for parameter in block.parameters()}
@@ -285,7 +285,7 @@ def _name(names: ModuleNames, module: nn.Module) -> str:
 
 class _LayerHooks:
     def __init__(
-        self, lengths: SequenceLengths, stream: SequenceStream, group: TensorGroup, *, is_first: bool, is_last: bool
+        self, lengths: SequenceLengths, stream: Stream, group: TensorGroup, *, is_first: bool, is_last: bool
     ) -> None:
         self._lengths, self._stream, self._group = lengths, stream, group
         self._is_first, self._is_last = is_first, is_last

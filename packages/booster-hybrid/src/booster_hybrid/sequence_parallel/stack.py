@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
-from booster_hybrid.random_streams import SequenceStream
+from booster_hybrid.random_streams import Stream
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
 from booster_hybrid.sequence_parallel.layers import check_layer_output
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
@@ -71,7 +71,7 @@ class Stack:
         self.is_plain = self.is_probing = self.is_alone = self.is_dry = False
         self.length, self.key_length = 0, 0
         self.num_attentions = 0
-        self.stream = SequenceStream(group.rank)
+        self.stream = Stream(group.rank)
         self._length_of: dict[int, int] = {}
         self._cut: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
 

@@ -16,7 +16,7 @@ import torch
 from booster_core.errors import ConfigError
 from booster_hybrid.inner_model import inner_model
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
-from booster_hybrid.random_streams import TensorStreams, draws
+from booster_hybrid.random_streams import draws, switch_streams
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
@@ -142,7 +142,7 @@ class _Applier:
             if name in self._modules:
                 by_style[rule.style].append(self._names.outermost[name])
         device = next(iter(self._parameters.values())).device
-        TensorStreams(self._group, device).watch(self._model, by_style[Style.COLUMN], by_style[Style.ROW])
+        switch_streams(self._model, by_style[Style.COLUMN], by_style[Style.ROW], self._group, device)
 
     def _targets(self, rule: ModuleRule) -> list[str]:
         names = [*self._modules, *self._parameters]
