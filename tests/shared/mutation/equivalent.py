@@ -13,6 +13,7 @@ _FROM_ZERO = "nothing starts before 0: whichever of a rank and its input is free
 _AFTER_BACKWARD = "a weight's gradient follows a forward and a backward of its rank, which end later"
 _CUT = "microbatches beyond the last are left out below, and the others keep their order"
 _FINENESS = "the number of sizes tried is a setting: with one more or less, neighbours still differ by less than 2%"
+_NUMBERS = "blocks are told apart by any numbers, the same in forward and backward"
 _SEED = "any seeds will do, and without dropout nothing is drawn"
 _PLENTY = "numbers of blocks stay apart by less, too"
 _ITSELF = "the largest or smallest of a number and itself is that number"
@@ -71,6 +72,8 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
         ): "the first of one part is the last",
     },
     "hybrid/ring": {
+        ("_Settings", "first_block: int = 0", "0 -> 1"): _NUMBERS,
+        ("_Settings", "first_block: int = 0", "0 -> -1"): _NUMBERS,
         ("", "_MOST_BLOCKS = 1 << 20", "20 -> 21"): _PLENTY,
         ("", "_MOST_BLOCKS = 1 << 20", "20 -> 19"): _PLENTY,
         ("", "_MOST_BLOCKS = 1 << 20", "1 -> 2"): _PLENTY,
