@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_runs import command_runner
 
 from booster_core.errors import ConfigError, PluginError
 from booster_runtime.cli import plan as plan_command
@@ -60,7 +60,9 @@ def run(tmp_path, monkeypatch):
     path = tmp_path / "script_to_rank.py"
     path.write_text(SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
-    return lambda *options, function="build": CliRunner().invoke(plan_command.command, [f"{path}:{function}", *options])
+    return lambda *options, function="build": command_runner().invoke(
+        plan_command.command, [f"{path}:{function}", *options]
+    )
 
 
 def test_settings_of_all_plugins_but_broken_ones_are_compared():
@@ -116,7 +118,7 @@ def test_wrong_options_are_named(run, options, function, message):
 @pytest.mark.parametrize(("name", "message"), [("absent.py", "No file '"), ("train.txt", "is not a Python file")])
 def test_a_script_that_is_none_is_named(name, message, tmp_path):
     (tmp_path / "train.txt").write_text("")
-    done = CliRunner().invoke(plan_command.command, [str(tmp_path / name), *SIZES, "80GiB"])
+    done = command_runner().invoke(plan_command.command, [str(tmp_path / name), *SIZES, "80GiB"])
     assert done.exit_code == 2
     assert message in done.stderr
 
