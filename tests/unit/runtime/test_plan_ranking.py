@@ -1,5 +1,7 @@
 """Plans are ranked, printed as code, and drawn; what can't be planned says why."""
 
+import os
+
 import pytest
 import torch
 from command_runs import command_runner
@@ -7,6 +9,8 @@ from command_runs import command_runner
 from booster_core.errors import ConfigError, PluginError
 from booster_runtime.cli import plan as plan_command
 from booster_runtime.planning import Candidate, Devices, candidates, plan
+from booster_runtime.planning.processes import in_processes
+from booster_testing import close_ranks, run_on_ranks
 from booster_testing.mutants import ReferencePlugin
 
 SCRIPT = """
@@ -82,7 +86,10 @@ def test_the_setting_that_fits_is_printed_as_code(run, tmp_path):
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[-1] == "booster = Booster(plugin=\"configurable\", mixed_precision='bf16')"
     assert "not planned: configurable(level=4): `level=4` is not 0 or 1." in done.stdout
-    assert "4/4 reference()" in done.stderr
+    told = [line.split(" ", 1) for line in done.stderr.splitlines() if line[:1].isdigit()]
+    assert [place for place, _ in told] == ["1/4", "2/4", "3/4", "4/4"]
+    settings = ["configurable()", "configurable(level=1)", "configurable(level=4)", "reference()"]
+    assert sorted(name for _, name in told) == settings  # in the order in which two processes are done
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
 
 
@@ -136,6 +143,46 @@ def test_settings_that_do_not_fit_come_after_those_that_do():
     assert found.settings[-1].step_seconds == float("inf")
     slow = Devices(number=4, memory_bytes=2**30, interconnect_bytes_per_second=1e6)
     assert plan(linear, lambda: torch.zeros(64, 256), slow, plugins=["reference"]).best.step_seconds > 0.1
+
+
+class Nested(torch.autograd.Function):
+    """Computes gradients inside of backward, as nested checkpoints do; autograd starts a thread at the 60th level."""
+
+    @staticmethod
+    def forward(ctx, value, depth):
+        ctx.depth = depth
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.depth:
+            differentiate(ctx.depth - 1)
+        return gradient, None
+
+
+def differentiate(depth):
+    with torch.enable_grad():
+        Nested.apply(torch.ones((), requires_grad=True), depth).backward()
+
+
+def planned_after_threads():
+    def work(place):
+        differentiate(0)
+        return place, os.getpid() == own
+
+    own = os.getpid()
+    before = sorted(in_processes(work, 3, 2))
+    differentiate(70)
+    return before, list(in_processes(work, 3, 2))
+
+
+def test_settings_are_planned_in_a_process_whose_threads_of_autograd_forks_lack():
+    close_ranks()
+    try:
+        (found,) = run_on_ranks(planned_after_threads, 1)
+    finally:
+        close_ranks()  # its process has these threads
+    assert found == ([(0, False), (1, False), (2, False)], [(0, True), (1, True), (2, True)])
 
 
 def test_nothing_to_compare_raises():
