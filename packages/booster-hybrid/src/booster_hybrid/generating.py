@@ -176,7 +176,7 @@ def _waiting_with_the_same_inputs(inner: Any) -> Iterator[None]:
         yield
     finally:
         if present is None:
-            del inner.prepare_inputs_for_generation
+            vars(inner).pop("prepare_inputs_for_generation", None)
         else:
             inner.prepare_inputs_for_generation = present
 

@@ -18,7 +18,7 @@ _WITH_ASSERTS = (
     "pipeline_runs",
     "training",
 )
-# pytest finds these by itself where the package is installed from a wheel; from an editable one since its version 9.
+# pytest 8.0 finds these by itself only where the package is installed from a wheel, later ones in an editable one too.
 pytest.register_assert_rewrite(*(f"booster_testing.{name}" for name in _WITH_ASSERTS))
 
 
