@@ -23,7 +23,8 @@ class Allocated:
 def peak_allocated() -> Iterator[Allocated]:
     """Add up what torch's allocator hands out and gets back, in the order of time, in all threads that compute."""
     found = Allocated()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # Without `acc_events`, torch 2.10 warns that a second cycle would drop the events of the first.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield found
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = 0

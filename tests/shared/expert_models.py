@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from model_zoo.transformers_build import from_config
 
+from booster_hybrid.policy.experts import expert_rules
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -95,6 +97,10 @@ def make(name: str, *, one_sided: bool = False, dtype: torch.dtype = torch.float
                     tensor[:2] += 100.0
     if dtype == torch.float64:
         model.config._experts_implementation = "eager"
+    if not expert_rules(model):
+        # Few families of transformers before 5.13 have a plan for their experts.
+        experts = "model.layers.*.mlp.experts"
+        model._ep_plan = {f"{experts}.gate_up_proj": "grouped_gemm", f"{experts}.down_proj": "grouped_gemm"}
     return model
 
 

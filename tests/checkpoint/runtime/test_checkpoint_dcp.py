@@ -14,7 +14,10 @@ from booster_runtime.state.replicated import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
 from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter, value_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of `no_dist=True`
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch says so of `no_dist=True`
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # DCP's writer of torch 2.10 uses it
+]
 
 TENSORS = [
     ("embed.weight", (33, 20), torch.float32),

@@ -28,6 +28,7 @@ from booster_runtime.checkpoint.load.source import Source
 from booster_runtime.state.jsonable import decode_json, encode_json
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # DCP's writer of torch 2.10 uses it
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch says so of `no_dist=True`
     pytest.mark.filterwarnings("ignore:Detected pickle protocol"),
 ]

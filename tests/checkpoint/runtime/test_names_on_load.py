@@ -15,6 +15,7 @@ from booster_testing import expect_on_ranks
 from booster_testing.mutants import ReferencePlugin
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # DCP's writer of torch 2.10 uses it
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch says so of `no_dist=True`
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]

@@ -18,13 +18,13 @@ from model_parity import (
     seeded,
     train_plainly,
 )
-from torch.utils import _pytree as pytree
 
 from booster_core import Booster
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.tensor_parallel.logits import SplitLogits
+from booster_runtime.data import leaves_by_path
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
@@ -84,8 +84,8 @@ def boosted(zoo, options, precision=None):
 
 def tensors_of(outputs):
     """Return the tensors of a model's outputs, whole, by where they are."""
-    leaves = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(outputs)[0]]
-    tensors = {where: leaf.detach() for where, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    # transformers 5.12 registers its outputs without names.
+    tensors = {where: leaf.detach() for where, leaf in leaves_by_path(outputs)[0] if isinstance(leaf, torch.Tensor)}
     return {where: leaf.gather() if isinstance(leaf, SplitLogits) else leaf for where, leaf in tensors.items()}
 
 

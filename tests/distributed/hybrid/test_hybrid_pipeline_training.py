@@ -311,7 +311,7 @@ def checkpointed(options, how):
         booster = Booster(plugin=HybridParallelPlugin(**options))
         model, optimizer = make("transformers/llama")
         if is_on and how == "by the model":
-            model.activation_checkpointing_enable()
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         if is_on and how == "before boost":
             enable_activation_checkpointing(model)
         model, optimizer, *_ = booster.boost(model, optimizer)

@@ -18,6 +18,7 @@ from model_parity import (
     seeded,
     train_plainly,
 )
+from t5_sequences import run_or_refused
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -94,7 +95,7 @@ def table(meshes, default):
 @pytest.mark.parametrize(("mesh", "name"), table(MESHES, DEFAULT))
 def test_training_with_split_sequences_equals_one_process(mesh, name):
     num_ranks, options = MESHES[mesh]
-    run_on_ranks(compare, num_ranks, name, options, timeout_seconds=120)
+    run_on_ranks(run_or_refused, num_ranks, compare, name, options, timeout_seconds=120)
 
 
 def compare_in_stages(name, options):
@@ -120,7 +121,7 @@ IN_STAGES = ["transformers/t5_generation", "transformers/whisper_generation", "t
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", cases(IN_STAGES, IN_STAGES[:1]))
 def test_stages_of_a_pipeline_split_sequences_too(mode, name):
-    run_on_ranks(compare_in_stages, 4, name, MODES[mode], timeout_seconds=120)
+    run_on_ranks(run_or_refused, 4, compare_in_stages, name, MODES[mode], timeout_seconds=120)
 
 
 def narrow(name, options):
@@ -138,7 +139,7 @@ NARROW_DEFAULT = dict.fromkeys(MODES, ("transformers/t5_generation",))
 
 @pytest.mark.parametrize(("mode", "name"), table(MODES, NARROW_DEFAULT))
 def test_bf16_with_split_sequences_is_as_near_to_fp32_as_one_process(mode, name):
-    run_on_ranks(narrow, 2, name, MODES[mode], timeout_seconds=120)
+    run_on_ranks(run_or_refused, 2, narrow, name, MODES[mode], timeout_seconds=120)
 
 
 def boost(name, options):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_runs import command_runner
 from torch import nn
 
 from booster_core.errors import ConfigError
@@ -30,7 +30,8 @@ def run(tmp_path, monkeypatch):
     path = tmp_path / "script_to_plan.py"
     path.write_text(SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
-    return lambda *options, function="build": CliRunner().invoke(command, [f"{path}:{function}", *options])
+    runner = command_runner()
+    return lambda *options, function="build": runner.invoke(command, [f"{path}:{function}", *options])
 
 
 def test_the_setting_that_fits_is_printed_as_code(run):

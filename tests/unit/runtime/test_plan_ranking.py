@@ -1,12 +1,16 @@
 """Plans are ranked, printed as code, and drawn; what can't be planned says why."""
 
+import os
+
 import pytest
 import torch
-from click.testing import CliRunner
+from command_runs import command_runner
 
 from booster_core.errors import ConfigError, PluginError
 from booster_runtime.cli import plan as plan_command
 from booster_runtime.planning import Candidate, Devices, candidates, plan
+from booster_runtime.planning.processes import in_processes
+from booster_testing import close_ranks, run_on_ranks
 from booster_testing.mutants import ReferencePlugin
 
 SCRIPT = """
@@ -60,7 +64,9 @@ def run(tmp_path, monkeypatch):
     path = tmp_path / "script_to_rank.py"
     path.write_text(SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
-    return lambda *options, function="build": CliRunner().invoke(plan_command.command, [f"{path}:{function}", *options])
+    return lambda *options, function="build": command_runner().invoke(
+        plan_command.command, [f"{path}:{function}", *options]
+    )
 
 
 def test_settings_of_all_plugins_but_broken_ones_are_compared():
@@ -80,7 +86,10 @@ def test_the_setting_that_fits_is_printed_as_code(run, tmp_path):
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[-1] == "booster = Booster(plugin=\"configurable\", mixed_precision='bf16')"
     assert "not planned: configurable(level=4): `level=4` is not 0 or 1." in done.stdout
-    assert "4/4 reference()" in done.stderr
+    told = [line.split(" ", 1) for line in done.stderr.splitlines() if line[:1].isdigit()]
+    assert [place for place, _ in told] == ["1/4", "2/4", "3/4", "4/4"]
+    settings = ["configurable()", "configurable(level=1)", "configurable(level=4)", "reference()"]
+    assert sorted(name for _, name in told) == settings  # in the order in which two processes are done
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
 
 
@@ -116,7 +125,7 @@ def test_wrong_options_are_named(run, options, function, message):
 @pytest.mark.parametrize(("name", "message"), [("absent.py", "No file '"), ("train.txt", "is not a Python file")])
 def test_a_script_that_is_none_is_named(name, message, tmp_path):
     (tmp_path / "train.txt").write_text("")
-    done = CliRunner().invoke(plan_command.command, [str(tmp_path / name), *SIZES, "80GiB"])
+    done = command_runner().invoke(plan_command.command, [str(tmp_path / name), *SIZES, "80GiB"])
     assert done.exit_code == 2
     assert message in done.stderr
 
@@ -160,6 +169,46 @@ def test_what_a_rank_holds_before_its_plan_stops_may_be_too_much(monkeypatch):
         assert setting.is_too_large == (fits == "no")
         assert str(found).splitlines()[1].split()[0] == fits.split()[0]
         assert ("tried to allocate" in str(found)) == (fits != "no")
+
+
+class Nested(torch.autograd.Function):
+    """Computes gradients inside of backward, as nested checkpoints do; autograd starts a thread at the 60th level."""
+
+    @staticmethod
+    def forward(ctx, value, depth):
+        ctx.depth = depth
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.depth:
+            differentiate(ctx.depth - 1)
+        return gradient, None
+
+
+def differentiate(depth):
+    with torch.enable_grad():
+        Nested.apply(torch.ones((), requires_grad=True), depth).backward()
+
+
+def planned_after_threads():
+    def work(place):
+        differentiate(0)
+        return place, os.getpid() == own
+
+    own = os.getpid()
+    before = sorted(in_processes(work, 3, 2))
+    differentiate(70)
+    return before, list(in_processes(work, 3, 2))
+
+
+def test_settings_are_planned_in_a_process_whose_threads_of_autograd_forks_lack():
+    close_ranks()
+    try:
+        (found,) = run_on_ranks(planned_after_threads, 1)
+    finally:
+        close_ranks()  # its process has these threads
+    assert found == ([(0, False), (1, False), (2, False)], [(0, True), (1, True), (2, True)])
 
 
 def test_nothing_to_compare_raises():

@@ -110,6 +110,30 @@ class MySGD(torch.optim.SGD):
     pass
 
 
+class ConstructsState(torch.optim.Optimizer):
+    """Makes its state when it is constructed, as torch 2.10's Adagrad does; a step adds to nothing else."""
+
+    factors = False
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, 0.1)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            state["step"] += 1
+            size = p.grad.square().mean(0, keepdim=True) if self.factors and p.dim() > 1 else p.grad.square()
+            state["sum"] += size
+            p.addcdiv_(p.grad, state["sum"].sqrt(), value=-0.1 / state["step"].item())
+
+
+class FactorsConstructedState(ConstructsState):
+    factors = True
+
+
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
 def test_the_probe_agrees_with_the_declared_elementwise_optimizers(kind):
     optimizer = kind(parameters(), lr=0.1)
@@ -133,6 +157,8 @@ def test_the_probe_agrees_with_the_declared_matrix_optimizers(kind):
         (NeedsMatrices, "parameter"),
         (FactorsLarge, "parameter"),
         (TreatsKernels, "parameter"),
+        (ConstructsState, "flat"),
+        (FactorsConstructedState, "parameter"),
     ],
 )
 def test_a_strange_optimizer_is_tried_out(kind, expected):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import (
@@ -22,6 +21,7 @@ from booster_core.plugin import (
     place_model,
     unwrap_model,
 )
+from booster_ddp.buffers import DistributedDataParallel
 from booster_ddp.comm_hooks import BY_DTYPE, register_comm_hook
 from booster_ddp.config import DDPConfig
 from booster_ddp.first_step import FirstStep

@@ -113,6 +113,8 @@ def _generate(
     with contextlib.ExitStack() as stack:
         stack.enter_context(naming_missing_ranks("generate", model.replica.ranks))
         stack.enter_context(drawing_alike(model.replica, device))
+        if inner is not None and not may_keep:
+            stack.enter_context(_waiting_with_the_same_inputs(inner))
         if model.engine is not None:
             stack.enter_context(_forwards_of_all_stages(model, inner or model.unwrap(), device))
         return method(*args, **kwargs)
@@ -127,6 +129,41 @@ def _leave_out_cache(kwargs: dict[str, Any]) -> None:
         )
         raise ConfigError(msg)
     kwargs["use_cache"] = False
+
+
+_OF_TOKENS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+_OF_DECODED = ("decoder_attention_mask", "decoder_position_ids", "token_type_ids")
+"""What has an entry for each token of the text, in decoders alone and in those that have an encoder."""
+
+
+@contextlib.contextmanager
+def _waiting_with_the_same_inputs(inner: Any) -> Iterator[None]:
+    """Let a rank whose text is complete compute it again while others go on with theirs.
+
+    Its text stays as it is, and transformers adds a position to its mask in each round nevertheless, as caches grow.
+    """
+    method = inner.prepare_inputs_for_generation
+    present = vars(inner).get("prepare_inputs_for_generation")
+    growing = _OF_DECODED if inner.config.is_encoder_decoder else _OF_TOKENS
+
+    @functools.wraps(method)
+    def prepare(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("inputs_embeds") is None:  # a text that begins with these is longer than its tokens
+            length = input_ids.shape[-1]
+            for name in growing:
+                value = kwargs.get(name)
+                if isinstance(value, Tensor) and value.shape[-1] > length:
+                    kwargs[name] = value[..., :length]
+        return method(input_ids, *args, **kwargs)
+
+    inner.prepare_inputs_for_generation = prepare
+    try:
+        yield
+    finally:
+        if present is None:
+            vars(inner).pop("prepare_inputs_for_generation", None)
+        else:
+            inner.prepare_inputs_for_generation = present
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,9 @@ def profile(booster: Booster, folder: str | Path, *, wait: int, warmup: int, act
         stack.enter_context(_named_forwards())
         stack.enter_context(_named_saves(booster))
         stack.enter_context(_named_collectives())
-        profiler = stack.enter_context(torch_profile(activities=activities, schedule=schedule, on_trace_ready=write))
+        made = torch_profile(activities=activities, schedule=schedule, on_trace_ready=write)
+        with _one_cycle():
+            profiler = stack.enter_context(made)
         steps = _Steps(profiler)
         register_hooks(steps)
         stack.callback(unregister_hooks, steps)
@@ -76,7 +79,16 @@ class _Steps:
     @hookimpl
     def after_step(self) -> None:
         """Go on to the next step."""
-        self._profiler.step()
+        with _one_cycle():
+            self._profiler.step()
+
+
+@contextlib.contextmanager
+def _one_cycle() -> Iterator[None]:
+    """Ignore torch 2.10's warning that a second cycle would drop the events of the first: there is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
+        yield
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ parallelism. Parameters of a module of experts that don't have one part for each
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ def find_experts(model: nn.Module, rules: Sequence[ExpertRule], size: int) -> li
                 _refuse_adapters(names, name, size)
                 found.setdefault(id(module), _described(name, module, rule, size))
     if not found:
-        listed = ", ".join(repr(rule.pattern) for rule in rules) or "none are known for this class"
+        listed = ", ".join(repr(rule.pattern) for rule in rules) or f"none are known for this class{_advice(model)}"
         msg = (
             f"`ep_size={size}` spreads experts over ranks, and {type(model).__name__} has no modules of experts that "
             f"are named ({listed}). Leave it out, or name them in `custom_policy=ShardingPolicy(experts=(ExpertRule("
@@ -92,6 +93,16 @@ def find_experts(model: nn.Module, rules: Sequence[ExpertRule], size: int) -> li
         )
         raise ConfigError(msg)
     return list(found.values())
+
+
+def _advice(model: nn.Module) -> str:
+    """Return what to do about a class of transformers without a plan, for a message."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return ""
+    if getattr(transformers.MixtralConfig, "base_model_ep_plan", None) is not None:  # one of those with a plan
+        return ""
+    return f": transformers {transformers.__version__} has no plan for its experts; most families have one from 5.13 on"
 
 
 def spread_experts(model: nn.Module, experts: Sequence[ExpertsModule], group: TensorGroup) -> SpreadExperts:

@@ -6,6 +6,7 @@ with positions is checked by `SdpaProbe`.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -60,7 +61,7 @@ class _Forward:
                 f"A {type(self._layer).__name__} of {self._stack.model_name} can't be given a part of a sequence: "
                 f"{error}. Split sequences need layers that attend by "
                 "`torch.nn.functional.scaled_dot_product_attention` or transformers' attention interface alone. "
-                "Leave `sequence_parallelism_mode` out, or change the layer."
+                f"Leave `sequence_parallelism_mode` out, or change the layer.{_advice(self._layer)}"
             )
             raise ConfigError(msg) from error
 
@@ -70,6 +71,14 @@ class _Forward:
             return own(self._layer, *args, **kwargs)
         with _AcrossRanks(self._layer, self._stack):
             return own(self._layer, *args, **kwargs)
+
+
+def _advice(layer: nn.Module) -> str:
+    """Return what else may help with a layer of transformers, for a message."""
+    if not type(layer).__module__.startswith("transformers."):
+        return ""
+    version = sys.modules["transformers"].__version__
+    return f" This is transformers {version}; in later releases more layers attend so, those of T5 from 5.15 on."
 
 
 class _AcrossRanks(TorchFunctionMode):

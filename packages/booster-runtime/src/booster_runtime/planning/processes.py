@@ -38,6 +38,9 @@ def default_processes() -> int:
 def in_processes(work: Callable[[int], Planned], number: int, num_processes: int) -> Iterator[Planned]:
     """Yield what became of each setting, as soon as it is known.
 
+    They are planned one after the other in this process where autograd has started threads in it, as for gradients on a
+    device: forks don't have them, and torch refuses to compute gradients there.
+
     Args:
         work: Plans one setting, by its place.
         number: Number of settings.
@@ -54,6 +57,9 @@ def in_processes(work: Callable[[int], Planned], number: int, num_processes: int
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(num_processes, context, initializer=_begin, initargs=(work,)) as pool:
         try:
+            if not pool.submit(_has_autograd).result():
+                yield from map(work, range(number))
+                return
             for done in as_completed([pool.submit(_planned, place) for place in range(number)]):
                 yield done.result()
         except BrokenProcessPool as error:
@@ -67,6 +73,14 @@ def _begin(work: Callable[[int], Planned]) -> None:
     global _work  # noqa: PLW0603 - of this process alone
     _work = work
     torch.set_num_threads(1)  # threads of OpenMP that the parent has used are gone in a fork, and would be waited for
+
+
+def _has_autograd() -> bool:
+    try:
+        torch.ones((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return True
 
 
 def _planned(place: int) -> Planned:

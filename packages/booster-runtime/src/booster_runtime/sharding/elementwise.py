@@ -220,6 +220,38 @@ def probed_steps(
 
     Collective: none.
     """
+    try:
+        return _steps(optimizer, group, values, gradients, [{} for _ in values], in_parts=in_parts)
+    except KeyError:  # of a class whose constructor makes the state, as Adagrad's of torch 2.10
+        states = [_as_constructed(optimizer, group, value) for value in values]
+        if not all(states):
+            raise
+    return _steps(optimizer, group, values, gradients, states, in_parts=in_parts)
+
+
+def _as_constructed(optimizer: Optimizer, group: Mapping[str, Any], value: Tensor) -> dict[str, Any]:
+    """Return state for a value like that of a parameter of a group; of each tensor, the first element everywhere."""
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter)
+        if state and parameter.numel():
+            return {
+                name: torch.full_like(value, entry.flatten()[0].item(), dtype=entry.dtype)
+                if isinstance(entry, torch.Tensor) and entry.shape == parameter.shape
+                else copy.deepcopy(entry)
+                for name, entry in state.items()
+            }
+    return {}
+
+
+def _steps(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    values: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+    states: Sequence[dict[str, Any]],
+    *,
+    in_parts: bool,
+) -> list[Tensor]:
     kind: Any = type(optimizer)
     known = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     probe = object.__new__(kind)
@@ -230,6 +262,7 @@ def probed_steps(
             probe.__dict__[name] = copy.deepcopy(value, dict(known))
     probe.state = defaultdict(dict)
     parameters = [nn.Parameter(value.clone()) for value in values]
+    probe.state.update(zip(parameters, states, strict=True))
     settings = {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
     if "lr" in settings and settings["lr"] is not None and not settings["lr"]:
         settings["lr"] += _LEARNING_RATE

@@ -45,14 +45,16 @@ class PretrainedNames:
         model = pretrained_model(module)
         if model is None:
             return None
+        from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         # The order and the exceptions of transformers' own `revert_weight_conversion`.
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is None:
             found = get_model_conversion_mapping(model, add_legacy=False)
-            conversions = [entry for entry in found if not isinstance(entry, PrefixChange)]
+            prefix_change: Any = getattr(core_model_loading, "PrefixChange", ())  # transformers 5.5 has none
+            conversions = [entry for entry in found if not isinstance(entry, prefix_change)]
         try:
             reversed_ones = [entry.reverse_transform() for entry in reversed(conversions)]
         except ValueError:  # quantized
@@ -84,14 +86,14 @@ class PretrainedNames:
     def _files(self, name: str, meta: TensorMeta) -> Mapping[str, Layout]:
         """Return what the files hold of a tensor of the model."""
         if (name, meta) not in self._layouts:
-            from transformers.core_model_loading import apply_converters, apply_renamings
+            from transformers.core_model_loading import rename_source_key
 
-            file_name, pattern = apply_converters(name, self._converters)
+            file_name, pattern = rename_source_key(name, [], self._converters)
             whole = Layout.of(name, meta)
             if pattern is None:
                 made = {name: whole}
             else:
                 converter = next(entry for entry in self._converters if pattern in entry.source_patterns)
                 made = convert(converter, file_name, {pattern: [whole]})
-            self._layouts[name, meta] = {apply_renamings(key, self._renamings): at for key, at in made.items()}
+            self._layouts[name, meta] = {rename_source_key(key, self._renamings, [])[0]: at for key, at in made.items()}
         return self._layouts[name, meta]

@@ -47,6 +47,7 @@ class _Boosting(_Base):  # type: ignore[misc]
     lr_scheduler: Any
     model_wrapped: Any
     optimizer: Any
+    _has_saved = False
 
     def __init__(self, *args: Any, booster: Booster, **kwargs: Any) -> None:
         self.booster = booster
@@ -115,11 +116,22 @@ class _Boosting(_Base):  # type: ignore[misc]
         share = self.accelerator.num_processes / self.args.world_size
         return int(6 * inputs[name].numel() * self._num_parameters * share)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002 - the Trainer's signature
+        """Write the model from every rank; transformers before 5.23 calls `_save` on the first one alone.
+
+        Collective: every rank of the world.
+        """
+        self._has_saved = False
+        super().save_model(output_dir, _internal_call=_internal_call)
+        if not self._has_saved:
+            self._save(output_dir)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model as `Booster.save_model` does, from every rank, and the rest as the Trainer does.
 
         Collective: every rank of the world.
         """
+        self._has_saved = True
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         boosted = self._wrap_model(self.model, training=False)
         if state_dict is not None:
