@@ -150,7 +150,7 @@ def _module() -> types.ModuleType:
     module.Event = lambda enable_timing=False, **_: torch.Event(NAME, enable_timing=enable_timing)
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
-    module.synchronize = lambda device=None: torch.accelerator.synchronize()
+    module.synchronize = lambda device=None: ops.synchronize()  # torch 2.10's own takes the device for unused
     module.empty_cache = lambda: None
     module._is_in_bad_fork = lambda: False
     # Kernels run on the CPU and use its generator.

@@ -383,10 +383,11 @@ class SimulatedBackend final : public Backend {
     if (op.op_ == ReduceOp::AVG && !at::isFloatingType(total.scalar_type())) total = at::div(total, size_, "trunc");
     return total;
   }
-  Tensor scaled(const Tensor& term, const ReduceOp& op) {  // NCCL averages by scaling the terms
+  // NCCL averages by scaling the terms. After torch 2.10 the supplement has another name as well.
+  Tensor scaled(const Tensor& term, const ReduceOp& op) {
     if (op.op_ == ReduceOp::AVG && at::isFloatingType(term.scalar_type())) return term.mul(1.0 / size_);
     if (op.op_ != ReduceOp::PREMUL_SUM) return term.clone();
-    auto* factor = reinterpret_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+    auto* factor = reinterpret_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
     if (factor->tensor_factor.defined()) return term.mul(cpu_view(factor->tensor_factor).to(term.scalar_type()));
     return term.mul(factor->double_factor);
   }

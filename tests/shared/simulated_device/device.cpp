@@ -500,6 +500,7 @@ TORCH_LIBRARY(simulated_device, m) {
   m.def("memory_allocated() -> int", []() -> int64_t { return accounts().allocated(); });
   m.def("max_memory_allocated() -> int", []() -> int64_t { return accounts().peak(); });
   m.def("reset_peak_memory_stats() -> ()", []() { accounts().reset_peak(); });
+  m.def("synchronize() -> ()", []() { c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).synchronizeDevice(0); });
   m.def("limit() -> int", []() -> int64_t { return accounts().limit(); });
   m.def("set_limit(int num_bytes) -> ()", [](int64_t num_bytes) { accounts().set_limit(num_bytes); });
   m.def("bytes_to_device() -> int", []() -> int64_t { return accounts().to_device(); });
