@@ -320,6 +320,7 @@ class Shard:
         with contextlib.ExitStack() as stack:
             if self.home.moves:
                 self.start_descent()
+                stack.callback(self.end_descent)
                 stack.enter_context(self.in_use(*self._roles_of_step(), changes=True))
                 stack.enter_context(self._beside_state())
                 self._bring_whole_state()
@@ -407,7 +408,6 @@ class Shard:
                 with self.home.lifting((self._number, Role.PARAM)):
                     lift(own, descent.values, pins=self.home.pins)
             self._rebind_own(own)
-            self.end_descent()
 
     def _bring_whole_state(self) -> None:
         """Move state that is not elementwise, and so in no block, to where the optimizer steps this time."""
