@@ -8,7 +8,7 @@ from simulated_device import run_on_devices
 from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, OffloadError
 from booster_gemini import GeminiPlugin
 from booster_testing import run_on_ranks
 
@@ -153,3 +153,25 @@ def on_a_host():
 
 def test_a_device_that_does_not_tell_its_memory_is_refused_on_every_rank():
     assert run_on_ranks(on_a_host, 2) == [True, True]
+
+
+def failing_to_read(folder):
+    options = {**AUTO, "offload_dir": folder, "host_budget_bytes": 2 * LAYER_BYTES}
+    with sim.memory_limit(torch.simulated.memory_allocated() + 2 * STATE_BYTES):
+        run = boost(options)
+        home = run[1].manager.home
+
+        def raise_block(block):
+            msg = "the disk can't be read"
+            raise OffloadError(msg)
+
+        if dist.get_rank() == 1:
+            home._raise = raise_block
+        with pytest.raises(OffloadError, match="the disk can't be read"):
+            step(*run, 0, BATCH // 8)
+    home.close()
+    return True
+
+
+def test_a_disk_that_fails_when_state_returns_is_told_on_every_rank(simulated_device, tmp_path):
+    assert run_on_devices(failing_to_read, 2, simulated_device, str(tmp_path)) == [True, True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, OffloadError
 from booster_gemini.memory.free_memory import FreeMemory
 from booster_gemini.memory.on_device import DeviceHome
 from booster_gemini.placement.auto import BudgetError
@@ -104,9 +104,9 @@ class MeasuredHome(DeviceHome):
             super().end_step()
         except BudgetError as error:
             msg = (
-                f"`placement_policy='auto'` found {room.budget_bytes} bytes left by activations on {room.device}, and "
-                f"{error.moment or 'a step'} needs {error.least_bytes} at once. Pass smaller batches, checkpoint "
-                "activations, choose smaller chunks, or pass `memory_budget_bytes`."
+                f"Without `memory_budget_bytes`, the first step found {room.budget_bytes} bytes left by activations on "
+                f"{room.device}, and {error.moment or 'a step'} needs {error.least_bytes} at once. Pass smaller "
+                "batches, checkpoint activations, choose smaller chunks, or pass `memory_budget_bytes`."
             )
             raise ConfigError(msg) from error
 
@@ -130,7 +130,11 @@ class MeasuredHome(DeviceHome):
         for key, block in self._blocks.items():
             if key[1] is Role.OPTIM and block.room is not device and held + block.num_bytes <= device.budget_bytes:
                 held += block.num_bytes
-                self._raise(block)
+                try:
+                    self._raise(block)
+                except OffloadError as error:  # of the disk; others end the step, and then every rank is told
+                    self._problem = self._problem or error
+                    return
 
     def _raise(self, block: Block) -> None:
         """Bring a block, which is not in use, to the device for good; its bytes on the host stay its place there."""
