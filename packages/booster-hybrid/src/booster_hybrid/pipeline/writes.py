@@ -70,7 +70,7 @@ def check_writes(
         try:
             other = copy_of(model)
         except Exception:  # noqa: BLE001 - whatever a user's object raises when it is copied
-            return
+            return  # the first step that writes so raises then
         for module in other.modules():
             module.training = mode  # some models' `train` changes parameters, which are shared
         found: list[ConfigError] = []
