@@ -263,12 +263,6 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def public_api(session: nox.Session) -> None:
-    """Write the signatures that each package exports into its ``public_api.txt``: a step of a release."""
-    _run(session, _checkout(session), "tests/shared/public_api.py")
-
-
-@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Measure every bar against its yardstick, and write docs/performance.md; ``-- import_time`` for some.
 

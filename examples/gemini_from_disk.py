@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from booster_core import Booster, LazyInitContext, launch_from_torch
+from booster_core import Booster, launch_from_torch
 from booster_gemini import GeminiPlugin
+from booster_runtime import LazyInitContext
 
 MIB = 2**20
 

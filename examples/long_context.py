@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from booster_core import Booster, enable_activation_checkpointing, launch_from_torch
+from booster_core import Booster, launch_from_torch
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import enable_activation_checkpointing
 
 
 def main() -> None:

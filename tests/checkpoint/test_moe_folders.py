@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from booster_core import Booster, LazyInitContext
+from booster_core import Booster
 from booster_core.plugin import discovery
+from booster_core.state import slices_of
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import load_pretrained
-from booster_runtime.state.regions import slices_of
 from booster_testing import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")

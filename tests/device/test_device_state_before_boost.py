@@ -11,7 +11,7 @@ from simulated_device import NAME, run_on_devices
 
 from booster_core import Booster
 from booster_core.ranks import DistCoordinator
-from booster_runtime.state import MASTER
+from booster_core.state import MASTER
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
 CASES = {

@@ -19,8 +19,8 @@ def make_fabric(plugin, **options):
 
     if plugin is None:
         return Fabric(accelerator="cpu", devices=1, **options)
-    import_quietly(["booster_runtime.integrations.fabric"])
-    from booster_runtime.integrations.fabric import BoosterStrategy
+    import_quietly(["booster_tools.integrations.fabric"])
+    from booster_tools.integrations.fabric import BoosterStrategy
 
     return Fabric(accelerator="cpu", strategy=BoosterStrategy(Booster(plugin=plugin_named(plugin))), **options)
 

@@ -31,8 +31,9 @@ from zoo_training import (
     trained,
 )
 
-from booster_core import Booster, DistCoordinator, LazyInitContext
+from booster_core import Booster, DistCoordinator
 from booster_core.errors import ConfigError
+from booster_runtime import LazyInitContext
 from booster_testing import RankError, run_on_ranks
 from booster_testing.rank_pool import RankDiedError, RankTimeoutError
 from booster_testing.training import whole_model

@@ -100,7 +100,7 @@ def test_verification_agrees_and_the_options_are_described():
 
 def filled_in():
     """A lazy model makes this rank's experts alone, and they are those of the model that is built at once."""
-    from booster_core import LazyInitContext
+    from booster_runtime import LazyInitContext
 
     booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
     torch.manual_seed(3)

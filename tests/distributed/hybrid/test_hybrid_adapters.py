@@ -18,9 +18,10 @@ from model_zoo.transformers_build import from_config
 from model_zoo.transformers_heads import HEADS
 from torch import nn
 
-from booster_core import Booster, enable_activation_checkpointing
+from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_runtime import enable_activation_checkpointing
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors
 from booster_testing.training import whole_model

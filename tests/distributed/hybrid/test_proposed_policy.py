@@ -8,11 +8,11 @@ from model_zoo.transformers_build import from_config
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as the docs of torch call it
 
-from booster_core import verify
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_hybrid.proposing.proposal import propose
 from booster_testing import run_on_ranks
+from booster_tools import verify
 
 WIDTH, HEADS, WORDS = 24, 4, 50
 

@@ -10,10 +10,11 @@ from family_models import batch_of, build
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from booster_core import Booster, LazyInitContext
+from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
+from booster_runtime import LazyInitContext
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from model_zoo import get_model
 
-from booster_core import Booster, enable_activation_checkpointing
+from booster_core import Booster
 from booster_core.errors import ConfigError
+from booster_runtime import enable_activation_checkpointing
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.training import whole_model
 

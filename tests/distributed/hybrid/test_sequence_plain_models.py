@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster_core import Booster, enable_activation_checkpointing
+from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
+from booster_runtime import enable_activation_checkpointing
 from booster_testing import expect_on_ranks, run_on_ranks
 
 HIDDEN, HEADS = 16, 4

@@ -11,10 +11,11 @@ from isolated_libraries import import_quietly
 from model_zoo import get_model
 from t5_sequences import run_or_refused
 
-from booster_core import Booster, enable_activation_checkpointing
+from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
+from booster_runtime import enable_activation_checkpointing
 from booster_testing import expect_on_ranks, run_on_ranks
 
 ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from booster_core import Booster, enable_activation_checkpointing
+from booster_core import Booster
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import enable_activation_checkpointing
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama

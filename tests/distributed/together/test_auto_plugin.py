@@ -17,10 +17,10 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import load
 from booster_runtime.lazy import LazyInitContext
-from booster_runtime.planning import measure
-from booster_runtime.planning.candidates import candidates
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
+from booster_tools.planning import measure
+from booster_tools.planning.candidates import candidates
 
 MIB = 2**20
 WIDTH = 256

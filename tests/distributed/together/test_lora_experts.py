@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from booster_checkpoint.save.adapters import _file_names
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin.single import SingleDevicePlugin
@@ -12,7 +13,6 @@ from booster_core.state.names import NamedTensors, extra_state_modules
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
-from booster_runtime.checkpoint.save.adapters import _file_names
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from booster_core import Booster, verify
+from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
@@ -25,6 +25,7 @@ from booster_hybrid.pipeline.cut import StagedModel
 from booster_runtime import collectives
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyStack
+from booster_tools import verify
 from booster_zero import LowLevelZeroPlugin
 from booster_zero.gathering.saved_uses import SavedUses
 

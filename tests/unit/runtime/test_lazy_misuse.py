@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core import Booster, LazyInitContext
+from booster_core import Booster
 from booster_core.errors import ConfigError, LazyInitError
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, load_pretrained, materialize, take_recording
 from booster_testing.models import TinyMixedBag, TinyMLP
 

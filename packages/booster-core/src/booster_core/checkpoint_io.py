@@ -1,7 +1,7 @@
 """`CheckpointIO`: the interface between `Booster` and the engine that reads and writes files.
 
-An engine is found by its name in the entry-point group ``booster.checkpoint_io``; booster-runtime brings the one named
-``runtime``. An engine sees a model as a `StateAdapter`: shards that can be read and written, under any
+An engine is found by its name in the entry-point group ``booster.checkpoint_io``; booster-checkpoint brings the one
+named ``files``. An engine sees a model as a `StateAdapter`: shards that can be read and written, under any
 plugin. It holds no strategy logic, and this module no file code.
 """
 
@@ -28,10 +28,18 @@ if TYPE_CHECKING:
     from booster_core.precision.loss_scaler import DynamicLossScaler
     from booster_core.state.adapter import StateAdapter
 
-__all__ = ["CheckpointIO", "LoadReport", "LoadedCheckpoint", "MovingAverage", "TrainingObjects", "TrainingState"]
+__all__ = [
+    "CheckpointIO",
+    "GlobalPosition",
+    "LoadReport",
+    "LoadedCheckpoint",
+    "MovingAverage",
+    "TrainingObjects",
+    "TrainingState",
+]
 
 CHECKPOINT_GROUP = "booster.checkpoint_io"
-DEFAULT_ENGINE = "runtime"
+DEFAULT_ENGINE = "files"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +131,13 @@ class TrainingState:
     module: nn.Module
     dtype: torch.dtype | None = None
     ema: StateAdapter | None = None
+
+
+class GlobalPosition:
+    """A data loader whose ``state_dict`` is one position in the global order of samples, the same on every rank.
+
+    An engine saves it once, and any number of ranks goes on from it. Of other loaders each rank's own state is saved.
+    """
 
 
 class MovingAverage(ABC):
@@ -270,10 +285,6 @@ class CheckpointIO(ABC):
         """Return whether there is a step to load, the same on every rank."""
 
     @abstractmethod
-    def average(self, model: nn.Module, decay: float, make_adapter: Callable[[], StateAdapter]) -> MovingAverage:
-        """Return a moving average of the weights that ``make_adapter`` shows; none of it is collective."""
-
-    @abstractmethod
     def wait(self) -> None:
         """Wait until a save in the background has ended, and raise its error on every rank."""
 
@@ -300,7 +311,7 @@ def checkpoint_io_class(name: str = DEFAULT_ENGINE) -> type[CheckpointIO]:
     named = [entry for entry in entries if entry.name == name]
     if not named and name == DEFAULT_ENGINE:
         msg = (
-            "Saving and loading need an engine, and none is installed. Run `pip install booster-runtime`; every "
+            "Saving and loading need an engine, and none is installed. Run `pip install booster-checkpoint`; every "
             "strategy, such as booster-ddp, brings it along."
         )
         raise CheckpointError(msg)

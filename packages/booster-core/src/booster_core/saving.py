@@ -35,6 +35,7 @@ class Saving:
     plugin: Plugin
     context: BoostContext
     """Device, ranks, precision and hooks of this run, fixed at the first use."""
+    _run: Callable[..., Any]
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
@@ -407,7 +408,8 @@ class Saving:
         Collective: none; made on every rank.
         """
         self._check_module(model, "ema")
-        return self.checkpoint_io.average(model, decay, lambda: self.state_adapter(model))
+        average: MovingAverage = self._run("ema", model=model, decay=decay)
+        return average
 
     def wait(self) -> None:
         """Wait until a save in the background has ended.

@@ -21,6 +21,7 @@ from booster_core.plugin import (
     place_model,
     unwrap_model,
 )
+from booster_core.state import ReplicatedStateAdapter
 from booster_ddp.buffers import DistributedDataParallel
 from booster_ddp.comm_hooks import BY_DTYPE, register_comm_hook
 from booster_ddp.config import DDPConfig
@@ -31,7 +32,6 @@ from booster_ddp.rank_local import RankLocal
 from booster_ddp.sync_batchnorm import convert_sync_batchnorm
 from booster_ddp.unreduced import UnreducedGradients
 from booster_runtime.sharding import note_reductions, refuse_renormalized, write_gradient
-from booster_runtime.state import ReplicatedStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

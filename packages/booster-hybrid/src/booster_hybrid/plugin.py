@@ -25,7 +25,7 @@ from booster_core.plugin import (
 )
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import DistCoordinator
-from booster_core.state import NamedTensors
+from booster_core.state import NamedTensors, Replica
 from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.boosting import HybridSetup, SetupOptions
 from booster_hybrid.config import (
@@ -47,8 +47,8 @@ from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
+from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import refuse_renormalized
-from booster_runtime.state import Replica, mark_as_local
 from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter, fill_model
 from booster_zero.engine import set_gradient
 from booster_zero.gathering import ChunkStateAdapter

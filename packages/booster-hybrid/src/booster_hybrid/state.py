@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from booster_core.state import StateAdapter, TensorMeta, TensorShard, box_shape
-from booster_runtime.state import regions_of
+from booster_core.state import StateAdapter, TensorMeta, TensorShard, box_shape, regions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

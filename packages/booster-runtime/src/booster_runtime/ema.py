@@ -16,8 +16,7 @@ import torch
 from booster_core.checkpoint_io import MovingAverage
 from booster_core.errors import ConfigError
 from booster_core.plugin import unwrap_model
-from booster_core.state import NamedTensors, TensorShard
-from booster_runtime.checkpoint.save.view import ModelView
+from booster_core.state import ModelView, NamedTensors, TensorShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

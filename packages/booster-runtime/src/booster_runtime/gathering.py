@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin import Plugin, unwrap_model
-from booster_core.state import TensorMeta, box_shape
+from booster_core.state import TensorMeta, box_shape, regions_of, slices_of, unpack
 from booster_runtime.sharding import write_gradient
-from booster_runtime.state.regions import regions_of, slices_of, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

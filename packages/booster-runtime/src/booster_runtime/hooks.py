@@ -12,21 +12,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
-    from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
     from booster_core import Booster
     from booster_core.plugin import BoostContext, Boosted, Plugin
     from booster_core.ranks import DistCoordinator, Monitor, World
-    from booster_core.state import StateAdapter
 
 
 @hookimpl
 def before_launch(backend: str) -> None:
     """Refuse environment variables with a wrong value, set up the log, and let NCCL record its collectives."""
+    from booster_core.log import configure_log
     from booster_runtime.collectives.settings import checks_collectives, requested_transport
     from booster_runtime.liveness.flight_recorder import keep_flight_record
-    from booster_runtime.log import configure_log
 
     configure_log()
     requested_transport()
@@ -107,14 +105,6 @@ def booster_method(name: str) -> Callable[..., Any] | None:
     from booster_runtime.methods import METHODS, method
 
     return method(name) if name in METHODS else None
-
-
-@hookimpl
-def replicated_state(model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator) -> StateAdapter:
-    """Show a model and optimizer that every rank holds whole."""
-    from booster_runtime.state.replicated import ReplicatedStateAdapter
-
-    return ReplicatedStateAdapter(model, optimizer, coordinator)
 
 
 @hookimpl

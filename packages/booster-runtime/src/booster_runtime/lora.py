@@ -1,7 +1,7 @@
 """Low-rank adapters through peft: put around a model before ``boost``, and what ``boost`` then sees to.
 
 Reference: Hu et al. 2021, "LoRA" (arXiv:2106.09685). How adapters are written is in
-`booster_runtime.checkpoint.save.adapters`, how a model keeps its names under them in `booster_core.state.names`.
+`booster_checkpoint.save.adapters`, how a model keeps its names under them in `booster_core.state.names`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import nn
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import Capability, ModelWrapper, boosted_inside
-from booster_core.state import NamedTensors, compiled_module
-from booster_runtime.adapted import has_adapters
+from booster_core.state import NamedTensors, compiled_module, has_adapters
 from booster_runtime.lazy.context import continued
 from booster_runtime.lazy.model import is_lazy
 

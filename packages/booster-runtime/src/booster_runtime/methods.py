@@ -11,26 +11,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from peft import PeftModel
+    from torch import nn
     from torch.utils.data import DataLoader
 
     from booster_core import Booster
     from booster_runtime.data.uneven import UnevenBatches
+    from booster_runtime.ema import ExponentialAverage
 
 METHODS = {
     "accumulate": "accumulation:accumulate",
-    "auto_plugin": "planning.automatic:auto_plugin",
     "check_replicas": "replicas:ReplicaCheck",
-    "choose_plugin": "planning.automatic:choose_plugin",
+    "ema": "methods:ema",
     "enable_lora": "methods:enable_lora",
     "evaluate_batch": "whole_batches:evaluate_batch",
     "gather_for_metrics": "methods:gather_for_metrics",
     "join": "methods:join",
     "place_batches": "methods:place_batches",
-    "profile": "profiling:profile",
     "reduce": "methods:reduce",
     "to_device": "methods:to_device",
     "train_batch": "whole_batches:train_batch",
-    "verify_boost": "verification.at_boost:verify_boost",
 }
 """Module and name of each, by the method's name."""
 
@@ -81,6 +80,13 @@ def place_batches(booster: Booster, loader: Any) -> Any:
         if isinstance(each, DistributedDataLoader) and booster.device_placement:
             each.place = booster.to_device
     return loader
+
+
+def ema(booster: Booster, model: nn.Module, decay: float) -> ExponentialAverage:
+    """Return a moving average of a model's weights; see `Booster.ema`."""
+    from booster_runtime.ema import ExponentialAverage
+
+    return ExponentialAverage(model, decay, lambda: booster.state_adapter(model), booster.checkpoint_io)
 
 
 def enable_lora(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import hookimpl, register_hooks, unregister_hooks, unwrap_model
-from booster_runtime.state.regions import as_bytes
+from booster_core.state import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from booster_core._lazy import public_names
+from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
     from booster_core.plugin.discovery import PluginListing, installed, load
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
     from booster_core.plugin.single import SingleDevicePlugin
     from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
     from booster_core.state import StateAdapter, TensorShard
-
-    # Found by `__getattr__` below, where they are installed.
-    from booster_ddp import TorchDDPPlugin as TorchDDPPlugin
-    from booster_fsdp import TorchFSDPPlugin as TorchFSDPPlugin
-    from booster_gemini import GeminiPlugin as GeminiPlugin
-    from booster_hybrid import HybridParallelPlugin as HybridParallelPlugin
-    from booster_zero import LowLevelZeroPlugin as LowLevelZeroPlugin
 
 __all__ = [
     "API_VERSION",

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
-from booster_core.errors import CheckpointError, ConfigError, needs_runtime
+from booster_core.errors import ConfigError, needs_runtime
 from booster_core.plugin.hooks import hook_relay
 
 if TYPE_CHECKING:
@@ -200,17 +200,11 @@ class Plugin(ABC):
 
         The default serves plugins that keep the whole model and optimizer on every rank.
 
-        Raises:
-            CheckpointError: If the default is used without booster-runtime, which brings it.
-
         Collective: none. Communicate in `prepare_save`, which runs before each save.
         """
-        found: StateAdapter | None = context.hooks.replicated_state(
-            model=model, optimizer=optimizer, coordinator=context.coordinator
-        )
-        if found is None:
-            raise CheckpointError(needs_runtime("Models are saved"))
-        return found
+        from booster_core.state import ReplicatedStateAdapter
+
+        return ReplicatedStateAdapter(model, optimizer, context.coordinator)
 
     def prepare_save(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> None:
         """Synchronize the ranks' state before a save; the default is for plugins whose replicas are always equal.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core._lazy import public_names
+from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
     from booster_core.ranks.coordinator import DistCoordinator

@@ -1,7 +1,7 @@
 """`StateAdapter`: how a plugin shows its state, as shards that can be read and written.
 
 `StateAdapter` is the only thing a plugin supplies for checkpoints, resharding, EMA and gradient access. It contains no
-file code. `booster_runtime.state.ReplicatedStateAdapter` is the default, for plugins that keep the whole model on every
+file code. `booster_core.state.ReplicatedStateAdapter` is the default, for plugins that keep the whole model on every
 rank.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 JSONValue = Any
 """What ``json`` can write: str, int, float, bool, None, and lists and str-keyed dicts of these.
 
-`booster_runtime.state.encode_json` turns other plain values (tuples, other dicts, lists of tensors) into such."""
+`booster_core.state.encode_json` turns other plain values (tuples, other dicts, lists of tensors) into such."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import click
 from booster_core import launch_from_torch
 from booster_core.errors import BoosterError
 from booster_hybrid.plugin import HybridParallelPlugin
-from booster_runtime.verification import function_of, module_of, verify
+from booster_tools.verification import function_of, module_of, verify
 
 
 def main(build: str, batch: str, policy: str) -> int:

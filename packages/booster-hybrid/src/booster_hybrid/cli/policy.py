@@ -28,7 +28,7 @@ def command(*, build: str, batch: str, nproc: int, out: Path | None) -> None:
     """
     from booster_core.errors import BoosterError
     from booster_hybrid.proposing.proposal import propose
-    from booster_runtime.verification import function_of, module_of
+    from booster_tools.verification import function_of, module_of
 
     try:
         file, _, function = build.partition(":")

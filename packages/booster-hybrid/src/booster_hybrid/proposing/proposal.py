@@ -49,7 +49,7 @@ def propose(model: nn.Module, batch: Any, size: int = 2) -> Proposal:
     """Return a policy that splits as much of a model as could be shown to be right.
 
     Each group of layers is compared whole and split, on random weights and inputs, as `boost` does with a policy of the
-    user's own (docs/sharding-policies.md). Gradients are not compared here: that is what `booster_core.verify` is for.
+    user's own (docs/sharding-policies.md). Gradients are not compared here: that is what `booster_tools.verify` is for.
 
     Args:
         model: The model, which is run once, and neither trained nor changed.

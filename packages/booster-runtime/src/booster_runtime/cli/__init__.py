@@ -1,1 +1,1 @@
-"""Verbs of the ``booster`` command that look at checkpoints and try out machines."""
+"""Verbs of the ``booster`` command."""

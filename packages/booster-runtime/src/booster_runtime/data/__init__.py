@@ -11,12 +11,14 @@ from booster_runtime.data.containers import (
     tensors_of,
     with_fields,
 )
+from booster_runtime.data.dealing import deal_dataloader
 from booster_runtime.data.first_batch import show_first_batch
 from booster_runtime.data.loader import DistributedDataLoader
 
 __all__ = [
     "DistributedDataLoader",
     "call_with",
+    "deal_dataloader",
     "fields_of",
     "hidden_tensors",
     "hides_tensors",

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from booster_core.checkpoint_io import GlobalPosition
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.data.iterable import CountedCollate, ShardedIterable
 from booster_runtime.data.sampler import DealtOrder, wrap_seed
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 
-class DistributedDataLoader(DataLoader[Any]):
+class DistributedDataLoader(DataLoader[Any], GlobalPosition):
     """A ``DataLoader`` whose position is counted in samples of the global order, as batches are handed out.
 
     Batches that workers have prefetched don't count until they are handed out. The epoch moves on by itself: at the end

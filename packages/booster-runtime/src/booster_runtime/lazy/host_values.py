@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.state import box_numel, box_shape, full_box
+from booster_core.state import box_numel, box_shape, full_box, intersect, regions_of, slices_of
 from booster_runtime.lazy.holders import Holder, loosened
 from booster_runtime.sharding.agreement import send_first
 from booster_runtime.sharding.hosting import is_cut
-from booster_runtime.state.regions import intersect, regions_of, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from booster_runtime.adapted import frozen_base
+from booster_core.state import frozen_base
 from booster_runtime.sharding.agreement import agree_on_values, send_first
 from booster_runtime.sharding.buffers import BufferWatch
 from booster_runtime.sharding.distinct import check_distinct_memory

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from booster_core.precision import NARROW
-from booster_runtime.adapted import frozen_base
+from booster_core.state import frozen_base
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,9 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointError
-from booster_core.state import JSONValue, ParamGroup, StateAdapter, TensorMeta, TensorShard
+from booster_core.state import (
+    MASTER,
+    JSONValue,
+    ParamGroup,
+    Replica,
+    ReplicatedStateAdapter,
+    StateAdapter,
+    TensorMeta,
+    TensorShard,
+    flatten_state,
+    unsaved_state,
+)
 from booster_runtime.sharding import piece_shard, whole_shard
-from booster_runtime.state import MASTER, Replica, ReplicatedStateAdapter, flatten_state, unsaved_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core.state import NamedTensors, TensorShard
+from booster_core.state import MASTER, NamedTensors, TensorShard, balanced_shards
 from booster_runtime.sharding import piece_shard
-from booster_runtime.state import MASTER, balanced_shards
 from booster_zero.engine.home import Role
 from booster_zero.engine.state import ZeroStateAdapter
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from booster_core.ranks import DistCoordinator
-    from booster_runtime.state import Replica
+    from booster_core.state import Replica
     from booster_zero.engine.optimizer import ZeroOptimizer
     from booster_zero.gathering.model import GatheringModel
 

@@ -1,0 +1,28 @@
+"""What people use around a training and no strategy needs: planner, verification, tracking, profiling, notebooks.
+
+Public names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from booster_core.lazy_import import public_names
+
+if TYPE_CHECKING:
+    from booster_tools.notebooks import notebook_launch
+    from booster_tools.planning import plan
+    from booster_tools.tracking import track
+    from booster_tools.verification import verify
+
+__all__ = ["notebook_launch", "plan", "track", "verify"]
+
+__getattr__, __dir__ = public_names(
+    __name__,
+    {
+        ".notebooks": ["notebook_launch"],
+        ".planning": ["plan"],
+        ".tracking": ["track"],
+        ".verification": ["verify"],
+    },
+)

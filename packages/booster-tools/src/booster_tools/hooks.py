@@ -1,0 +1,28 @@
+"""The functions of this distribution that do the work of arguments and methods of `Booster`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from booster_core.plugin import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@hookimpl
+def booster_method(name: str) -> Callable[..., Any] | None:
+    """Verify, choose a plugin and profile for `Booster`."""
+    if name == "profile":
+        from booster_tools.profiling import profile
+
+        return profile
+    if name == "verify_boost":
+        from booster_tools.verification.at_boost import verify_boost
+
+        return verify_boost
+    if name in {"auto_plugin", "choose_plugin"}:
+        from booster_tools.planning import automatic
+
+        return automatic.auto_plugin if name == "auto_plugin" else automatic.choose_plugin
+    return None
