@@ -133,11 +133,19 @@ class TrainingState:
     ema: StateAdapter | None = None
 
 
-class GlobalPosition:
+class GlobalPosition(ABC):
     """A data loader whose ``state_dict`` is one position in the global order of samples, the same on every rank.
 
     An engine saves it once, and any number of ranks goes on from it. Of other loaders each rank's own state is saved.
     """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a position that any number of ranks saved."""
 
 
 class MovingAverage(ABC):
