@@ -112,6 +112,72 @@ def test_gradients_and_losses_are_those_of_one_large_batch(plugin_class):
         assert outputs.shape == (SAMPLES, 5, 6)
 
 
+class FrozenNorm(nn.Module):
+    """A layer whose `eval` reaches one of its two norms, as models with a frozen backbone override `train`."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.BatchNorm1d(8)
+        self.trained = nn.BatchNorm1d(8)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x):
+        return self.trained(self.frozen(x))
+
+
+def evaluate_with_frozen_norms(plugin, is_training):
+    """Return the modes of all modules before and after an evaluation, and the frozen statistics after a step."""
+    inner = nn.Sequential(nn.BatchNorm1d(8), FrozenNorm(), nn.Sequential(nn.Dropout(), nn.Linear(8, 4)))
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    model.train(is_training)
+    inner[0].eval()
+    inner[2][1].train(not is_training)
+    before = {name: module.training for name, module in model.named_modules()}
+    batch = {"input": torch.arange(32.0).reshape(4, 8)}
+
+    def criterion(outputs, batch):
+        return outputs.square().mean()
+
+    booster.evaluate_batch(iter([batch]), model, criterion)
+    after = {name: module.training for name, module in model.named_modules()}
+    booster.train_batch(iter([batch]), model, criterion, optimizer)
+    return before, after, inner[0].running_mean
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("plugin_class", [None, ReferencePlugin, ReferencePipelinePlugin])
+def test_an_evaluation_restores_the_mode_of_each_module(plugin_class, is_training):
+    plugin, size = (None, 1) if plugin_class is None else (plugin_class(), 2)
+    for before, after, statistics in run_on_ranks(evaluate_with_frozen_norms, size, plugin, is_training):
+        assert len(set(before.values())) == 2, "some modules train and some do not"
+        assert after == before
+        assert not statistics.any(), "a norm in `eval()` keeps its statistics"
+
+
+class FailsToEvaluate(TinyMLP):
+    def forward(self, x):
+        if not self.training:
+            msg = "no evaluation"
+            raise RuntimeError(msg)
+        return super().forward(x)
+
+
+def test_an_evaluation_that_fails_restores_modes():
+    booster, inner = Booster(), FailsToEvaluate()
+    frozen = next(iter(inner.children()))
+    model, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    frozen.eval()
+    with pytest.raises(RuntimeError, match="no evaluation"):
+        booster.evaluate_batch(iter([torch.ones(2, 8)]), model, lambda outputs, batch: outputs.mean())
+    assert inner.training
+    assert not frozen.training
+
+
 def train_on_pairs(plugin, criterion):
     torch.manual_seed(2)
     model = TinyMLP()

@@ -104,7 +104,7 @@ class Batches(Saving):
 
         Args:
             data_iter: As for `train_batch`, as are the others.
-            model: The boosted model; its mode is restored.
+            model: The boosted model; the mode of each of its modules is restored.
             criterion: As for `train_batch`.
             weight: As for `train_batch`.
 

@@ -98,15 +98,28 @@ def evaluate_batch(
     _check_iterator(data_iter, "evaluate_batch")
     batch = next(data_iter)
     run = _Run(booster, model, criterion, weight)
-    was_training = model.training
+    with _evaluating(model), torch.no_grad():
+        share = run.share_of([batch])
+        outputs = run.forward(batch, share, None)
+    return Evaluation(run.mean_loss(), outputs, run.total_weight)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each of its modules back into its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
-            share = run.share_of([batch])
-            outputs = run.forward(batch, share, None)
+        yield
     finally:
-        model.train(was_training)
-    return Evaluation(run.mean_loss(), outputs, run.total_weight)
+        # Parents come first. Layers that merge weights in evaluation undo that in their own `train`.
+        for module, mode in modes:
+            if module.training != mode:
+                module.train(mode)
+        # A `train` may have reached a module that several parents share, or leave some modules out.
+        for module, mode in modes:
+            if module.training != mode:
+                module.training = mode
 
 
 class _Run:
